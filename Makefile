@@ -1,0 +1,33 @@
+# Every target shares one virtual environment, made from nothing but Python; the stamp makes the second run quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-slow check bench clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## the main job, with pictures
+	$(BIN)/locater demo
+
+test: $(STAMP)  ## the tests, with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
+
+test-slow: $(STAMP)  ## the long proofs
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(STAMP)  ## every claim of speed, measured side by side
+	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) demo
