@@ -1,0 +1,134 @@
+"""`Head`: one query head with its key head, everything that turns two layer inputs into a logit.
+
+Files and live models both yield heads; all analysis takes heads and never asks where they came from.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .errors import refuse, within
+from .positions import PositionBias, Rotary
+from .projections import Projection, size
+
+Block = Literal["encoder", "decoder", "cross", "vision"]
+BLOCKS: tuple[Block, ...] = ("encoder", "decoder", "cross", "vision")
+Positions = tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Logit of a key for a query: softcap(scale · q(x_query)·k(x_key)) + position bias.
+
+    x is the attention module's input, after its norm; `folded()` is the same head on the input before gain and bias.
+    `lookback` and `lookahead` bound the admissible distance: causal is `lookahead=0`, a window of w is `lookback=w−1`.
+    """
+
+    layer: int
+    index: int
+    query: Projection
+    key: Projection
+    scale: float
+    key_index: int | None = None
+    block: Block = "decoder"
+    rotary: Rotary | None = None
+    position_bias: PositionBias | None = None
+    softcap: float | None = None
+    lookback: int | None = None
+    lookahead: int | None = None
+
+    def __post_init__(self):
+        with within(f"{self.block} layer {self.layer}, head {self.index}"):
+            _check(self)
+
+    @property
+    def d_head(self) -> int:
+        return self.query.weight.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self.query.weight.shape[1]
+
+    @property
+    def temperature(self) -> float:
+        """λ, the number that logits are divided by."""
+        return 1 / self.scale
+
+    def folded(self) -> "Head":
+        """The same head as a function of the normalised input: the input norms' gains and biases folded in."""
+        return replace(self, query=self.query.folded(), key=self.key.folded())
+
+    def logits(
+        self,
+        x_query: Float[Tensor, "*batch queries d_model"],
+        x_key: Float[Tensor, "*batch keys d_model"],
+        positions: Positions | None = None,
+    ) -> Float[Tensor, "*batch queries keys"]:
+        """The full logit of every key for every query, unmasked; positions count from 0 unless given."""
+        query_positions, key_positions = positions or count(x_query, x_key)
+        queries, keys = self.query(x_query), self.key(x_key)
+        if self.rotary is not None:
+            length = 1 + int(max(query_positions.max(), key_positions.max()))
+            queries = self.rotary.rotate(queries, query_positions, length=length)
+            keys = self.rotary.rotate(keys, key_positions, length=length)
+        logits = queries @ keys.mT * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        if self.position_bias is not None:
+            logits = logits + self.position_bias(_distance(query_positions, key_positions)).to(logits)
+        return logits
+
+    def admits(
+        self, query_positions: Int[Tensor, " queries"], key_positions: Int[Tensor, " keys"]
+    ) -> Bool[Tensor, "queries keys"]:
+        """Which keys a query may see: causality and window, not padding."""
+        distance = _distance(query_positions, key_positions)
+        admitted = torch.ones_like(distance, dtype=torch.bool)
+        if self.lookback is not None:
+            admitted &= distance <= self.lookback
+        if self.lookahead is not None:
+            admitted &= -distance <= self.lookahead
+        return admitted
+
+    def attention(
+        self,
+        x_query: Float[Tensor, "*batch queries d_model"],
+        x_key: Float[Tensor, "*batch keys d_model"],
+        positions: Positions | None = None,
+    ) -> Float[Tensor, "*batch queries keys"]:
+        """The softmax of the admitted logits, materialised: for small inputs and as the reference of fast paths."""
+        positions = positions or count(x_query, x_key)
+        logits = self.logits(x_query, x_key, positions)
+        return logits.masked_fill(~self.admits(*positions), -math.inf).softmax(-1)
+
+
+def count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*batch keys d"]) -> Positions:
+    """Positions 0, 1, 2, … for both."""
+    return (
+        torch.arange(x_query.shape[-2], device=x_query.device),
+        torch.arange(x_key.shape[-2], device=x_key.device),
+    )
+
+
+def _distance(query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    return query_positions[:, None] - key_positions[None, :]
+
+
+def _check(head: Head) -> None:
+    """Refuse, in a sentence, what cannot be a head."""
+    query, key = head.query.weight, head.key.weight
+    if query.shape != key.shape or query.dtype != key.dtype:
+        expected = "query and key weights of one shape (d_head, d_model) and one type"
+        raise refuse(expected, f"{size(query)} of {query.dtype} and {size(key)} of {key.dtype}")
+    if not (math.isfinite(head.scale) and head.scale > 0):
+        raise refuse("a positive, finite logit scale", head.scale)
+    if head.block not in BLOCKS:
+        raise refuse("a block among " + ", ".join(BLOCKS), repr(head.block))
+    if head.rotary is not None and head.rotary.start + head.rotary.num_dims > query.shape[0]:
+        raise refuse(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
+    if head.softcap is not None and not head.softcap > 0:
+        raise refuse("a positive soft-cap", head.softcap)

@@ -1,0 +1,160 @@
+"""`Projection`: how a head turns a layer input into its query or key vector, norms included.
+
+Positions come later; a projection is what one token does alone.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .errors import refuse
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """gain · (y − [mean y]) / √(mean square + ε) + bias; `l2` divides by the length of y instead."""
+
+    kind: Literal["layer", "rms", "l2"]
+    gain: Float[Tensor, " dims"] | None = None
+    bias: Float[Tensor, " dims"] | None = None
+    epsilon: float = 1e-5
+
+    def __post_init__(self):
+        if self.kind not in ("layer", "rms", "l2"):
+            raise refuse("a norm of kind layer, rms or l2", repr(self.kind))
+
+    def __call__(
+        self, y: Float[Tensor, "*batch dims"], *, over: Float[Tensor, "*batch all_dims"] | None = None
+    ) -> Float[Tensor, "*batch dims"]:
+        """Normalise y by its own statistics, or by those of the longer vector `over` that it is a part of."""
+        over = y if over is None else over
+        if self.kind == "layer":
+            mean = over.mean(-1, keepdim=True)
+            y, over = y - mean, over - mean
+        square = over.square()
+        square = square.sum(-1, keepdim=True) if self.kind == "l2" else square.mean(-1, keepdim=True)
+        y = y * (square + self.epsilon).rsqrt()
+        if self.gain is not None:
+            y = y * self.gain
+        return y if self.bias is None else y + self.bias
+
+    def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """W (g∘x̂ + b) + c = (W diag g) x̂ + (W b + c)."""
+        if self.bias is not None:
+            shift = weight @ self.bias
+            bias = shift if bias is None else bias + shift
+        return (weight if self.gain is None else weight * self.gain), bias
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The projection of all heads together, for a norm whose statistics run over all of it (OLMo 2)."""
+
+    weight: Float[Tensor, "rows d_model"]
+    bias: Float[Tensor, " rows"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The first rows of a projection as up · norm(down · x), as in multi-head latent attention (DeepSeek-V2)."""
+
+    down: Float[Tensor, "rank d_model"]
+    up: Float[Tensor, "rows rank"]
+    norm: Norm | None = None
+    down_bias: Float[Tensor, " rank"] | None = None
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rows"]:
+        inner = linear(x, self.down, self.down_bias)
+        return (self.norm(inner) if self.norm else inner) @ self.up.T
+
+    @property
+    def weight(self) -> Float[Tensor, "rows d_model"]:
+        """The linear map at inner norm one: what the spectrum sees."""
+        gain = self.norm.gain if self.norm else None
+        return (self.up if gain is None else self.up * gain) @ self.down
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """x ↦ norm(W x + b). `input_norm` is the norm that made x: not applied here, but `folded()` takes it in.
+
+    `norm` is QK-norm, over this head's rows or, with `whole`, over all heads'. With `low_rank` the first rows of
+    `weight` are only its linearisation, and the call goes through the inner norm.
+    """
+
+    weight: Float[Tensor, "d_head d_model"]
+    bias: Float[Tensor, " d_head"] | None = None
+    input_norm: Norm | None = None
+    norm: Norm | None = None
+    whole: Whole | None = None
+    low_rank: LowRank | None = None
+
+    def __post_init__(self):
+        _check(self)
+
+    def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_head"]:
+        if self.low_rank is None:
+            rows = x @ self.weight.T
+        else:
+            direct = x @ self.weight[self.low_rank.up.shape[0] :].T
+            rows = torch.cat([self.low_rank(x), direct], -1)
+        rows = rows if self.bias is None else rows + self.bias
+        if self.norm is None:
+            return rows
+        return self.norm(rows, over=linear(x, self.whole.weight, self.whole.bias) if self.whole else None)
+
+    def folded(self) -> "Projection":
+        """The same map as a function of the normalised input."""
+        if self.input_norm is None:
+            return self
+        weight, bias = self.input_norm.fold(self.weight, self.bias)
+        whole, low_rank = self.whole, self.low_rank
+        if whole is not None:
+            whole = Whole(*self.input_norm.fold(whole.weight, whole.bias))
+        if low_rank is not None:
+            down, down_bias = self.input_norm.fold(low_rank.down, low_rank.down_bias)
+            bias = _direct_rows_only(bias, self.bias, low_rank.up.shape[0])
+            low_rank = replace(low_rank, down=down, down_bias=down_bias)
+        return replace(self, weight=weight, bias=bias, input_norm=None, whole=whole, low_rank=low_rank)
+
+
+def _direct_rows_only(folded: Tensor | None, stored: Tensor | None, num_rows: int) -> Tensor | None:
+    """The norm's bias reaches the low-rank rows through `down`, so only the direct rows take it here."""
+    if folded is None:
+        return None
+    kept = torch.zeros_like(folded[:num_rows]) if stored is None else stored[:num_rows]
+    return torch.cat([kept, folded[num_rows:]])
+
+
+def _check(projection: Projection) -> None:
+    weight = projection.weight
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise refuse("floating-point weights of shape (d_head, d_model)", f"{weight.dtype} of {size(weight)}")
+    rows, columns = weight.shape
+    if not 0 < rows <= columns:
+        raise refuse("0 < d_head ≤ d_model", size(weight), "weights stored as (d_model, d_head) must be transposed")
+    expected = (
+        ("bias", projection.bias, rows),
+        ("gain of the input norm", projection.input_norm and projection.input_norm.gain, columns),
+        ("gain of the norm", projection.norm and projection.norm.gain, rows),
+    )
+    for name, vector, count in expected:
+        if vector is not None and vector.shape != (count,):
+            raise refuse(f"a {name} of {count} numbers", size(vector))
+    if not is_finite(weight):
+        raise refuse("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether all entries are finite, in one pass and without a copy: the extremes carry any NaN."""
+    low, high = weight.detach().aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def size(tensor: Tensor) -> str:
+    """The shape in words, for refusals."""
+    return "×".join(map(str, tensor.shape)) or "a scalar"
