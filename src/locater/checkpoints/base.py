@@ -1,0 +1,90 @@
+"""What every reader of stored weights offers: names, shapes and settings at once, numbers on request."""
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ..errors import refuse
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored tensor, as `read` will give it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Checkpoint(ABC):
+    """Stored weights, read one tensor at a time.
+
+    Opening costs the headers; `read` costs the bytes of the tensor, or of the rows asked for where the format allows.
+    """
+
+    format: str
+
+    def __init__(self, entries: Mapping[str, Entry], *, config: dict[str, Any], place: str) -> None:
+        self.entries = entries
+        self.config = config
+        self.place = place
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            nearest = difflib.get_close_matches(name, list(self.entries)[:5000], n=1)
+            remedy = f"the nearest name is {nearest[0]}" if nearest else ""
+            raise refuse(f"the name of a tensor in {self.place}", name, remedy)
+        return self.entries[name]
+
+    def read(self, name: str, rows: Rows | None = None) -> Shaped[Tensor, "..."]:
+        """The tensor, or its rows `start <= i < stop` along the first dimension; fails on a name that is not there."""
+        shape = self.shape(name)
+        if rows is None:
+            return self.fetch(name, None)
+        if not shape or not 0 <= rows[0] <= rows[1] <= shape[0]:
+            raise refuse(f"rows within {name} of shape {list(shape)}", f"{rows[0]} to {rows[1]}")
+        return self.fetch(name, None if rows == (0, shape[0]) else rows)
+
+    @abstractmethod
+    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
+        """What `read` gives, for a name and rows that were checked."""
+
+    def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
+        """Let go of connections and files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def view_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Shaped[Tensor, "..."]:
+    """The bytes as a tensor, without a copy."""
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def row_span(shape: tuple[int, ...], itemsize: int, rows: Rows | None) -> tuple[int, int, tuple[int, ...]]:
+    """First byte, number of bytes and shape of the rows of a tensor stored row after row."""
+    if rows is None:
+        return 0, math.prod(shape) * itemsize, shape
+    row_bytes = math.prod(shape[1:]) * itemsize
+    taken = rows[1] - rows[0]
+    return rows[0] * row_bytes, taken * row_bytes, (taken, *shape[1:])

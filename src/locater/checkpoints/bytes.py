@@ -1,0 +1,133 @@
+"""Where bytes come from: a part of a file, near or far, read into memory and never mapped.
+
+Mapped pages count as memory of the process for as long as the mapping lives; bytes that were read can be let go.
+"""
+
+import io
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import refuse
+
+
+class ByteSource(Protocol):
+    """A file of known size."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, start: int, length: int) -> bytearray:
+        """Exactly these bytes; fails in a sentence when the file does not hold them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Folder(Protocol):
+    """A place that holds the files of one checkpoint."""
+
+    @property
+    def place(self) -> str: ...
+
+    def files(self) -> frozenset[str]:
+        """The names that can be listed; none where the place cannot list."""
+        ...
+
+    def find(self, name: str) -> ByteSource | None: ...
+
+
+class LocalBytes:
+    """A file on disk, opened for each read: nothing to close, and no limit on how many shards there are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self.size = path.stat().st_size
+
+    def read(self, start: int, length: int) -> bytearray:
+        check_range(self, start, length)
+        data = bytearray(length)
+        view = memoryview(data)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(start)
+            # One call may return less than asked, and never more than 2 GiB on Linux.
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+        if view:
+            raise refuse(f"{self.size} bytes in {self.name}", "fewer", "the file changed while it was read")
+        return data
+
+    def close(self) -> None:
+        pass
+
+
+class LocalFolder:
+    """A directory on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.place = str(path)
+
+    def files(self) -> frozenset[str]:
+        return frozenset(path.name for path in self.path.iterdir() if path.is_file())
+
+    def find(self, name: str) -> LocalBytes | None:
+        path = self.path / name
+        return LocalBytes(path) if path.is_file() else None
+
+
+class Part:
+    """A stretch of another source, as a source."""
+
+    def __init__(self, source: ByteSource, start: int, size: int) -> None:
+        check_range(source, start, size)
+        self.source, self.start, self.size, self.name = source, start, size, source.name
+
+    def read(self, start: int, length: int) -> bytearray:
+        check_range(self, start, length)
+        return self.source.read(self.start + start, length)
+
+    def close(self) -> None:
+        pass
+
+
+class Stream(io.RawIOBase):
+    """A source as a seekable file, for the readers of the standard library."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source, self.position = source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.source.size}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the start of the file")
+        self.position = base + offset
+        return self.position
+
+    def readinto(self, buffer) -> int:  # noqa: ANN001  (any writable buffer)
+        length = max(0, min(len(buffer), self.source.size - self.position))
+        buffer[:length] = self.source.read(self.position, length) if length else b""
+        self.position += length
+        return length
+
+
+def check_range(source: ByteSource, start: int, length: int) -> None:
+    """Refuse a stretch that the source does not hold, before any memory is set aside for it."""
+    if start < 0 or length < 0 or start + length > source.size:
+        raise refuse(
+            f"{source.name} to hold bytes {start} to {start + length}",
+            f"a file of {source.size} bytes",
+            "it is truncated or damaged; fetch it again",
+        )

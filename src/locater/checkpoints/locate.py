@@ -1,0 +1,97 @@
+"""From what a user names (a directory, a file, a hub id, an address) to a folder and the file in it to open."""
+
+import os
+import re
+from pathlib import Path
+
+from ..errors import refuse
+from .bytes import Folder, LocalFolder
+
+SAFETENSORS = (".safetensors",)
+TORCH = (".bin", ".pt", ".pth", ".ckpt")
+GGUF = (".gguf",)
+WEIGHTS = SAFETENSORS + TORCH + GGUF
+INDEX = ".index.json"
+METADATA = ".metadata"
+
+# Tried by name where a place cannot list its files.
+USUAL = ("model.safetensors" + INDEX, "model.safetensors", "pytorch_model.bin" + INDEX, "pytorch_model.bin", METADATA)
+# What trainers leave beside the weights.
+OTHER = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*|adapter_model)\.")
+PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)$")
+
+
+def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
+    """The folder, and the file in it if the source names one. What lies on disk wins over a hub id."""
+    text = os.fspath(source)
+    if "://" in text:
+        from .remote import locate_address
+
+        return locate_address(text)
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return LocalFolder(path), None
+        if path.is_file():
+            return LocalFolder(path.parent), path.name
+        exists = path.exists()
+    except (OSError, ValueError) as cause:  # a name too long, or with a null byte
+        raise refuse("a path or a hub id", f"{text!r:.120} ({cause})") from None
+    if exists:
+        raise refuse("a file or a directory", f"{text}, which is neither")
+    if looks_like_path(text):
+        raise refuse("a path that exists", f"{text[:200]}: no such file", "check the spelling")
+    from .remote import locate_hub
+
+    return locate_hub(text), None
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text that is not on disk was meant as a path: ids are `name` or `owner/name`, `@revision` allowed."""
+    name = text.partition("@")[0]
+    return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or name.endswith((*WEIGHTS, INDEX, ".json"))
+
+
+def choose(folder: Folder) -> list[str]:
+    """The files to open together: safetensors before pickles before GGUF before a distributed checkpoint."""
+    files = folder.files()
+    if not files:
+        found = [name for name in USUAL if folder.find(name) is not None][:1]
+    else:
+        found = next((group for kind in (SAFETENSORS, TORCH, GGUF) if (group := _choose_kind(files, kind))), [])
+        found = found or [METADATA] * (METADATA in files)
+    if not found:
+        raise refuse(
+            f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",
+            "none of them" if files else "no files",
+            "name the directory or file that holds them",
+        )
+    return found
+
+
+def _choose_kind(files: frozenset[str], suffixes: tuple[str, ...]) -> list[str]:
+    """The usual name if it is there, else the only candidate, else the parts of one split file."""
+    for usual in USUAL:
+        if usual in files and usual.removesuffix(INDEX).endswith(suffixes):
+            return [usual]
+    indexes = sorted(name for name in files if name.endswith(tuple(suffix + INDEX for suffix in suffixes)))
+    if len(indexes) == 1:
+        return indexes
+    weights = sorted(name for name in files if name.endswith(suffixes) and not OTHER.match(name))
+    if len(weights) <= 1:
+        return weights
+    return complete_parts(weights[0], weights)
+
+
+def complete_parts(first: str, files: list[str]) -> list[str]:
+    """The files `stem-00001-of-0000N` that `files` consists of; fails when it holds others or lacks one."""
+    part = PART.match(first)
+    if part is None:
+        raise refuse("one file of weights, or an index", f"{len(files)}, such as {', '.join(files[:3])}", "name one")
+    count = int(part["count"])
+    expected = [f"{part['stem']}-{number:05d}-of-{part['count']}{part['suffix']}" for number in range(1, count + 1)]
+    if missing := [name for name in expected[: len(files) + 1] if name not in files]:
+        raise refuse(f"all {count} parts of {part['stem']}", f"no {missing[0]}", "fetch it again")
+    if len(files) != count:
+        raise refuse("one file of weights, or an index", f"several, such as {files[0]} and {files[-1]}", "name one")
+    return expected

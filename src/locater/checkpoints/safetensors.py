@@ -1,0 +1,123 @@
+"""Safetensors files: 8 bytes of header length, a JSON header, then the tensors' bytes without gaps."""
+
+import math
+import struct
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ..errors import refuse
+from .base import Checkpoint, Entry, Rows, row_span, view_bytes
+from .bytes import ByteSource, check_range
+from .document import MAX_BYTES, parse_object
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+# Only newer releases of torch know the eight-bit exponent.
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+
+class Stored(NamedTuple):
+    """Where one tensor lies in its file."""
+
+    name: str
+    entry: Entry
+    start: int
+    stop: int
+
+
+class SafetensorsFile(Checkpoint):
+    """One file; reading rows costs those rows."""
+
+    format = "safetensors"
+
+    def __init__(self, source: ByteSource, *, config: dict[str, Any]) -> None:
+        self.source = source
+        self.stored = {item.name: item for item in read_header(source)}
+        super().__init__({name: item.entry for name, item in self.stored.items()}, config=config, place=source.name)
+
+    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
+        item = self.stored[name]
+        start, length, shape = row_span(item.entry.shape, item.entry.dtype.itemsize, rows)
+        return view_bytes(self.source.read(item.start + start, length), item.entry.dtype, shape)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def read_header(source: ByteSource) -> list[Stored]:
+    """The tensors of a file, checked to fill it exactly: no overlap, no gap, nothing outside. Costs the header."""
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > min(MAX_BYTES, source.size - 8):
+        raise refuse(
+            f"a header of at most {min(MAX_BYTES, source.size - 8)} bytes in {source.name}",
+            f"a length of {length}",
+            "it is truncated, damaged or not a safetensors file; fetch it again",
+        )
+    header = parse_object(source.read(8, length), name=f"the header of {source.name}")
+    header.pop("__metadata__", None)
+    items = [_parse_item(name, value, base=8 + length) for name, value in header.items()]
+    _check_cover(source, items, base=8 + length)
+    return items
+
+
+def _parse_item(name: str, value: object, *, base: int) -> Stored:
+    label = f"tensor {name[:80]!r}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise refuse(f"dtype, shape and data_offsets for {label}", f"{value!r:.80}")
+    if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES:
+        raise refuse(f"a known dtype for {label}", f"{value['dtype']!r:.40}", f"known are {', '.join(DTYPES)}")
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise refuse(f"whole numbers as shape and two offsets of {label}", f"{shape!r:.80} and {offsets!r:.80}")
+    entry = Entry(tuple(shape), DTYPES[value["dtype"]])
+    needed = math.prod(shape) * entry.dtype.itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise refuse(
+            f"{needed} bytes for {label} of shape {shape!r:.80} and dtype {value['dtype']}",
+            f"{offsets[1] - offsets[0]} bytes",
+            "the header is damaged; fetch the file again",
+        )
+    return Stored(name, entry, base + offsets[0], base + offsets[1])
+
+
+def _check_cover(source: ByteSource, items: list[Stored], *, base: int) -> None:
+    position = base
+    for item in sorted(items, key=lambda item: (item.start, item.stop)):
+        check_range(source, item.start, item.stop - item.start)
+        if item.start != position:
+            kind = "an overlap" if item.start < position else "a gap"
+            raise refuse(f"tensors one after another in {source.name}", f"{kind} at {item.name[:80]!r}")
+        position = item.stop
+    if position != source.size:
+        remedy = "it is damaged; fetch it again"
+        raise refuse(f"{source.name} to end at byte {position}", f"{source.size} bytes", remedy)
+
+
+def _are_counts(values: object) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= 32
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )

@@ -1,0 +1,81 @@
+"""Weights spread over several files by an index: a JSON object whose `weight_map` gives the file of each name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ..errors import Refusal, refuse
+from .base import Checkpoint, Entry, Rows
+from .bytes import ByteSource, Folder
+from .document import read_object
+
+OpenShard = Callable[[ByteSource], Checkpoint]
+
+
+class Sharded(Checkpoint):
+    """Several checkpoints as one; each name is read from the shard that has it."""
+
+    def __init__(self, shards: Mapping[str, Checkpoint], *, config: dict[str, Any], place: str) -> None:
+        self.shards = shards
+        self.format = next(iter(shards.values())).format
+        entries: dict[str, Entry] = {name: shard.entries[name] for name, shard in shards.items()}
+        super().__init__(entries, config=config, place=place)
+
+    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
+        return self.shards[name].read(name, rows)
+
+    def close(self) -> None:
+        for shard in {id(shard): shard for shard in self.shards.values()}.values():
+            shard.close()
+
+
+def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, config: dict[str, Any]) -> Sharded:
+    """All shards that the index names, each opened once; fails on a shard or a tensor that is missing."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise refuse(f"a weight_map of names to files in {index.name}", f"{weight_map!r:.80}")
+    opened = {file: _open_named(folder, index, file, open_shard) for file in _shard_files(weight_map, index)}
+    missing = [name for name, file in weight_map.items() if name not in opened[file].entries]
+    if missing:
+        raise refuse(
+            f"{missing[0][:80]!r} in {weight_map[missing[0]]}, as {index.name} says",
+            f"a file without it ({len(missing)} missing in all)",
+            "fetch index and shards again, from one revision",
+        )
+    return Sharded({name: opened[file] for name, file in weight_map.items()}, config=config, place=folder.place)
+
+
+def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, config: dict[str, Any]) -> Sharded:
+    """Files that belong together without an index; fails when two hold the same name."""
+    shards: dict[str, Checkpoint] = {}
+    for file in files:
+        shard = _open_named(folder, None, file, open_shard)
+        if twice := shards.keys() & shard.entries.keys():
+            raise refuse(f"each tensor once in {folder.place}", f"{min(twice)[:80]!r} twice", "name one of the files")
+        shards |= dict.fromkeys(shard.entries, shard)
+    if not shards:
+        raise refuse(f"at least one tensor in {folder.place}", "none")
+    return Sharded(shards, config=config, place=folder.place)
+
+
+def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[str]:
+    files: dict[str, None] = {}
+    for file in weight_map.values():
+        # An index is a stranger's text: it may not point outside the folder it lies in.
+        if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:\0"):
+            raise refuse(f"names of files beside {index.name}", f"{file!r:.80}", "do not use this index")
+        files[file] = None
+    return list(files)
+
+
+def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard: OpenShard) -> Checkpoint:
+    source = folder.find(file)
+    if source is None:
+        named = f", which {index.name} names" if index else ""
+        raise refuse(f"the shard {file[:120]} in {folder.place}{named}", "no such file", "fetch it again")
+    try:
+        return open_shard(source)
+    except Refusal as cause:
+        raise Refusal(f"{file[:120]}: {cause}") from None
