@@ -1,0 +1,158 @@
+"""Moments and eigenvalues of a head's bilinear form W = W_K^T W_Q, through d_h×d_h products only.
+
+Every function takes `query` and `key` of shape (…, d_h, d); leading dimensions broadcast, so grouped keys come as
+(groups, 1, d_h, d) beside queries (groups, heads, d_h, d) and their Gram matrix is made once per group.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from .errors import refuse
+
+Covariance = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """tr W, tr W² and ‖W‖_F² of every head of a batch, with what is derived from them.
+
+    The eigenvalues of W are complex when W is not symmetric. Their mean is real, and so is `variance`, the mean of
+    (λ − m)² without an absolute value: rotation-like parts count negative, so it may be below zero. The spread
+    E|λ − m|², which may not, needs the eigenvalues themselves (`spread`).
+    """
+
+    trace: Float[Tensor, "*batch"]
+    trace_of_square: Float[Tensor, "*batch"]
+    frobenius_squared: Float[Tensor, "*batch"]
+    d_model: int
+    d_head: int
+
+    @property
+    def mean(self) -> Float[Tensor, "*batch"]:
+        """tr W / d, over all d eigenvalues."""
+        return self.trace / self.d_model
+
+    @property
+    def variance(self) -> Float[Tensor, "*batch"]:
+        """tr W² / d − mean², over all d eigenvalues; negative when the spectrum is mostly imaginary."""
+        return self.trace_of_square / self.d_model - self.mean.square()
+
+    @property
+    def mean_nonzero(self) -> Float[Tensor, "*batch"]:
+        """tr W / d_h, over the eigenvalues that the rank of W leaves free."""
+        return self.trace / self.d_head
+
+    @property
+    def variance_nonzero(self) -> Float[Tensor, "*batch"]:
+        """tr W² / d_h − mean_nonzero²; may be negative, as `variance`."""
+        return self.trace_of_square / self.d_head - self.mean_nonzero.square()
+
+    @property
+    def eta_squared(self) -> Float[Tensor, "*batch"]:
+        """η² = (tr W² + 2‖W‖²)/3, which is at least ‖W‖²/3 since tr W² ≥ −‖W‖²."""
+        return ((self.trace_of_square + 2 * self.frobenius_squared) / 3).clamp_min(0)
+
+    @property
+    def eta(self) -> Float[Tensor, "*batch"]:
+        """The scale η of the spectrum: √(tr W²) when W is symmetric, and defined when it is not."""
+        return self.eta_squared.sqrt()
+
+    @property
+    def xi(self) -> Float[Tensor, "*batch"]:
+        """ξ = tr W / η, mean over scale; 0 for W = 0."""
+        scale = self.eta
+        return torch.where(scale > 0, self.trace / scale.where(scale > 0, 1), 0)
+
+
+def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Moments:
+    """tr W = tr M, tr W² = Σ M∘M^T, ‖W‖² = Σ W_Q W_Q^T ∘ W_K W_K^T, with the core M = W_K W_Q^T.
+
+    Three d_h×d×d_h products per head and nothing of size d×d. Computed in float64 for float64 input, in float32 for
+    anything lower; refuses weights whose moments are not finite there.
+    """
+    query, key = working(query, key)
+    core = key @ query.mT
+    frobenius_squared = ((query @ query.mT) * (key @ key.mT)).sum((-2, -1))
+    trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
+    found = (trace, (core * core.mT).sum((-2, -1)), frobenius_squared)
+    if not all(bool(torch.isfinite(moment).all()) for moment in found):
+        raise refuse("weights with finite moments", "NaN or infinity", "check the weights, or give them as float64")
+    return Moments(*found, d_model=query.shape[-1], d_head=query.shape[-2])
+
+
+def eigenvalues(
+    query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]
+) -> Complex[Tensor, "*batch d_head"]:
+    """The eigenvalues of the core M = W_K W_Q^T: those of W without d − d_h further zeros. Cost O(d·d_h² + d_h³)."""
+    query, key = working(query, key)
+    core = key @ query.mT
+    if not torch.isfinite(core).all():
+        raise refuse("weights with a finite core", "NaN or infinity", "check the weights")
+    return torch.linalg.eigvals(core)
+
+
+def spread(values: Complex[Tensor, "*batch d_head"], d_model: int) -> Float[Tensor, "*batch"]:
+    """E|λ − m|² over all d eigenvalues: the given ones and d − d_h zeros."""
+    mean = values.sum(-1) / d_model
+    given = (values - mean[..., None]).abs().square().sum(-1)
+    return (given + (d_model - values.shape[-1]) * mean.abs().square()) / d_model
+
+
+def spread_nonzero(values: Complex[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
+    """E|λ − m|² over the given eigenvalues only."""
+    return spread(values, values.shape[-1])
+
+
+def whiten(
+    query: Float[Tensor, "*#batch d_head d_model"],
+    key: Float[Tensor, "*#batch d_head d_model"],
+    covariance: Covariance,
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """W_Q L and W_K L with L L^T = Σ, so that their form is that of Σ^{1/2} W Σ^{1/2} up to a rotation of the inputs.
+
+    Σ is a number, the diagonal (d,) or the full matrix (d, d); it may be singular. The full one costs an
+    eigendecomposition. Refuses what is not a covariance.
+    """
+    query, key = working(query, key)
+    if isinstance(covariance, (int, float)) and covariance == 1:
+        return query, key
+    root = covariance_root(torch.as_tensor(covariance).to(query), query.shape[-1])
+    if root.dim() == 2:
+        return query @ root, key @ root
+    return query * root, key * root
+
+
+def covariance_root(covariance: Float[Tensor, "..."], d_model: int) -> Float[Tensor, "..."]:
+    """L with L L^T = Σ, of the same shape as Σ: a number, a diagonal, or a matrix."""
+    shape = tuple(covariance.shape)
+    if shape not in ((), (d_model,), (d_model, d_model)):
+        raise refuse(f"a covariance that is a number, ({d_model},) or ({d_model}, {d_model})", f"shape {shape}")
+    if not torch.isfinite(covariance).all():
+        raise refuse("a finite covariance", "NaN or infinity")
+    if covariance.dim() < 2:
+        if (covariance < 0).any():
+            raise refuse("variances of at least 0", float(covariance.min()))
+        return covariance.sqrt()
+    # Rounding in an estimated covariance grows with its size, so both tests are relative to it.
+    tolerance = covariance.abs().max() * d_model * torch.finfo(covariance.dtype).eps * 16
+    if (covariance - covariance.mT).abs().max() > tolerance:
+        raise refuse("a symmetric covariance", "one that is not", "average it with its transpose")
+    values, vectors = torch.linalg.eigh(covariance)
+    if values[0] < -tolerance:
+        raise refuse("a covariance without negative eigenvalues", float(values[0]))
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def working(
+    query: Float[Tensor, "..."], key: Float[Tensor, "..."]
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Both weights in the precision of the computation: float64 if one of them is, else float32."""
+    if query.shape[-2:] != key.shape[-2:]:
+        raise refuse("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
+    if query.shape[-2] > query.shape[-1]:
+        raise refuse("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
+    dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
+    return query.to(dtype), key.to(dtype)
