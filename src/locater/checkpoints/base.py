@@ -3,9 +3,9 @@
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -38,8 +38,8 @@ class Checkpoint(ABC):
         self.place = place
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.entries)
+    def names(self) -> KeysView[str]:
+        return self.entries.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.entry(name).shape
@@ -67,7 +67,7 @@ class Checkpoint(ABC):
     def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
         """Let go of connections and files."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, *_: object) -> None:
