@@ -39,15 +39,16 @@ class Norm:
         square = square.sum(-1, keepdim=True) if self.kind == "l2" else square.mean(-1, keepdim=True)
         y = y * (square + self.epsilon).rsqrt()
         if self.gain is not None:
-            y = y * self.gain
-        return y if self.bias is None else y + self.bias
+            y = y * self.gain.to(y)
+        return y if self.bias is None else y + self.bias.to(y)
 
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """W (g∘x̂ + b) + c = (W diag g) x̂ + (W b + c)."""
+        weight = widen(weight)
         if self.bias is not None:
-            shift = weight @ self.bias
-            bias = shift if bias is None else bias + shift
-        return (weight if self.gain is None else weight * self.gain), bias
+            shift = weight @ self.bias.to(weight)
+            bias = shift if bias is None else bias.to(weight) + shift
+        return (weight if self.gain is None else weight * self.gain.to(weight)), bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +69,14 @@ class LowRank:
     down_bias: Float[Tensor, " rank"] | None = None
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch rows"]:
-        inner = linear(x, self.down, self.down_bias)
-        return (self.norm(inner) if self.norm else inner) @ self.up.T
+        inner = _affine(x, self.down, self.down_bias)
+        return _affine(self.norm(inner) if self.norm else inner, self.up, None)
 
     @property
     def weight(self) -> Float[Tensor, "rows d_model"]:
         """The linear map at inner norm one: what the spectrum sees."""
-        gain = self.norm.gain if self.norm else None
-        return (self.up if gain is None else self.up * gain) @ self.down
+        up, gain = widen(self.up), self.norm.gain if self.norm else None
+        return (up if gain is None else up * gain.to(up)) @ self.down.to(up)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +99,14 @@ class Projection:
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_head"]:
         if self.low_rank is None:
-            rows = x @ self.weight.T
+            rows = _affine(x, self.weight, self.bias)
         else:
-            direct = x @ self.weight[self.low_rank.up.shape[0] :].T
+            direct = _affine(x, self.weight[self.low_rank.up.shape[0] :], None)
             rows = torch.cat([self.low_rank(x), direct], -1)
-        rows = rows if self.bias is None else rows + self.bias
+            rows = rows if self.bias is None else rows + self.bias.to(rows)
         if self.norm is None:
             return rows
-        return self.norm(rows, over=linear(x, self.whole.weight, self.whole.bias) if self.whole else None)
+        return self.norm(rows, over=_affine(x, self.whole.weight, self.whole.bias) if self.whole else None)
 
     def folded(self) -> "Projection":
         """The same map as a function of the normalised input."""
@@ -122,11 +123,21 @@ class Projection:
         return replace(self, weight=weight, bias=bias, input_norm=None, whole=whole, low_rank=low_rank)
 
 
+def widen(weight: Tensor) -> Tensor:
+    """float64 stays, anything lower becomes float32: 16-bit products would lose the moments."""
+    return weight if weight.dtype == torch.float64 else weight.float()
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W x + b in the precision of x, whatever the weights are stored in."""
+    return linear(x, weight.to(x), None if bias is None else bias.to(x))
+
+
 def _direct_rows_only(folded: Tensor | None, stored: Tensor | None, num_rows: int) -> Tensor | None:
     """The norm's bias reaches the low-rank rows through `down`, so only the direct rows take it here."""
     if folded is None:
         return None
-    kept = torch.zeros_like(folded[:num_rows]) if stored is None else stored[:num_rows]
+    kept = torch.zeros_like(folded[:num_rows]) if stored is None else stored[:num_rows].to(folded)
     return torch.cat([kept, folded[num_rows:]])
 
 

@@ -1,0 +1,93 @@
+"""The one loop over all families: a table row, a config and named tensors make heads, layer by layer."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import Refusal, within
+from ..heads import Block, Head
+from ..positions import Alibi, Buckets, PositionBias
+from .config import resolve
+from .fused import rows_used
+from .places import Places
+from .rope import rotary_of
+from .sides import Side, read_norm
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The heads of one attention module, and the modules whose input they take.
+
+    A head that could not be made is a sentence in `refused`; the others are still there.
+    """
+
+    block: Block
+    number: int
+    heads: tuple[Head, ...]
+    refused: tuple[str, ...]
+    query_name: str
+    key_name: str
+
+
+def build(places: Places, layers: Iterable[int]) -> Iterator[Layer]:
+    """The layers asked for, one at a time: only one layer's tensors are held at once."""
+    for layer in layers:
+        with within(f"{places.row.block} layer {layer}"):
+            yield build_layer(places, layer)
+
+
+def build_layer(places: Places, layer: int) -> Layer:
+    """Read one layer's tensors, once each, and cut them into heads."""
+    query_side, key_side = read_sides(places, layer)
+    heads, refused = [], []
+    for index in range(places.shape.num_heads):
+        try:
+            heads.append(_head(places, layer, index, query_side, key_side))
+        except Refusal as reason:
+            refused.append(f"{places.row.block} layer {layer}, head {index}: {reason}")
+    names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
+    return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)
+
+
+def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
+    """The two sides, from two tensors or from one that holds both."""
+    row = places.row
+    norm = read_norm(places, row.input_norm, layer)
+    same = row.key_input_norm is None and row.block != "cross"
+    key_norm = norm if same else read_norm(places, row.key_input_norm, layer)
+    query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
+    rows = rows_used(row.fused, places.shape) if row.fused else None
+    query = places.weight(query_name, rows), places.bias(query_name, rows)
+    key = query if row.fused else (places.weight(key_name), places.bias(key_name))
+    return Side(places, layer, False, *query, norm), Side(places, layer, True, *key, key_norm)
+
+
+def _head(places: Places, layer: int, index: int, query_side: Side, key_side: Side) -> Head:
+    row, config, shape = places.row, places.config, places.shape
+    scale = resolve(row.scale, config, layer)
+    key_index = index // shape.ratio
+    return Head(
+        layer,
+        index,
+        query_side.projection(index),
+        key_side.projection(key_index),
+        1 / math.sqrt(shape.d_head) if scale is None else float(scale),
+        key_index=key_index,
+        block=row.block,
+        rotary=rotary_of(row.rotary, config, layer=layer, d_head=shape.d_head),
+        position_bias=_position_bias(places, layer, index),
+        softcap=resolve(row.softcap, config, layer),
+        lookback=resolve(row.lookback, config, layer),
+        lookahead=resolve(row.lookahead, config, layer),
+    )
+
+
+def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:
+    row = places.row
+    if row.alibi is not None:
+        slope = row.alibi(places.config, index)
+        return None if slope is None else Alibi(slope)
+    if row.buckets is not None:
+        table = places.weight(places.name(row.buckets.name, layer))
+        return Buckets(table[:, index], row.buckets.bidirectional, resolve(row.buckets.max_distance, places.config))
+    return None

@@ -1,0 +1,90 @@
+"""Finding a row's tensors in one model: prefix, names, shapes; reading them as (out, in)."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from torch import Tensor
+
+from ..errors import refuse
+from .config import Config, count, resolve
+from .fused import Shape
+from .schema import Attention
+
+
+class Tensors(Protocol):
+    """Named tensors, read when asked for: a checkpoint or a live module."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Places:
+    """One row applied to one model: where its layers are and how to read them."""
+
+    row: Attention
+    config: Config
+    tensors: Tensors
+    prefix: str
+
+    @classmethod
+    def find(cls, row: Attention, config: Config, tensors: Tensors) -> "Places | None":
+        """None where no layer of this kind is stored."""
+        config = config.within(row.config)
+        found = [cls(row, config, tensors, prefix) for prefix in row.prefixes]
+        found = [places for places in found if places.layers]
+        if len(found) > 1:
+            names = ", ".join(places.name(row.query, places.layers[0]) for places in found)
+            raise refuse(f"one place for {row.block} queries", names, "describe the one you mean with --layout")
+        return found[0] if found else None
+
+    @cached_property
+    def num_layers(self) -> int:
+        return count(self.row.layers, self.config, "number of layers")
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have attention of this kind."""
+        stored = (self.stored(self.name(self.row.query, layer)) for layer in range(self.num_layers))
+        return tuple(layer for layer, name in enumerate(stored) if name)
+
+    @cached_property
+    def shape(self) -> Shape:
+        num_heads = num_key_heads = count(self.row.heads, self.config, "number of heads")
+        if self.row.key_heads is not None:
+            num_key_heads = count(self.row.key_heads, self.config, "number of key heads")
+        if num_heads % num_key_heads:
+            raise refuse("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
+        d_head = resolve(self.row.d_head, self.config)
+        if d_head is None:
+            d_head, rest = divmod(count(self.row.d_model, self.config, "model width"), num_heads)
+            if rest:
+                raise refuse("a model width that is a multiple of the number of heads", f"{num_heads} heads")
+        return Shape(num_heads, num_key_heads, d_head)
+
+    def name(self, pattern: str, layer: int, *, head: int = 0) -> str:
+        further = self.row.names(self.config, layer) if self.row.names else {}
+        return self.prefix + pattern.format_map({"layer": layer, "previous": layer - 1, "head": head, **further})
+
+    def stored(self, module: str, kind: str = "weight") -> str | None:
+        """The tensor beneath a module; nn.MultiheadAttention joins with an underscore, some files store it bare."""
+        names = (f"{module}.{kind}", f"{module}_{kind}", *([module] if kind == "weight" else []))
+        return next((name for name in names if name in self.tensors.names), None)
+
+    def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """A weight as (out, in), in the type it is stored in."""
+        name = self.stored(module)
+        if name is None:
+            raise refuse(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
+        if self.row.transposed and len(self.tensors.shape(name)) == 2:
+            weight = self.tensors.read(name).T
+            return weight if rows is None else weight[rows[0] : rows[1]]
+        return self.tensors.read(name, rows)
+
+    def bias(self, module: str, rows: tuple[int, int] | None = None) -> Tensor | None:
+        name = self.stored(module, "bias")
+        return None if name is None else self.tensors.read(name, rows)

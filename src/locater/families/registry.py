@@ -1,0 +1,19 @@
+"""Which family a model is of: by its model type, or by a tensor name that only one family has."""
+
+from collections.abc import Collection
+
+from ..errors import refuse
+from . import decoders
+from .config import Config
+from .schema import Family
+
+FAMILIES: tuple[Family, ...] = (*decoders.FAMILIES,)
+
+
+def find_family(config: Config, names: Collection[str]) -> Family:
+    """The row of this model; an unknown model is refused, never guessed."""
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    raise refuse("a known family", f"model type {model_type!r}")

@@ -1,0 +1,22 @@
+import os
+
+from jaxtyping import install_import_hook
+
+# Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
+COMPUTING = ("attention", "heads", "positions", "projections", "spectra", "theory")
+install_import_hook([f"locater.{name}" for name in COMPUTING], "beartype.beartype")
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

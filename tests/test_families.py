@@ -1,0 +1,69 @@
+"""Every family against the Hugging Face model itself: attention from the stored tensors equals the model's own."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from family_cases import CASES
+
+from locater import checkpoints
+from locater.families import Config, Places, build, find_family
+
+ATTRIBUTES = {
+    "decoder": ("decoder_attentions", "attentions"),
+    "encoder": ("encoder_attentions", "attentions"),
+    "cross": ("cross_attentions",),
+    "vision": ("attentions",),
+}
+
+
+def all_layers(tensors, config):
+    config = Config(config)
+    family = find_family(config, tensors.names)
+    for row in family.attention:
+        if places := Places.find(row, config, tensors):
+            yield from build(places, places.layers)
+
+
+def own_attention(model, case):
+    """The model's attention probabilities per block, and the input that every module saw."""
+    seen = defaultdict(list)
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]) if args else None)
+        for name, module in model.named_modules()
+    ]
+    with torch.no_grad():
+        output = model(**case.inputs(model.config), output_attentions=True)
+    for hook in hooks:
+        hook.remove()
+    return output, seen
+
+
+def of_block(output, block):
+    for attribute in ATTRIBUTES[block]:
+        if getattr(output, attribute, None) is not None:
+            return getattr(output, attribute)
+    raise AssertionError(f"the model gave no attentions for {block}: {list(output.keys())}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_from_the_file_is_the_models_own(case, tmp_path):
+    model = case.build()
+    model.save_pretrained(tmp_path)
+    output, seen = own_attention(model, case)
+    calls = defaultdict(int)
+    with checkpoints.open(tmp_path) as checkpoint:
+        layers = list(all_layers(checkpoint, checkpoint.config))
+    assert layers
+    for layer in layers:
+        assert not layer.refused
+        call = calls[layer.block, layer.query_name]  # a module shared by several layers is called once for each
+        calls[layer.block, layer.query_name] += 1
+        x_query, x_key = seen[layer.query_name][call], seen[layer.key_name][call]
+        theirs = of_block(output, layer.block)[layer.number]
+        assert len(layer.heads) == theirs.shape[1]
+        assert theirs.std(-1).mean() > 0.02, "attention so uniform that the test would prove nothing"
+        for head in layer.heads:
+            torch.testing.assert_close(head.attention(x_query, x_key), theirs[:, head.index], atol=1e-5, rtol=0)
+            folded = head.folded()
+            assert folded.query.input_norm is None
