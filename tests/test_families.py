@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import pytest
 import torch
-from family_cases import CASES
 
+from family_cases import CASES
 from locater import checkpoints
 from locater.families import Config, Places, build, find_family
 

@@ -3,11 +3,12 @@
 from collections.abc import Collection
 
 from ..errors import refuse
-from . import decoders
+from . import encoders, gpt, llama, seq2seq, vision
 from .config import Config
 from .schema import Family
 
-FAMILIES: tuple[Family, ...] = (*decoders.FAMILIES,)
+TABLES = (gpt, llama, encoders, seq2seq, vision)
+FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 
 
 def find_family(config: Config, names: Collection[str]) -> Family:

@@ -1,8 +1,7 @@
-"""One row per family: the smallest Hugging Face model that exercises everything the family's table row says."""
+"""A case: the smallest Hugging Face model that exercises everything a family's table row says."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,40 +39,3 @@ class Case:
                 else:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         return model
-
-
-GQA = dict(
-    vocab_size=99,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
-llama = partial(Case, config="LlamaConfig", model="LlamaForCausalLM")
-
-CASES = [
-    llama("llama", settings=GQA | dict(attention_bias=True)),
-    llama("llama-head-dim", settings=GQA | dict(head_dim=16)),
-    llama(
-        "llama-3",
-        settings=GQA
-        | dict(
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=500.0,
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
-            )
-        ),
-    ),
-    Case(
-        "gpt2",
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        dict(vocab_size=99, n_embd=48, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True),
-    ),
-]

@@ -1,7 +1,7 @@
-"""Decoder-only language models."""
+"""Decoders after GPT: fused projections, learned, additive or partly rotary positions."""
 
 from .config import Config
-from .schema import Attention, Family, NormAt, RotaryAt
+from .schema import Attention, Family, NormAt
 
 
 def gpt2_scale(config: Config, layer: int) -> float:
@@ -9,17 +9,6 @@ def gpt2_scale(config: Config, layer: int) -> float:
     scale = d_head**-0.5 if config.get("scale_attn_weights", True) else 1.0
     return scale / (layer + 1) if config.get("scale_attn_by_inverse_layer_idx", False) else scale
 
-
-LLAMA = Attention(
-    block="decoder",
-    query="layers.{layer}.self_attn.q_proj",
-    key="layers.{layer}.self_attn.k_proj",
-    key_heads="num_key_value_heads|num_attention_heads",
-    d_head=lambda config, layer: config.get("head_dim"),
-    input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon="rms_norm_eps"),
-    rotary=RotaryAt(),
-    lookahead=0,
-)
 
 GPT2 = Attention(
     block="decoder",
@@ -35,7 +24,4 @@ GPT2 = Attention(
     lookahead=0,
 )
 
-FAMILIES = (
-    Family("llama", ("llama",), (LLAMA,)),
-    Family("gpt2", ("gpt2",), (GPT2,)),
-)
+FAMILIES = (Family("gpt2", ("gpt2",), (GPT2,)),)

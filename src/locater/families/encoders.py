@@ -1,0 +1,5 @@
+"""Encoders of text."""
+
+from .schema import Family
+
+FAMILIES: tuple[Family, ...] = ()
