@@ -81,7 +81,7 @@ def test_shards_by_index(sharded):
 def test_shards_without_index(sharded):
     (sharded / "model.safetensors.index.json").unlink()
     with checkpoints.open(sharded) as checkpoint:
-        assert checkpoint.names == ("a", "b")
+        assert list(checkpoint.names) == ["a", "b"]
     (sharded / "model-00002-of-00002.safetensors").unlink()
     (sharded / "model-00003-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(Refusal, match="no model-00002-of-00002.safetensors"):

@@ -11,6 +11,7 @@ from .document import read_config
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
+from .torch_file import open_torch
 
 __all__ = ["Checkpoint", "Entry", "open"]
 
@@ -45,6 +46,8 @@ def _reader(file: str, config: dict[str, Any], *, allow_pickle: bool) -> Callabl
     kind = file.removesuffix(INDEX)
     if kind.endswith(SAFETENSORS):
         return lambda source: SafetensorsFile(source, config=config)
+    if kind.endswith(TORCH):
+        return lambda source: open_torch(source, config=config, allow_pickle=allow_pickle)
     raise refuse(
         f"weights ending in {', '.join((*SAFETENSORS, *TORCH, *GGUF))} or a directory with {METADATA}", file[:120]
     )

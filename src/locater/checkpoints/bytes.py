@@ -116,6 +116,14 @@ class Stream(io.RawIOBase):
         self.position = base + offset
         return self.position
 
+    def read(self, size: int = -1, /) -> bytes:
+        # The inherited method sets aside what is asked for, however little there is.
+        left = max(0, self.source.size - self.position)
+        length = left if size is None or size < 0 else min(size, left)
+        data = bytes(self.source.read(self.position, length)) if length else b""
+        self.position += length
+        return data
+
     def readinto(self, buffer) -> int:  # noqa: ANN001  (any writable buffer)
         length = max(0, min(len(buffer), self.source.size - self.position))
         buffer[:length] = self.source.read(self.position, length) if length else b""

@@ -1,0 +1,68 @@
+"""What people save around their weights: wrappers, optimisers, settings; and what wrappers do to the names."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+Leaf = TypeVar("Leaf")
+
+WRAPPERS = ("model_state_dict", "state_dict", "model", "module", "model_state", "app")
+SETTINGS = ("model_args", "config", "hyper_parameters", "hparams")
+INNER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+OUTER_PREFIX = "module."
+DEPTH = 8
+
+
+def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
+    """The tensors of a model among what was saved: those under a known wrapper if there is one, else all."""
+    for _ in range(DEPTH):
+        inner = next((tree[key] for key in WRAPPERS if _holds(tree, key, kind)), None)
+        if inner is None:
+            break
+        tree = inner
+    return clean_names(dict(_flatten(tree, kind)))
+
+
+def find_settings(tree: Any) -> dict[str, Any]:
+    """Settings saved beside the weights, such as nanoGPT's `model_args`; only plain values."""
+    if not isinstance(tree, Mapping):
+        return {}
+    for key in SETTINGS:
+        if isinstance(settings := tree.get(key), Mapping):
+            plain = (bool, int, float, str, type(None))
+            return {
+                name: value for name, value in settings.items() if isinstance(name, str) and isinstance(value, plain)
+            }
+    return {}
+
+
+def clean_names(tensors: dict[str, Leaf]) -> dict[str, Leaf]:
+    """Names without what `torch.compile`, FSDP and DDP put into them, unless two names would then be one."""
+    cleaned = {_without_wrappers(name): tensor for name, tensor in tensors.items()}
+    if cleaned and all(name.startswith(OUTER_PREFIX) for name in cleaned):
+        cleaned = {name.removeprefix(OUTER_PREFIX): tensor for name, tensor in cleaned.items()}
+    return cleaned if len(cleaned) == len(tensors) else tensors
+
+
+def _without_wrappers(name: str) -> str:
+    for prefix in INNER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _holds(tree: Any, key: str, kind: type) -> bool:
+    return isinstance(tree, Mapping) and isinstance(tree.get(key), Mapping) and any(_flatten(tree[key], kind))
+
+
+def _flatten(tree: Any, kind: type[Leaf]) -> Iterator[tuple[str, Leaf]]:
+    """Tensors of nested dicts by their joined names, each dict once: a dict may hold itself, many times over."""
+    seen: set[int] = set()
+    pending = [("", tree)]
+    while pending:
+        prefix, node = pending.pop()
+        if isinstance(node, kind):
+            yield prefix, node
+        elif isinstance(node, Mapping) and id(node) not in seen and prefix.count(".") < DEPTH * 4:
+            seen.add(id(node))
+            dot = prefix + "." if prefix else ""
+            inner = [(f"{dot}{key}", value) for key, value in node.items() if isinstance(key, str | int)]
+            pending += reversed(inner)
