@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import refuse, within
 from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder
+from .distributed import Distributed
 from .document import read_config
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
 from .safetensors import SafetensorsFile
@@ -34,6 +35,8 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
     first = folder.find(files[0])
     if first is None:
         raise refuse(f"the file {files[0]} in {folder.place}", "no such file")
+    if files[0].endswith(METADATA):
+        return Distributed(folder, first, config=config)
     open_one = _reader(files[0], config, allow_pickle=allow_pickle)
     if files[0].endswith(INDEX):
         return open_index(folder, first, open_shard=open_one, config=config)

@@ -34,9 +34,10 @@ class CodeRefusal(Refusal):
 class Record:
     """Stands for an object of a class that is not imported; its state is data."""
 
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-        self.state: Any = {}
+    state: Any = None
+
+    def __init__(self, *_: object) -> None:
+        pass
 
     def get(self, key: str, default: object = None) -> Any:
         return self.state.get(key, default) if isinstance(self.state, dict) else default

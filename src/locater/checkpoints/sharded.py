@@ -1,5 +1,6 @@
 """Weights spread over several files by an index: a JSON object whose `weight_map` gives the file of each name."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,13 +62,14 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
 
 
 def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[str]:
-    files: dict[str, None] = {}
-    for file in weight_map.values():
-        # An index is a stranger's text: it may not point outside the folder it lies in.
-        if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:\0"):
-            raise refuse(f"names of files beside {index.name}", f"{file!r:.80}", "do not use this index")
-        files[file] = None
-    return list(files)
+    return list(dict.fromkeys(check_beside(file, index.name) for file in weight_map.values()))
+
+
+def check_beside(file: object, index: str) -> str:
+    """The name of a file in the index's own folder: an index is a stranger's text and may not point outside."""
+    if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:\0"):
+        raise refuse(f"names of files beside {index}", reprlib.repr(file), "do not use this index")
+    return file
 
 
 def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard: OpenShard) -> Checkpoint:

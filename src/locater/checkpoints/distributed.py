@@ -1,0 +1,198 @@
+"""Directories of `torch.distributed.checkpoint`: a pickled `.metadata`, and tensors in chunks over many files."""
+
+import io
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ..errors import refuse
+from .base import Checkpoint, Entry, Rows
+from .bytes import ByteSource, Folder, Part, check_range
+from .pickles import Record, load_pickle
+from .sharded import check_beside
+from .torch_archive import MAX_PICKLE, open_archive
+from .torch_tensors import ADMITTED, View
+from .torch_tree import find_weights
+
+
+class TensorRecord(Record):
+    """`TensorStorageMetadata`."""
+
+
+class IndexRecord(Record):
+    """`MetadataIndex`."""
+
+
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+PLAIN = ("Metadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
+PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+NAMES = {
+    **ADMITTED,
+    **{(METADATA_MODULE, name): Record for name in PLAIN},
+    (METADATA_MODULE, "TensorStorageMetadata"): TensorRecord,
+    (METADATA_MODULE, "MetadataIndex"): IndexRecord,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    **{(module, name): Record for module in ("pathlib", "pathlib._local") for name in PATHS},
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the stretch of a file that holds it as `torch.save` wrote it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """One tensor in its chunks."""
+
+    entry: Entry
+    chunks: tuple[Chunk, ...]
+
+
+class Distributed(Checkpoint):
+    """Tensors of all ranks; a read opens only the chunks that hold the rows asked for."""
+
+    format = "distributed"
+
+    def __init__(self, folder: Folder, metadata: ByteSource, *, config: dict[str, Any]) -> None:
+        self.tensors = find_weights(read_metadata(metadata), Chunked)
+        self.sources = {file: _open_file(folder, file) for file in sorted(self._files())}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                check_range(self.sources[chunk.file], chunk.start, chunk.length)
+        if not self.tensors:
+            raise refuse(f"tensors in {folder.place}", "none", "name the directory of a model's checkpoint")
+        entries = {name: tensor.entry for name, tensor in self.tensors.items()}
+        super().__init__(entries, config=config, place=folder.place)
+
+    def _files(self) -> set[str]:
+        return {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}
+
+    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
+        tensor = self.tensors[name]
+        shape = tensor.entry.shape
+        if len(tensor.chunks) == 1:
+            return self._read_chunk(tensor.chunks[0], tensor.entry.dtype, rows)
+        first, last = rows or (0, shape[0])
+        whole = torch.zeros((last - first, *shape[1:]), dtype=tensor.entry.dtype)
+        for chunk in tensor.chunks:
+            start, stop = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
+            if start < stop and math.prod(chunk.sizes):
+                within = (start - chunk.offsets[0], stop - chunk.offsets[0])
+                inner = zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+                box = (slice(start - first, stop - first), *(slice(low, low + size) for low, size in inner))
+                whole[box] = self._read_chunk(chunk, tensor.entry.dtype, within)
+        return whole
+
+    def _read_chunk(self, chunk: Chunk, dtype: torch.dtype, rows: Rows | None) -> Tensor:
+        archive = open_archive(Part(self.sources[chunk.file], chunk.start, chunk.length))
+        if not isinstance(archive.tree, View) or archive.tree.entry != Entry(chunk.sizes, dtype):
+            got = archive.tree.entry if isinstance(archive.tree, View) else type(archive.tree).__name__
+            raise refuse(f"a chunk of shape {list(chunk.sizes)} and {dtype} at byte {chunk.start} of {chunk.file}", got)
+        return archive.read(archive.tree, rows)
+
+    def close(self) -> None:
+        for source in self.sources.values():
+            source.close()
+
+
+def read_metadata(source: ByteSource) -> dict[str, Any]:
+    """The saved tree, nested as it was before it was flattened, with `Chunked` for each tensor."""
+    if source.size > MAX_PICKLE:
+        raise refuse(f"at most {MAX_PICKLE} bytes in {source.name}", source.size)
+    stream = io.BytesIO(source.read(0, source.size))
+    metadata = load_pickle(stream, name=source.name, admitted=NAMES)
+    tensors, storage = (_mapping(metadata, key) for key in ("state_dict_metadata", "storage_data"))
+    places = {_index_key(index): info for index, info in storage.items()}
+    paths = metadata.get("planner_data")
+    tree: dict[str, Any] = {}
+    for name, record in tensors.items():
+        if isinstance(record, TensorRecord) and isinstance(name, str):
+            path = paths.get(name) if isinstance(paths, Mapping) else None
+            _plant(tree, path if isinstance(path, tuple) and path else (name,), _parse_tensor(name, record, places))
+    return tree
+
+
+def _mapping(metadata: Any, key: str) -> Mapping[Any, Any]:
+    value = metadata.get(key) if isinstance(metadata, Record) else None
+    if not isinstance(value, Mapping):
+        raise refuse(f"a mapping {key} in .metadata", type(value).__name__, "save again with dcp.save")
+    return value
+
+
+def _plant(tree: dict[str, Any], path: tuple[Any, ...], leaf: Chunked) -> None:
+    for key in path[:-1]:
+        inner = tree.setdefault(str(key) if isinstance(key, str | int) else "", {})
+        if not isinstance(inner, dict):
+            raise refuse("one meaning of each name in .metadata", "two")
+        tree = inner
+    tree[str(path[-1]) if isinstance(path[-1], str | int) else ""] = leaf
+
+
+def _index_key(index: Any) -> tuple[str, tuple[int, ...]]:
+    name, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, IndexRecord) else (None, None)
+    return (name if isinstance(name, str) else "", _counts(offset or (), "the offset of a chunk"))
+
+
+def _parse_tensor(name: str, record: Record, places: Mapping[Any, Any]) -> Chunked:
+    properties, chunks = record.get("properties"), record.get("chunks")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None  # as TensorProperties.__getstate__ orders it
+    if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list) or not chunks:
+        raise refuse(f"a dtype and chunks for {name[:80]!r} in .metadata", "something else")
+    entry = Entry(_counts(record.get("size"), f"the shape of {name[:80]!r}"), dtype)
+    parsed = tuple(_parse_chunk(name, chunk, entry, places) for chunk in chunks)
+    volume = sum(math.prod(chunk.sizes) for chunk in parsed)
+    distinct = len({(chunk.file, chunk.start) for chunk in parsed})
+    if volume != math.prod(entry.shape) or distinct != len(parsed):
+        raise refuse(
+            f"chunks that make up {name[:80]!r} of shape {list(entry.shape)}", f"{volume} elements in {distinct}"
+        )
+    return Chunked(entry, parsed)
+
+
+def _parse_chunk(name: str, record: Any, entry: Entry, places: Mapping[Any, Any]) -> Chunk:
+    offsets, sizes = (
+        _counts(record.get(key) if isinstance(record, Record) else None, f"the {key} of a chunk")
+        for key in ("offsets", "sizes")
+    )
+    if not len(offsets) == len(sizes) == len(entry.shape) or any(
+        low + size > whole for low, size, whole in zip(offsets, sizes, entry.shape, strict=True)
+    ):
+        raise refuse(f"a chunk within {name[:80]!r} of shape {list(entry.shape)}", f"{sizes} at {offsets}")
+    info = places.get((name, offsets))
+    if not isinstance(info, Record):
+        raise refuse(f"the place of the chunk at {list(offsets)} of {name[:80]!r} in .metadata", "none")
+    if info.get("transform_descriptors"):
+        raise refuse("chunks as they are", "chunks that were transformed (compressed) on saving", "save without it")
+    start, length = _counts((info.get("offset"), info.get("length")), "the place of a chunk")
+    return Chunk(offsets, sizes, check_beside(info.get("relative_path"), ".metadata"), start, length)
+
+
+def _counts(values: Any, what: str) -> tuple[int, ...]:
+    fine = isinstance(values, tuple | list) and len(values) <= 32
+    if not fine or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise refuse(f"whole numbers as {what} in .metadata", reprlib.repr(values))
+    return tuple(values)
+
+
+def _open_file(folder: Folder, file: str) -> ByteSource:
+    source = folder.find(file)
+    if source is None:
+        raise refuse(
+            f"the file {file[:120]} in {folder.place}, which .metadata names", "no such file", "fetch it again"
+        )
+    return source
