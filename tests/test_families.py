@@ -20,6 +20,8 @@ ATTRIBUTES = {
 def all_layers(tensors, config):
     config = Config(config)
     family = find_family(config, tensors.names)
+    partial = family.partial and family.partial(config)
+    yield f"PARTIAL: {partial}" if partial else "COMPLETE"
     for row in family.attention:
         if places := Places.find(row, config, tensors):
             yield from build(places, places.layers)
@@ -27,16 +29,18 @@ def all_layers(tensors, config):
 
 def own_attention(model, case):
     """The model's attention probabilities per block, and the input that every module saw."""
-    seen = defaultdict(list)
+    seen, normed = defaultdict(list), []
     hooks = [
         module.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0]) if args else None)
         for name, module in model.named_modules()
     ]
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    hooks += [norm.register_forward_hook(lambda _, args, output: normed.append(output)) for norm in norms]
     with torch.no_grad():
         output = model(**case.inputs(model.config), output_attentions=True)
     for hook in hooks:
         hook.remove()
-    return output, seen
+    return output, seen, normed
 
 
 def of_block(output, block):
@@ -46,20 +50,34 @@ def of_block(output, block):
     raise AssertionError(f"the model gave no attentions for {block}: {list(output.keys())}")
 
 
+def check_input_norm(norm, x, normed):
+    """Without the norm's gain and bias x is normalised at every token; without a norm, x came out of none."""
+    if norm is None:
+        assert not any(x.shape == other.shape and torch.equal(x, other) for other in normed)
+        return
+    plain = (x if norm.bias is None else x - norm.bias) / (1 if norm.gain is None else norm.gain)
+    torch.testing.assert_close(plain.square().mean(-1), torch.ones(x.shape[:-1]), atol=2e-3, rtol=0)
+    if norm.kind == "layer":
+        torch.testing.assert_close(plain.mean(-1), torch.zeros(x.shape[:-1]), atol=2e-3, rtol=0)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_from_the_file_is_the_models_own(case, tmp_path):
     model = case.build()
     model.save_pretrained(tmp_path)
-    output, seen = own_attention(model, case)
+    output, seen, normed = own_attention(model, case)
     calls = defaultdict(int)
     with checkpoints.open(tmp_path) as checkpoint:
-        layers = list(all_layers(checkpoint, checkpoint.config))
+        coverage, *layers = all_layers(checkpoint, checkpoint.config)
+    assert coverage == case.coverage
     assert layers
     for layer in layers:
         assert not layer.refused
         call = calls[layer.block, layer.query_name]  # a module shared by several layers is called once for each
         calls[layer.block, layer.query_name] += 1
         x_query, x_key = seen[layer.query_name][call], seen[layer.key_name][call]
+        check_input_norm(layer.heads[0].query.input_norm, x_query, normed)
+        check_input_norm(layer.heads[0].key.input_norm, x_key, normed)
         theirs = of_block(output, layer.block)[layer.number]
         assert len(layer.heads) == theirs.shape[1]
         assert theirs.std(-1).mean() > 0.02, "attention so uniform that the test would prove nothing"

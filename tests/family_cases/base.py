@@ -23,6 +23,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[Any], dict[str, Any]] = tokens
     coverage: str = "COMPLETE"
+    prepare: Callable[[Any], None] = lambda model: None
 
     def build(self) -> torch.nn.Module:
         """A random model in which every bias and gain matters and attention is far from uniform."""
@@ -38,4 +39,5 @@ class Case:
                     parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
                 else:
                     parameter.add_(0.3 * torch.randn_like(parameter))
+            self.prepare(model)
         return model

@@ -39,6 +39,11 @@ class Config:
 Cell = int | float | bool | str | None | Callable[[Config, int], Any]
 
 
+def optional(keys: str, default: Any) -> Callable[[Config, int], Any]:
+    """A cell for an entry that files may leave out."""
+    return lambda config, layer: config.get(keys, default)
+
+
 def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
     """The value of a cell for one layer."""
     if callable(cell):

@@ -71,8 +71,12 @@ class Places:
         return self.prefix + pattern.format_map({"layer": layer, "previous": layer - 1, "head": head, **further})
 
     def stored(self, module: str, kind: str = "weight") -> str | None:
-        """The tensor beneath a module; nn.MultiheadAttention joins with an underscore, some files store it bare."""
-        names = (f"{module}.{kind}", f"{module}_{kind}", *([module] if kind == "weight" else []))
+        """The tensor beneath a module; nn.MultiheadAttention joins with an underscore, some files store it bare.
+
+        The first BERT files call a norm's gain and bias `gamma` and `beta`.
+        """
+        further = (f"{module}.gamma", module) if kind == "weight" else (f"{module}.beta",)
+        names = (f"{module}.{kind}", f"{module}_{kind}", *further)
         return next((name for name in names if name in self.tensors.names), None)
 
     def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:

@@ -17,4 +17,8 @@ def find_family(config: Config, names: Collection[str]) -> Family:
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
+    if model_type is None:
+        for family in FAMILIES:
+            if family.signature is not None and family.signature.format(layer=0) in names:
+                return family
     raise refuse("a known family", f"model type {model_type!r}")

@@ -26,10 +26,15 @@ class NormAt:
     first: str | None = ""
     epsilon: Cell = 1e-5
     plus_one: bool = False  # Gemma stores gain − 1
+    plain: bool = False  # neither gain nor bias is stored
 
     def at(self, layer: int) -> str | None:
         """The pattern for this layer; None where the layer's input has no norm."""
         return self.first if layer == 0 and self.first != "" else self.name
+
+
+# A norm, or a function that chooses it by config and layer.
+NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,10 @@ class Attention:
     prefixes: tuple[str, ...] = ("", "model.", "transformer.")
     config: str | None = None  # the part of a composite config that describes this block
     names: Names | None = None  # further placeholders of the patterns
-    input_norm: NormAt | None = None
-    key_input_norm: NormAt | None = None  # None: the input norm, unless `block` is cross
-    query_norm: NormAt | None = None
-    key_norm: NormAt | None = None
+    input_norm: NormCell = None
+    key_input_norm: NormCell = None  # None: the input norm, unless `block` is cross
+    query_norm: NormCell = None
+    key_norm: NormCell = None
     norm_over: Literal["head", "projection"] = "head"  # what QK-norm's statistics run over
     query_low_rank: LowRankAt | None = None
     key_low_rank: LowRankAt | None = None
@@ -107,4 +112,4 @@ class Family:
     model_types: tuple[str, ...]
     attention: tuple[Attention, ...]
     partial: Callable[[Config], str | None] | None = None
-    signature: str | None = None  # a tensor name that only this family has, for files without a model type
+    signature: str | None = None  # a tensor of its layer 0 by which files without a model type are known

@@ -10,17 +10,18 @@ from ..projections import LowRank, Norm, Projection, Whole, size
 from .config import count, resolve
 from .fused import first_row
 from .places import Places
-from .schema import LowRankAt, NormAt
+from .schema import LowRankAt, NormCell
 
 
-def read_norm(places: Places, at: NormAt | None, layer: int, *, head: int = 0) -> Norm | None:
+def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
+    at = at(places.config, layer) if callable(at) else at
     if at is None or (pattern := at.at(layer)) is None:
         return None
     name = places.name(pattern, layer, head=head)
     epsilon = float(resolve(at.epsilon, places.config, layer))
-    if at.kind == "l2" and places.stored(name) is None:
-        return Norm("l2", epsilon=epsilon)
+    if at.plain or (at.kind == "l2" and places.stored(name) is None):
+        return Norm(at.kind, epsilon=epsilon)
     gain, bias = places.weight(name).flatten(), places.bias(name)
     return Norm(at.kind, 1 + gain.float() if at.plus_one else gain, None if bias is None else bias.flatten(), epsilon)
 
@@ -64,8 +65,18 @@ class Side:
         if norm.gain is not None and len(norm.gain) > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
-        whole = Whole(self.weight, self.bias) if self.places.row.norm_over == "projection" else None
+        whole = self._whole() if self.places.row.norm_over == "projection" else None
         return replace(projection, norm=norm, whole=whole)
+
+    def _whole(self) -> Whole:
+        """All heads' rows of this side, picked out where one tensor holds more than them."""
+        row, shape = self.places.row, self.places.shape
+        if row.fused is None:
+            return Whole(self.weight, self.bias)
+        num_heads = shape.num_key_heads if self.key else shape.num_heads
+        starts = torch.tensor([first_row(row.fused, head, shape, key=self.key) for head in range(num_heads)])
+        rows = (starts[:, None] + torch.arange(shape.d_head)).flatten()
+        return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
 
     def _low_rank(self, index: int, at: LowRankAt) -> Projection:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
