@@ -26,9 +26,15 @@ def profile(
 
 
 def from_moments(found: Moments, *, length: int, temperature: float | None = None) -> Float[Tensor, "*batch {length}"]:
-    """ρ_t = Φ((T−1−μ)/√v) − Φ((−1−μ)/√v), μ = Σc tr A/λ, v = [(Σc)² tr A² + T‖c‖²‖A‖²]/λ²."""
-    length = check_length(length)
-    positions = torch.arange(1, length + 1, dtype=torch.float64, device=found.trace.device)
+    """The profile of heads of which only the three moments are known."""
+    positions = torch.arange(1, check_length(length) + 1, dtype=torch.float64, device=found.trace.device)
+    return at(positions, found, length=length, temperature=temperature)
+
+
+def at(
+    positions: Float[Tensor, " positions"], found: Moments, *, length: int, temperature: float | None = None
+) -> Float[Tensor, "*batch positions"]:
+    """ρ_t = Φ((T−1−μ)/√v) − Φ((−1−μ)/√v), μ = Σc tr A/λ, v = [(Σc)² tr A² + T‖c‖²‖A‖²]/λ², at any real t."""
     total, squares = walk_weights(positions, length)
     mean = total * _column(found.trace)
     variance = total.square() * _column(found.trace_of_square) + squares * _column(found.frobenius_squared)
