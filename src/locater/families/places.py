@@ -1,5 +1,6 @@
 """Finding a row's tensors in one model: prefix, names, shapes; reading them as (out, in)."""
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,8 @@ class Places:
     def find(cls, row: Attention, config: Config, tensors: Tensors) -> "Places | None":
         """None where no layer of this kind is stored."""
         config = config.within(row.config)
-        found = [cls(row, config, tensors, prefix) for prefix in row.prefixes]
+        prefixes = row.prefixes if row.prefixes is not None else _all_prefixes(row.query, tensors)
+        found = [cls(row, config, tensors, prefix) for prefix in prefixes]
         found = [places for places in found if places.layers]
         if len(found) > 1:
             names = ", ".join(places.name(row.query, places.layers[0]) for places in found)
@@ -44,6 +46,8 @@ class Places:
 
     @cached_property
     def num_layers(self) -> int:
+        if self.row.layers is None:
+            return next(layer for layer in itertools.count() if not self.stored(self.name(self.row.query, layer)))
         return count(self.row.layers, self.config, "number of layers")
 
     @cached_property
@@ -61,14 +65,26 @@ class Places:
             raise refuse("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
         d_head = resolve(self.row.d_head, self.config)
         if d_head is None:
-            d_head, rest = divmod(count(self.row.d_model, self.config, "model width"), num_heads)
+            d_head, rest = divmod(self.width, num_heads)
             if rest:
                 raise refuse("a model width that is a multiple of the number of heads", f"{num_heads} heads")
         return Shape(num_heads, num_key_heads, d_head)
 
+    @property
+    def width(self) -> int:
+        """d_model, from the config or, where a family's configs do not say it, from the stored queries."""
+        if self.row.d_model is not None:
+            return count(self.row.d_model, self.config, "model width")
+        name = self.stored(self.name(self.row.query, self.layers[0]))
+        assert name is not None
+        return self.tensors.shape(name)[0 if self.row.transposed else -1]
+
     def name(self, pattern: str, layer: int, *, head: int = 0) -> str:
+        """The first of the pattern's alternatives that is stored, or else the first."""
         further = self.row.names(self.config, layer) if self.row.names else {}
-        return self.prefix + pattern.format_map({"layer": layer, "previous": layer - 1, "head": head, **further})
+        values = {"layer": layer, "previous": layer - 1, "head": head, **further}
+        names = [self.prefix + alternative.format_map(values) for alternative in pattern.split("|")]
+        return next((name for name in names if self.stored(name)), names[0])
 
     def stored(self, module: str, kind: str = "weight") -> str | None:
         """The tensor beneath a module; nn.MultiheadAttention joins with an underscore, some files store it bare.
@@ -92,3 +108,10 @@ class Places:
     def bias(self, module: str, rows: tuple[int, int] | None = None) -> Tensor | None:
         name = self.stored(module, "bias")
         return None if name is None else self.tensors.read(name, rows)
+
+
+def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:
+    """Whatever stands before the first layer's queries."""
+    ends = [pattern.format(layer=0) + kind for kind in (".weight", "_weight")]
+    whole = (name.removesuffix(end) for name in tensors.names for end in ends if name.endswith(end))
+    return sorted({prefix for prefix in whole if not prefix or prefix.endswith(".")})

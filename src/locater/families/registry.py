@@ -21,4 +21,21 @@ def find_family(config: Config, names: Collection[str]) -> Family:
         for family in FAMILIES:
             if family.signature is not None and family.signature.format(layer=0) in names:
                 return family
+    if model_type is None:
+        for family in FAMILIES:
+            if family.signature and _has(family.signature, names):
+                return _checked(family, names)
     raise refuse("a known family", f"model type {model_type!r}")
+
+
+def _has(signature: str, names: Collection[str]) -> bool:
+    return signature in names or any(name.endswith(f".{signature}") for name in names)
+
+
+def _checked(family: Family, names: Collection[str]) -> Family:
+    """The family, unless the names show another kind of attention too."""
+    foreign = next((name for name in names for part in family.foreign if part in name), None)
+    if foreign is not None:
+        remedy = "its attention is of another kind: describe it with --layout"
+        raise refuse(f"a {family.name} model without further terms in its attention", f"`{foreign}`", remedy)
+    return family

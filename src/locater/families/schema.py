@@ -1,6 +1,7 @@
 """The columns of the family tables: where a model keeps its queries and keys, and what it does with them.
 
-Patterns are module names with `{layer}` (and `{previous}`); weight and bias are found beneath them.
+Patterns are module names with `{layer}` (and `{previous}`); weight and bias are found beneath them. Alternatives are
+parted by "|": the first that is stored counts.
 """
 
 from collections.abc import Callable
@@ -26,11 +27,18 @@ class NormAt:
     first: str | None = ""
     epsilon: Cell = 1e-5
     plus_one: bool = False  # Gemma stores gain − 1
+    times: Cell = 1.0  # what the norm's output is multiplied by before attention takes it
+    only: Cell = True  # whether this layer has the norm
+    optional: bool = False  # a file may leave it out: then there is none
     plain: bool = False  # neither gain nor bias is stored
 
     def at(self, layer: int) -> str | None:
         """The pattern for this layer; None where the layer's input has no norm."""
         return self.first if layer == 0 and self.first != "" else self.name
+
+
+# A norm that the config may choose: before the block in one model, behind it in another.
+NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
 
 
 # A norm, or a function that chooses it by config and layer.
@@ -78,14 +86,15 @@ class Attention:
     block: Block
     query: str
     key: str
-    layers: Cell = "num_hidden_layers"
+    layers: Cell = "num_hidden_layers"  # None: as many as are stored
     heads: Cell = "num_attention_heads"
     key_heads: Cell = None  # None: as many as query heads
-    d_model: Cell = "hidden_size"
+    d_model: Cell = "hidden_size"  # None: the width of the stored queries
     d_head: Cell = None  # None: d_model / heads, as the models of this family define it
     fused: Layout | None = None  # how q, k, v share one tensor
+    gated: bool = False  # each query head's rows are followed by as many of its output gate
     transposed: bool = False  # weights stored (in, out)
-    prefixes: tuple[str, ...] = ("", "model.", "transformer.")
+    prefixes: tuple[str, ...] | None = ("", "model.", "transformer.")  # None: any, if there is only one
     config: str | None = None  # the part of a composite config that describes this block
     names: Names | None = None  # further placeholders of the patterns
     input_norm: NormCell = None

@@ -16,14 +16,18 @@ from .schema import LowRankAt, NormCell
 def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
     at = at(places.config, layer) if callable(at) else at
-    if at is None or (pattern := at.at(layer)) is None:
+    if at is None or (pattern := at.at(layer)) is None or not resolve(at.only, places.config, layer):
         return None
     name = places.name(pattern, layer, head=head)
     epsilon = float(resolve(at.epsilon, places.config, layer))
     if at.plain or (at.kind == "l2" and places.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
     gain, bias = places.weight(name).flatten(), places.bias(name)
-    return Norm(at.kind, 1 + gain.float() if at.plus_one else gain, None if bias is None else bias.flatten(), epsilon)
+    gain = 1 + gain.float() if at.plus_one else gain
+    bias = None if bias is None else bias.flatten()
+    if (times := float(resolve(at.times, places.config, layer))) != 1:
+        gain, bias = times * gain.float(), None if bias is None else times * bias.float()
+    return Norm(at.kind, gain, bias, epsilon)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Side:
 
     def _direct(self, index: int) -> Projection:
         row, shape = self.places.row, self.places.shape
-        start = first_row(row.fused, index, shape, key=self.key)
+        start = first_row(row.fused, index, shape, key=self.key) * (2 if row.gated and not self.key else 1)
         rows = slice(start, start + shape.d_head)
         if len(self.weight) < rows.stop:
             num_heads = shape.num_key_heads if self.key else shape.num_heads
