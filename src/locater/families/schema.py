@@ -6,7 +6,7 @@ parted by "|": the first that is stored counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ..heads import Block
 from .config import Cell, Config
@@ -28,7 +28,6 @@ class NormAt:
     epsilon: Cell = 1e-5
     plus_one: bool = False  # Gemma stores gain − 1
     times: Cell = 1.0  # what the norm's output is multiplied by before attention takes it
-    only: Cell = True  # whether this layer has the norm
     optional: bool = False  # a file may leave it out: then there is none
     plain: bool = False  # neither gain nor bias is stored
 
@@ -38,11 +37,11 @@ class NormAt:
 
 
 # A norm that the config may choose: before the block in one model, behind it in another.
-NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
+NormCell: TypeAlias = NormAt | Callable[[Config, int], NormAt | None] | None
 
 
 # A norm, or a function that chooses it by config and layer.
-NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
+NormCell: TypeAlias = NormAt | Callable[[Config, int], NormAt | None] | None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from .schema import LowRankAt, NormCell
 def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
     at = at(places.config, layer) if callable(at) else at
-    if at is None or (pattern := at.at(layer)) is None or not resolve(at.only, places.config, layer):
+    if at is None or (pattern := at.at(layer)) is None:
         return None
     name = places.name(pattern, layer, head=head)
     epsilon = float(resolve(at.epsilon, places.config, layer))
