@@ -1,5 +1,18 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways."""
 
-from . import closed_form
+from . import closed_form, exact, monte_carlo, regimes, softmax
+from .regimes import REGIMES, classify, classify_all, localisation
+from .walks import Estimate
 
-__all__ = ["closed_form"]
+__all__ = [
+    "REGIMES",
+    "Estimate",
+    "classify",
+    "classify_all",
+    "closed_form",
+    "exact",
+    "localisation",
+    "monte_carlo",
+    "regimes",
+    "softmax",
+]
