@@ -19,11 +19,7 @@ def find_family(config: Config, names: Collection[str]) -> Family:
             return family
     if model_type is None:
         for family in FAMILIES:
-            if family.signature is not None and family.signature.format(layer=0) in names:
-                return family
-    if model_type is None:
-        for family in FAMILIES:
-            if family.signature and _has(family.signature, names):
+            if family.signature and _has(family.signature.format(layer=0), names):
                 return _checked(family, names)
     raise refuse("a known family", f"model type {model_type!r}")
 

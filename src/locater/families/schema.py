@@ -6,7 +6,7 @@ parted by "|": the first that is stored counts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from ..heads import Block
 from .config import Cell, Config
@@ -36,12 +36,8 @@ class NormAt:
         return self.first if layer == 0 and self.first != "" else self.name
 
 
-# A norm that the config may choose: before the block in one model, behind it in another.
-NormCell: TypeAlias = NormAt | Callable[[Config, int], NormAt | None] | None
-
-
 # A norm, or a function that chooses it by config and layer.
-NormCell: TypeAlias = NormAt | Callable[[Config, int], NormAt | None] | None
+NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
 
 
 @dataclass(frozen=True)
@@ -120,4 +116,5 @@ class Family:
     model_types: tuple[str, ...]
     attention: tuple[Attention, ...]
     partial: Callable[[Config], str | None] | None = None
-    signature: str | None = None  # a tensor of its layer 0 by which files without a model type are known
+    signature: str | None = None  # how a layer-0 tensor's name ends by which files without a model type are known
+    foreign: tuple[str, ...] = ()  # parts of names that mean another kind of attention under the same signature

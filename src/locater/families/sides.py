@@ -19,6 +19,8 @@ def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Nor
     if at is None or (pattern := at.at(layer)) is None:
         return None
     name = places.name(pattern, layer, head=head)
+    if at.optional and places.stored(name) is None:
+        return None
     epsilon = float(resolve(at.epsilon, places.config, layer))
     if at.plain or (at.kind == "l2" and places.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
