@@ -2,8 +2,9 @@
 
 from .build import Layer, build
 from .config import Config
+from .model import Model, open_model
 from .places import Places, Tensors
 from .registry import find_family
 from .schema import Family
 
-__all__ = ["Config", "Family", "Layer", "Places", "Tensors", "build", "find_family"]
+__all__ = ["Config", "Family", "Layer", "Model", "Places", "Tensors", "build", "find_family", "open_model"]
