@@ -57,3 +57,8 @@ def count(cell: Cell, config: Config, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise refuse(f"a positive whole number for the {what}", repr(value), "mend config.json or use --layout")
     return value
+
+
+def entry(keys: str, default: Any) -> Callable[[Config, int], Any]:
+    """A cell: the config's entry, or what the family's own config class takes where it is silent."""
+    return lambda config, layer: config.get(keys, default)
