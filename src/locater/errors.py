@@ -28,3 +28,7 @@ def within(place: str) -> Iterator[None]:
         yield
     except Refusal as cause:
         raise Refusal(f"{place}: {cause}") from None
+
+
+class BadArguments(Refusal):
+    """The arguments do not go together; a command exits with 2 where a plain refusal exits with 1."""

@@ -41,7 +41,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
 def _coverage(places: tuple[Places, ...], partial: str | None) -> str:
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
     missing = [
-        f"{one.row.block} layers {spans(sorted(set(range(one.num_layers)) - set(one.layers)))} without softmax attention"
+        f"no softmax attention in {one.row.block} layers {spans(sorted(set(range(one.num_layers)) - set(one.layers)))}"
         for one in places
         if len(one.layers) < one.num_layers
     ]

@@ -10,9 +10,10 @@ REGIMES = ("uniform", "no-signal", "early", "middle", "late", "mixed")
 NO_SIGNAL = 0.05
 # A profile whose minimum is at least this share of its maximum is flat.
 FLAT = 0.8
-# An end of the context is low below this share of the maximum. With tr A = 2λ and a small variance ρ(1) is one half of
-# the maximum, so this is the border between late and middle.
-HALF = 0.5
+# An end of the context is low below this share of the maximum. A head whose eigenvalues average to zero keeps its ends
+# above √(1/7) = 0.38 of the maximum, at any scale, so such a head is never called localized; and at a small variance
+# ρ(1) falls through 1/3 where tr A passes 2λ, the border between late and middle.
+LOW = 1 / 3
 # Each end is this share of the context, and at least one token.
 END = 0.05
 
@@ -32,14 +33,14 @@ def classify_all(profiles: Float[Tensor, "*batch length"]) -> list[str]:
 
 
 def codes(profiles: Float[Tensor, "*batch length"]) -> Int[Tensor, "*batch"]:
-    """Indices into REGIMES: no-signal, then uniform, then by which ends are low against half of the maximum.
+    """Indices into REGIMES: no-signal, then uniform, then by which ends are low against the maximum.
 
     Both ends low is middle; both high yet not flat, a dip, is mixed.
     """
     highest, lowest = profiles.amax(-1), profiles.amin(-1)
     size = max(1, round(END * profiles.shape[-1]))
-    starts_high = profiles[..., :size].mean(-1) >= HALF * highest
-    ends_high = profiles[..., -size:].mean(-1) >= HALF * highest
+    starts_high = profiles[..., :size].mean(-1) >= LOW * highest
+    ends_high = profiles[..., -size:].mean(-1) >= LOW * highest
     found = torch.full_like(highest, REGIMES.index("mixed"), dtype=torch.long)
     found[~starts_high & ~ends_high] = REGIMES.index("middle")
     found[starts_high & ~ends_high] = REGIMES.index("early")

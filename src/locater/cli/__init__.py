@@ -1,0 +1,32 @@
+"""The command line: {verb: function}. Building it imports neither torch nor anything that does."""
+
+import sys
+
+import typer
+
+from ..errors import BadArguments, Refusal
+from .demo import demo
+from .theory import theory
+
+VERBS = {"theory": theory, "demo": demo}
+
+app = typer.Typer(
+    name="locater",
+    help="See, predict and control where attention looks, from the eigenspectrum of each head's query-key matrix.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for verb, function in VERBS.items():
+    app.command(verb)(function)
+
+
+def main() -> None:
+    """Exit 0 when done, 1 when it could not (one sentence says why), 2 for bad arguments, 3 for a met `--fail-on`."""
+    try:
+        app()
+    except Refusal as reason:
+        print(f"locater: {reason}", file=sys.stderr)
+        sys.exit(2 if isinstance(reason, BadArguments) else 1)

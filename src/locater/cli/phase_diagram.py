@@ -1,0 +1,52 @@
+"""`locater theory --phase-diagram`: where attention localises, and what a softmax layer does there."""
+
+from pathlib import Path
+from typing import Any
+
+from .output import console_for, table
+
+WORDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
+LETTERS = {"uniform": "·", "no-signal": " ", "early": "E", "middle": "M", "late": "L", "mixed": "x"}
+
+
+def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
+    """Compute, print, and save what was asked for."""
+    import torch
+
+    from ..records import write_json
+    from ..studies.phase_diagram import phase_diagram
+
+    console = console_for(json)
+    document = phase_diagram(generator=torch.Generator().manual_seed(seed))
+    console.print(_map(document), markup=False)
+    console.print(_counts(document))
+    if plot:
+        from ..report import figures
+
+        figures.save(figures.phase_diagram(document), plot)
+        console.print(f"picture: {plot}", soft_wrap=True)
+    if json:
+        write_json(document, json)
+
+
+def _map(document: dict[str, Any]) -> str:
+    """The theory's regimes, a letter per point."""
+    rows = ["regime by eigenvalue mean (→, tr W/λ) and spread (↑, √d·deviation/λ):", ""]
+    for deviation, regimes in reversed(
+        list(zip(document["deviation_over_temperature"], document["regime"], strict=True))
+    ):
+        rows.append(f"{deviation:8.3g} │ " + " ".join(LETTERS[regime] for regime in regimes))
+    traces = document["trace_over_temperature"]
+    middle = len(traces) - 1
+    rows.append(" " * 9 + "└" + "─" * (2 * len(traces)))
+    rows.append(" " * 9 + f"{traces[0]:.3g}".ljust(middle) + "0" + f"{traces[-1]:.3g}".rjust(middle + 2))
+    rows += ["", "E early  M middle  L late  · uniform  x mixed  (blank) no-signal"]
+    return "\n".join(rows)
+
+
+def _counts(document: dict[str, Any]) -> Any:
+    rows = [
+        [WORDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
+        for name, count in document["summary"].items()
+    ]
+    return table(["region", "points", "entropy collapse", "rank collapse"], rows, title="what a softmax layer does")

@@ -1,0 +1,50 @@
+"""Results on disk: whole files or none, JSON that any reader takes."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import refuse
+
+STANDARD_OUTPUT = Path("-")
+
+
+def write_json(document: Mapping[str, Any], path: Path) -> None:
+    """The document at `path`, or on standard output for `-`."""
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    else:
+        write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write(path: Path, save: Callable[[Path], Any]) -> None:
+    """Let `save` write a neighbouring file of the same suffix, then rename it: readers see the old or the new whole."""
+    if path.is_dir():
+        raise refuse("a file to write", f"the directory {path}", "name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    except OSError as reason:
+        raise refuse(f"a place to write {path}", reason.strerror or reason, "choose another path") from None
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        save(temporary)
+        # mkstemp makes files private; a result is as readable as any file the user writes.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as reason:
+        raise refuse(f"to write {path}", reason.strerror or reason, "free some room or choose another path") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

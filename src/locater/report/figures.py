@@ -1,0 +1,123 @@
+"""Pictures of results, from plain documents; needs matplotlib and no torch."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import refuse
+from ..records import write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+# Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
+METHOD_COLOURS = {"closed": "#0072B2", "exact": "#D55E00", "monte-carlo": "#444444"}
+REGIME_COLOURS = {
+    "no-signal": "#3b3b3b",
+    "uniform": "#e8e4da",
+    "mixed": "#b9b3a4",
+    "early": "#56B4E9",
+    "middle": "#F0B429",
+    "late": "#009E73",
+}
+LOCALIZED = ("early", "middle", "late")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """PNG, SVG or PDF by the suffix."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise refuse("a picture ending in " + ", ".join(SUFFIXES), path.name)
+    write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
+
+
+def profile(document: dict[str, Any]) -> "Figure":
+    """ρ_t over t, a line per method; Monte Carlo as a band of two standard errors."""
+    figure, (axes,) = _canvas(1, size=(7.2, 3.8))
+    t = range(1, document["length"] + 1)
+    for name, values in document["profiles"].items():
+        if name == "monte-carlo":
+            mean, error = values["mean"], values["standard_error"]
+            low = [m - 2 * e for m, e in zip(mean, error, strict=True)]
+            high = [m + 2 * e for m, e in zip(mean, error, strict=True)]
+            axes.fill_between(
+                t, low, high, color=METHOD_COLOURS[name], alpha=0.25, lw=0, label="Monte Carlo (± 2 s.e.)"
+            )
+        else:
+            axes.plot(t, values, color=METHOD_COLOURS[name], lw=2, label=f"{name} form" if name == "closed" else name)
+    if "limit" in document:
+        positions = [theta * document["length"] for theta in document["limit"]["theta"]]
+        axes.plot(positions, document["limit"]["closed"], color="#999999", lw=1, ls="--", label="closed form, T → ∞")
+    axes.set(
+        xlabel="token t", ylabel="propagation probability ρ", ylim=(-0.02, 1.02), xlim=(1, max(2, document["length"]))
+    )
+    axes.legend(frameon=False, loc="best")
+    axes.set_title(
+        f"{document['regime']}   ξ = {document['xi']:.3g}   tr A/λ = {document['trace'] / document['temperature']:.3g}"
+        f"   localisation {document['localisation']:.2f}",
+        loc="left",
+        fontsize=10,
+    )
+    return figure
+
+
+def phase_diagram(document: dict[str, Any]) -> "Figure":
+    """Two panels of theory above two of measurement, over the same plane."""
+    figure, axes = _canvas(4, size=(10, 7.6))
+    _regimes(axes[0], document)
+    panels = (
+        (axes[1], "localisation", "Theory: localisation", "viridis", 1.0),
+        (axes[2], "normalised_entropy", "Softmax layer: entropy (0 = entropy collapse)", "magma", 1.0),
+        (axes[3], "rank_residual", "Softmax layer: rank residual (0 = rank collapse)", "magma", 1.0),
+    )
+    for panel, key, title, colours, top in panels:
+        image = panel.imshow(document[key], origin="lower", aspect="auto", cmap=colours, vmin=0, vmax=top)
+        panel.set_title(title, loc="left", fontsize=10)
+        figure.colorbar(image, ax=panel, fraction=0.046, pad=0.02)
+    for panel in axes:
+        _outline(panel, document)
+        _plane(panel, document)
+    figure.suptitle("Beside the white lines, left and right, the theory says: localized (early, middle or late)", fontsize=11)
+    figure.tight_layout()
+    return figure
+
+
+def _regimes(panel: "Axes", document: dict[str, Any]) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    names = list(REGIME_COLOURS)
+    numbers = [[names.index(regime) for regime in row] for row in document["regime"]]
+    colours = ListedColormap(list(REGIME_COLOURS.values()))
+    panel.imshow(numbers, origin="lower", aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
+    panel.set_title("Theory: regime", loc="left", fontsize=10)
+    present = [name for name in names if any(name in row for row in document["regime"])]
+    handles = [Patch(color=REGIME_COLOURS[name], label=name) for name in present]
+    panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _outline(panel: "Axes", document: dict[str, Any]) -> None:
+    inside = [[float(regime in LOCALIZED) for regime in row] for row in document["regime"]]
+    panel.contour(inside, levels=[0.5], colors="white", linewidths=1.4)
+
+
+def _plane(panel: "Axes", document: dict[str, Any]) -> None:
+    traces, deviations = document["trace_over_temperature"], document["deviation_over_temperature"]
+    columns = sorted({0, len(traces) // 4, len(traces) // 2, 3 * len(traces) // 4, len(traces) - 1})
+    rows = range(0, len(deviations), 4)
+    panel.set_xticks(columns, [f"{traces[column]:.2g}" for column in columns])
+    panel.set_yticks(list(rows), [f"{deviations[row]:.2g}" for row in rows])
+    panel.set(xlabel="eigenvalue mean, as tr W/λ", ylabel="eigenvalue deviation, as √d·σ/λ")
+
+
+def _canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise refuse("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
+    figure = Figure(figsize=size)
+    grid = figure.subplots(2, 2) if panels == 4 else figure.subplots(1, panels)
+    axes = list(grid.flat) if panels > 1 else [grid]
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,109 @@
+"""The paper's central claim on one plane: eigenvalue mean against variance, theory beside a real softmax layer.
+
+Theory: regime and localisation of the closed form. Measured: entropy of true softmax attention over random-walk
+tokens, and how distinct the tokens are that it mixes. The localized region should avoid both collapses.
+"""
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..spectra import Moments
+from ..theory import closed_form, regimes
+
+LOCALIZED = ("early", "middle", "late")
+# A logit grows along the walk by tr W/λ per token, so beyond |tr W| = λ softmax falls by more than a factor e from one
+# token to the next: localized still, but on so few tokens that it is counted apart.
+REGIONS = ("localized", "localized-beyond", "elsewhere")
+# Below these a layer has collapsed: attention on about one token, or outputs that are nearly all alike.
+ENTROPY_COLLAPSE = 0.25
+RANK_COLLAPSE = 0.15
+# The plane, in units of λ: tr W/λ along x, √d·(standard deviation)/λ along y.
+TRACES = tuple(sign * 10 ** (step / 4) for sign in (-1, 1) for step in range(-9, 3))
+DEVIATIONS = tuple(10 ** (step / 4) for step in range(-10, 4))
+
+
+def phase_diagram(
+    *, length: int = 48, d_model: int = 64, num_walks: int = 8, generator: torch.Generator
+) -> dict[str, Any]:
+    """Both views at every point of the plane; a symmetric W with Gaussian eigenvalues, λ = √d. Seconds."""
+    traces = torch.tensor(sorted((*TRACES, 0.0)), dtype=torch.float64)
+    deviations = torch.tensor(DEVIATIONS, dtype=torch.float64)
+    theory = _theory(traces, deviations, length=length, d_model=d_model)
+    shapes = [_measured(traces, float(deviation), length, d_model, num_walks, generator) for deviation in deviations]
+    entropy, residual = (torch.stack([shape[part] for shape in shapes]) for part in (0, 1))
+    document = {
+        "schema": "locater.phase-diagram/1",
+        "length": length,
+        "d_model": d_model,
+        "trace_over_temperature": traces.tolist(),
+        "deviation_over_temperature": deviations.tolist(),
+        **theory,
+        "normalised_entropy": entropy.tolist(),
+        "rank_residual": residual.tolist(),
+    }
+    return document | {"summary": _summary(document)}
+
+
+def _theory(traces: Tensor, deviations: Tensor, *, length: int, d_model: int) -> dict[str, Any]:
+    temperature = math.sqrt(d_model)
+    trace = (traces * temperature).expand(len(deviations), -1)
+    square = trace.square() / d_model + (deviations[:, None] * temperature).square()
+    moments = Moments(trace, square, square, d_model=d_model, d_head=d_model)
+    profile = closed_form.from_moments(moments, length=length, temperature=temperature)
+    return {
+        "regime": [regimes.classify_all(row) for row in profile],
+        "localisation": regimes.localisation(profile).tolist(),
+        "xi": moments.xi.tolist(),
+    }
+
+
+def _measured(
+    traces: Float[Tensor, " columns"],
+    deviation: float,
+    length: int,
+    d_model: int,
+    num_walks: int,
+    generator: torch.Generator,
+) -> tuple[Float[Tensor, " columns"], Float[Tensor, " columns"]]:
+    """Normalised entropy and rank residual of one row of the plane, every token attending to all."""
+    options: dict[str, Any] = dict(generator=generator, dtype=torch.float64)
+    shape = torch.randn(d_model, **options)
+    shape = (shape - shape.mean()) / shape.std(correction=0)
+    basis = torch.linalg.qr(torch.randn(d_model, d_model, **options)).Q
+    tokens = torch.randn(num_walks, length, d_model, **options).cumsum(1)
+    # ω = X (m I + s B diag(z) B^T) X^T / λ, with the mean's part and the variance's part each made once.
+    plain = tokens @ tokens.mT / d_model
+    turned = tokens @ basis
+    varied = (turned * shape) @ turned.mT / math.sqrt(d_model)
+    attention = (traces[:, None, None, None] * plain + deviation * varied).softmax(-1)
+    entropy = torch.special.entr(attention).sum(-1) / math.log(length)
+    residual = rank_residual(attention @ tokens) / rank_residual(tokens)
+    return entropy.mean((-2, -1)), residual.mean(-1)
+
+
+def rank_residual(tokens: Float[Tensor, "*batch length d_model"]) -> Float[Tensor, "*batch"]:
+    """‖X − 1x̄^T‖_F / ‖X‖_F: 0 when all tokens are alike."""
+    centred = tokens - tokens.mean(-2, keepdim=True)
+    return torch.linalg.matrix_norm(centred) / torch.linalg.matrix_norm(tokens)
+
+
+def _summary(document: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """How often each region collapses: the claim in numbers."""
+    counts = {region: {"points": 0, "entropy_collapse": 0, "rank_collapse": 0} for region in REGIONS}
+    for row, names in enumerate(document["regime"]):
+        for column, name in enumerate(names):
+            count = counts[_region(name, document["trace_over_temperature"][column])]
+            count["points"] += 1
+            count["entropy_collapse"] += document["normalised_entropy"][row][column] < ENTROPY_COLLAPSE
+            count["rank_collapse"] += document["rank_residual"][row][column] < RANK_COLLAPSE
+    return counts
+
+
+def _region(regime: str, trace_over_temperature: float) -> str:
+    if regime not in LOCALIZED:
+        return "elsewhere"
+    return "localized" if abs(trace_over_temperature) <= 1 else "localized-beyond"

@@ -1,0 +1,89 @@
+"""One head's propagation probability by every method, as one document."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import refuse
+from ..spectra import Covariance, Moments, moments, whiten
+from ..theory import closed_form, exact, monte_carlo, regimes
+
+METHODS = ("closed", "exact", "monte-carlo")
+
+
+def profile_of_weights(
+    query: Float[Tensor, "d_head d_model"],
+    key: Float[Tensor, "d_head d_model"],
+    *,
+    length: int,
+    methods: Sequence[str] = METHODS,
+    temperature: float | None = None,
+    covariance: Covariance = 1.0,
+    num_walks: int = 20_000,
+    seed: int = 0,
+    limit: bool = False,
+) -> dict[str, Any]:
+    """Moments, regime and the profiles of a head given by its weights."""
+    temperature = math.sqrt(query.shape[-2]) if temperature is None else temperature
+    options: dict[str, Any] = dict(length=length, temperature=temperature, covariance=covariance)
+    profiles: dict[str, Any] = {}
+    if "closed" in methods:
+        profiles["closed"] = closed_form.profile(query, key, **options)
+    if "exact" in methods:
+        profiles["exact"] = exact.profile(query, key, **options)
+    if "monte-carlo" in methods:
+        options |= dict(num_walks=num_walks, generator=torch.Generator().manual_seed(seed))
+        profiles["monte-carlo"] = monte_carlo.profile(query, key, **options)
+    return _document(moments(*whiten(query, key, covariance)), length, temperature, profiles, limit)
+
+
+def profile_of_moments(
+    trace: float,
+    trace_of_square: float,
+    frobenius_squared: float,
+    *,
+    length: int,
+    temperature: float,
+    limit: bool = False,
+) -> dict[str, Any]:
+    """The same from three moments, which fix the closed form only."""
+    if not frobenius_squared >= abs(trace_of_square):
+        raise refuse("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
+    given = (torch.tensor(value, dtype=torch.float64) for value in (trace, trace_of_square, frobenius_squared))
+    found = Moments(*given, d_model=1, d_head=1)
+    profile = closed_form.from_moments(found, length=length, temperature=temperature)
+    return _document(found, length, temperature, {"closed": profile}, limit)
+
+
+def _document(found: Moments, length: int, temperature: float, profiles: dict[str, Any], limit: bool) -> dict[str, Any]:
+    # The most faithful profile at hand decides the words.
+    name = next(name for name in ("exact", "closed", "monte-carlo") if name in profiles)
+    best = profiles[name].mean if name == "monte-carlo" else profiles[name]
+    document: dict[str, Any] = {
+        "schema": "locater.theory/1",
+        "length": length,
+        "temperature": temperature,
+        "trace": float(found.trace),
+        "trace_of_square": float(found.trace_of_square),
+        "frobenius_squared": float(found.frobenius_squared),
+        "xi": float(found.xi),
+        "eta": float(found.eta),
+        "regime": regimes.classify(best),
+        "localisation": float(regimes.localisation(best)),
+        "profiles": {name: _plain(profile) for name, profile in profiles.items()},
+    }
+    if limit:
+        theta = torch.linspace(0, 1, 101, dtype=torch.float64)
+        values = closed_form.limit(found, theta, temperature=temperature)
+        document["limit"] = {"theta": theta.tolist(), "closed": values.tolist()}
+    return document
+
+
+def _plain(profile: Any) -> Any:
+    if isinstance(profile, Tensor):
+        return profile.tolist()
+    return {"mean": profile.mean.tolist(), "standard_error": profile.standard_error.tolist()}
