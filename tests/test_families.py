@@ -20,11 +20,12 @@ ATTRIBUTES = {
 def all_layers(tensors, config):
     config = Config(config)
     family = find_family(config, tensors.names)
-    partial = family.partial and family.partial(config)
-    yield f"PARTIAL: {partial}" if partial else "COMPLETE"
-    for row in family.attention:
-        if places := Places.find(row, config, tensors):
-            yield from build(places, places.layers)
+    found = [places for row in family.attention if (places := Places.find(row, config, tensors))]
+    missing = [f"{len(at.layers)} of {at.num_layers} layers" for at in found if len(at.layers) < at.num_layers]
+    missing += [partial] if (partial := family.partial and family.partial(config)) else []
+    yield f"PARTIAL: {', '.join(missing)}" if missing else "COMPLETE"
+    for places in found:
+        yield from build(places, places.layers)
 
 
 def own_attention(model, case):
@@ -44,9 +45,10 @@ def own_attention(model, case):
 
 
 def of_block(output, block):
+    """Attention of every layer that has it: layers of another kind leave no gap."""
     for attribute in ATTRIBUTES[block]:
         if getattr(output, attribute, None) is not None:
-            return getattr(output, attribute)
+            return iter(getattr(output, attribute))
     raise AssertionError(f"the model gave no attentions for {block}: {list(output.keys())}")
 
 
@@ -64,9 +66,9 @@ def check_input_norm(norm, x, normed):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_attention_from_the_file_is_the_models_own(case, tmp_path):
     model = case.build()
-    model.save_pretrained(tmp_path)
+    case.save(model, tmp_path)
     output, seen, normed = own_attention(model, case)
-    calls = defaultdict(int)
+    calls, own = defaultdict(int), {}
     with checkpoints.open(tmp_path) as checkpoint:
         coverage, *layers = all_layers(checkpoint, checkpoint.config)
     assert coverage == case.coverage
@@ -75,13 +77,14 @@ def test_attention_from_the_file_is_the_models_own(case, tmp_path):
         assert not layer.refused
         call = calls[layer.block, layer.query_name]  # a module shared by several layers is called once for each
         calls[layer.block, layer.query_name] += 1
-        x_query, x_key = seen[layer.query_name][call], seen[layer.key_name][call]
+        x_query, x_key = (seen[case.module(name)][call] for name in (layer.query_name, layer.key_name))
         check_input_norm(layer.heads[0].query.input_norm, x_query, normed)
         check_input_norm(layer.heads[0].key.input_norm, x_key, normed)
-        theirs = of_block(output, layer.block)[layer.number]
+        theirs = next(own.setdefault(layer.block, of_block(output, layer.block)))
         assert len(layer.heads) == theirs.shape[1]
         assert theirs.std(-1).mean() > 0.02, "attention so uniform that the test would prove nothing"
         for head in layer.heads:
             torch.testing.assert_close(head.attention(x_query, x_key), theirs[:, head.index], atol=1e-5, rtol=0)
             folded = head.folded()
             assert folded.query.input_norm is None
+    assert not any(list(left) for left in own.values()), "the model has further layers with attention"
