@@ -1,18 +1,13 @@
-"""Moments and eigenvalues of a head's bilinear form W = W_K^T W_Q, through d_h×d_h products only.
-
-Every function takes `query` and `key` of shape (…, d_h, d); leading dimensions broadcast, so grouped keys come as
-(groups, 1, d_h, d) beside queries (groups, heads, d_h, d) and their Gram matrix is made once per group.
-"""
+"""Moments and eigenvalues of a head's bilinear form W = W_K^T W_Q."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from .errors import refuse
-
-Covariance = float | Tensor
+from ..errors import refuse
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +62,46 @@ class Moments:
         return torch.where(scale > 0, self.trace / scale.where(scale > 0, 1), 0)
 
 
-def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Moments:
-    """tr W = tr M, tr W² = Σ M∘M^T, ‖W‖² = Σ W_Q W_Q^T ∘ W_K W_K^T, with the core M = W_K W_Q^T.
+def working(
+    query: Float[Tensor, "..."], key: Float[Tensor, "..."]
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Both weights in the precision of the computation: float64 if one of them is, else float32."""
+    if query.shape[-2:] != key.shape[-2:]:
+        raise refuse("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
+    if query.shape[-2] > query.shape[-1]:
+        raise refuse("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
+    dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
+    return query.to(dtype), key.to(dtype)
 
-    Three d_h×d×d_h products per head and nothing of size d×d. Computed in float64 for float64 input, in float32 for
-    anything lower; refuses weights whose moments are not finite there.
+
+class Grams(NamedTuple):
+    """The d_h×d_h products from which everything follows: the core, and the Gram matrices of query and key."""
+
+    core: Float[Tensor, "*#batch d_head d_head"]
+    query: Float[Tensor, "*#batch d_head d_head"]
+    key: Float[Tensor, "*#batch d_head d_head"]
+
+
+def grams(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Grams:
+    """M = W_K W_Q^T, W_Q W_Q^T and W_K W_K^T: three products of O(d·d_h²), nothing of size d×d.
+
+    In float64 for float64 input, in float32 for anything lower; refuses weights whose products are not finite there.
     """
     query, key = working(query, key)
-    core = key @ query.mT
-    frobenius_squared = ((query @ query.mT) * (key @ key.mT)).sum((-2, -1))
+    found = Grams(key @ query.mT, query @ query.mT, key @ key.mT)
+    if not all(bool(torch.isfinite(product).all()) for product in found):
+        raise refuse("weights with finite products", "NaN or infinity", "check the weights, or give them as float64")
+    return found
+
+
+def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Moments:
+    """tr W = tr M, tr W² = Σ M∘M^T, ‖W‖² = Σ W_Q W_Q^T ∘ W_K W_K^T. Cost and precision of `grams`."""
+    core, query_gram, key_gram = grams(query, key)
     trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
-    found = (trace, (core * core.mT).sum((-2, -1)), frobenius_squared)
-    if not all(bool(torch.isfinite(moment).all()) for moment in found):
-        raise refuse("weights with finite moments", "NaN or infinity", "check the weights, or give them as float64")
-    return Moments(*found, d_model=query.shape[-1], d_head=query.shape[-2])
+    square, norm = (core * core.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
+    if not all(bool(torch.isfinite(moment).all()) for moment in (trace, square, norm)):
+        raise refuse("weights with finite moments", "an overflow", "give the weights as float64")
+    return Moments(trace, square, norm, d_model=query.shape[-1], d_head=query.shape[-2])
 
 
 def eigenvalues(
@@ -89,7 +110,7 @@ def eigenvalues(
     """The eigenvalues of the core M = W_K W_Q^T: those of W without d − d_h further zeros. Cost O(d·d_h² + d_h³)."""
     query, key = working(query, key)
     core = key @ query.mT
-    if not torch.isfinite(core).all():
+    if not bool(torch.isfinite(core).all()):
         raise refuse("weights with a finite core", "NaN or infinity", "check the weights")
     return torch.linalg.eigvals(core)
 
@@ -104,55 +125,3 @@ def spread(values: Complex[Tensor, "*batch d_head"], d_model: int) -> Float[Tens
 def spread_nonzero(values: Complex[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
     """E|λ − m|² over the given eigenvalues only."""
     return spread(values, values.shape[-1])
-
-
-def whiten(
-    query: Float[Tensor, "*#batch d_head d_model"],
-    key: Float[Tensor, "*#batch d_head d_model"],
-    covariance: Covariance,
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """W_Q L and W_K L with L L^T = Σ, so that their form is that of Σ^{1/2} W Σ^{1/2} up to a rotation of the inputs.
-
-    Σ is a number, the diagonal (d,) or the full matrix (d, d); it may be singular. The full one costs an
-    eigendecomposition. Refuses what is not a covariance.
-    """
-    query, key = working(query, key)
-    if isinstance(covariance, (int, float)) and covariance == 1:
-        return query, key
-    root = covariance_root(torch.as_tensor(covariance).to(query), query.shape[-1])
-    if root.dim() == 2:
-        return query @ root, key @ root
-    return query * root, key * root
-
-
-def covariance_root(covariance: Float[Tensor, "..."], d_model: int) -> Float[Tensor, "..."]:
-    """L with L L^T = Σ, of the same shape as Σ: a number, a diagonal, or a matrix."""
-    shape = tuple(covariance.shape)
-    if shape not in ((), (d_model,), (d_model, d_model)):
-        raise refuse(f"a covariance that is a number, ({d_model},) or ({d_model}, {d_model})", f"shape {shape}")
-    if not torch.isfinite(covariance).all():
-        raise refuse("a finite covariance", "NaN or infinity")
-    if covariance.dim() < 2:
-        if (covariance < 0).any():
-            raise refuse("variances of at least 0", float(covariance.min()))
-        return covariance.sqrt()
-    # Rounding in an estimated covariance grows with its size, so both tests are relative to it.
-    tolerance = covariance.abs().max() * d_model * torch.finfo(covariance.dtype).eps * 16
-    if (covariance - covariance.mT).abs().max() > tolerance:
-        raise refuse("a symmetric covariance", "one that is not", "average it with its transpose")
-    values, vectors = torch.linalg.eigh(covariance)
-    if values[0] < -tolerance:
-        raise refuse("a covariance without negative eigenvalues", float(values[0]))
-    return vectors * values.clamp_min(0).sqrt()
-
-
-def working(
-    query: Float[Tensor, "..."], key: Float[Tensor, "..."]
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Both weights in the precision of the computation: float64 if one of them is, else float32."""
-    if query.shape[-2:] != key.shape[-2:]:
-        raise refuse("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
-    if query.shape[-2] > query.shape[-1]:
-        raise refuse("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
-    dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
-    return query.to(dtype), key.to(dtype)

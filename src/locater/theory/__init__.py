@@ -1,6 +1,6 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways."""
 
-from . import closed_form, exact, monte_carlo, regimes, softmax
+from . import closed_form, exact, monte_carlo, regimes, rotary, softmax
 from .regimes import REGIMES, classify, classify_all, localisation
 from .walks import Estimate
 
@@ -14,5 +14,6 @@ __all__ = [
     "localisation",
     "monte_carlo",
     "regimes",
+    "rotary",
     "softmax",
 ]

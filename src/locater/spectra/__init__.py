@@ -1,0 +1,26 @@
+"""Moments and eigenvalues of a head's bilinear form W = W_K^T W_Q, through d_h×d_h products only.
+
+Every function takes `query` and `key` of shape (…, d_h, d); leading dimensions broadcast, so grouped keys come as
+(groups, 1, d_h, d) beside queries (groups, heads, d_h, d) and their Gram matrix is made once per group.
+"""
+
+from .covariance import Covariance, covariance_root, whiten
+from .moments import Grams, Moments, eigenvalues, grams, moments, spread, spread_nonzero
+from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
+
+__all__ = [
+    "Covariance",
+    "Grams",
+    "Moments",
+    "RotaryForms",
+    "covariance_root",
+    "eigenvalues",
+    "grams",
+    "moments",
+    "rotary_forms",
+    "rotary_moments",
+    "rotation",
+    "spread",
+    "spread_nonzero",
+    "whiten",
+]

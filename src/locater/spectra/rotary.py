@@ -1,0 +1,110 @@
+"""The moments of a head with rotary positions, W(Δ) = W_K^T R_Δ W_Q, as forms in cosines and sines of the offset Δ."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import refuse
+from .moments import Grams, Moments, grams
+
+
+class RotaryForms(NamedTuple):
+    """tr W(Δ) = g·z, tr W(Δ)² = z^T H z, ‖W(Δ)‖² = z^T F z, with z = `rotation(Δ)`.
+
+    R_Δ = Σ_a z_a B_a, where the B_a are, in this order, the identity on each pair, the identity on all rows that do
+    not turn, and the quarter turn of each pair (and of nothing, so that both halves are of one length).
+    """
+
+    trace: Float[Tensor, "*#batch terms"]
+    square: Float[Tensor, "*#batch terms terms"]
+    norm: Float[Tensor, "*#batch terms terms"]
+
+
+def rotation(
+    offsets: Float[Tensor, " offsets"], frequencies: Float[Tensor, " pairs"], *, amplitude: float = 1.0
+) -> Float[Tensor, "offsets terms"]:
+    """z(Δ) = (a² cos f_1Δ …, 1, a² sin f_1Δ …, 0); the amplitude a multiplies the rotated query and the rotated key."""
+    angles = offsets.double()[:, None] * frequencies.double().to(offsets.device)
+    one, none = torch.ones_like(offsets)[:, None], torch.zeros_like(offsets)[:, None]
+    return torch.cat([angles.cos() * amplitude**2, one, angles.sin() * amplitude**2, none], dim=-1)
+
+
+def rotary_moments(
+    query: Float[Tensor, "*#batch d_head d_model"],
+    key: Float[Tensor, "*#batch d_head d_model"],
+    *,
+    frequencies: Float[Tensor, " pairs"],
+    pairs: Int[Tensor, "pairs 2"],
+    offsets: Float[Tensor, " offsets"] | Int[Tensor, " offsets"],
+    amplitude: float = 1.0,
+) -> Moments:
+    """The moments of W(Δ), with a last axis for the offsets Δ = query position − key position.
+
+    Rows named in no pair do not turn. Cost: the Gram matrices once, then O(d_h²) per head and offset.
+    """
+    products = grams(query, key)
+    forms = rotary_forms(products, pairs)
+    terms = rotation(offsets.to(products.core), frequencies.to(products.core), amplitude=amplitude).to(products.core)
+    square = (terms @ forms.square * terms).sum(-1)
+    norm = (terms @ forms.norm * terms).sum(-1)
+    trace = (terms @ forms.trace[..., None])[..., 0]
+    return Moments(trace, square, norm, d_model=query.shape[-1], d_head=query.shape[-2])
+
+
+def rotary_forms(products: Grams, pairs: Int[Tensor, "pairs 2"]) -> RotaryForms:
+    """g_a = tr(B_a N), H_ab = tr(B_a N B_b N), F_ab = tr(B_a G_Q B_b^T G_K), with N = W_Q W_K^T.
+
+    Every B is zero outside one diagonal block, so each entry is a sum over one block of an elementwise product:
+    O(d_h²) per head for all of them.
+    """
+    order = _order(pairs.to(products.core.device), products.core.shape[-1])
+    core, query, key = (product[..., order, :][..., order] for product in products)
+    crossed, count = core.mT, len(pairs)
+    turned_key = -_quarter_turn(key, count)
+    diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in (crossed, _quarter_turn(crossed, count))]
+    return RotaryForms(
+        torch.cat([_pair_sums(diagonal, count) for diagonal in diagonals], dim=-1),
+        _block_form(crossed, crossed, turned=_quarter_turn(crossed, count), count=count),
+        _block_form(query, key, turned=turned_key, count=count),
+    )
+
+
+def _order(pairs: Int[Tensor, "pairs 2"], d_head: int) -> Int[Tensor, " d_head"]:
+    """Row indices: the first row of every pair, the second of every pair, the rest."""
+    named = pairs.T.flatten()
+    if len(named.unique()) < len(named) or bool(((named < 0) | (named >= d_head)).any()):
+        raise refuse(f"pairs of different rows from 0 to {d_head - 1}", pairs.tolist())
+    free = torch.ones(d_head, dtype=torch.bool, device=pairs.device)
+    free[named] = False
+    return torch.cat([named, free.nonzero()[:, 0]])
+
+
+def _quarter_turn(matrix: Float[Tensor, "*batch rows columns"], count: int) -> Float[Tensor, "*batch rows columns"]:
+    """J X: the first row of each pair becomes minus the second, the second the first, the rest zero."""
+    first, second, rest = matrix[..., :count, :], matrix[..., count : 2 * count, :], matrix[..., 2 * count :, :]
+    return torch.cat([-second, first, torch.zeros_like(rest)], dim=-2)
+
+
+def _pair_sums(values: Float[Tensor, "*batch rows"], count: int) -> Float[Tensor, "*batch groups"]:
+    """Sum the last axis over the two rows of each pair, and over all rows that do not turn."""
+    rest = values[..., 2 * count :].sum(-1, keepdim=True)
+    return torch.cat([values[..., :count] + values[..., count : 2 * count], rest], dim=-1)
+
+
+def _block_form(
+    left: Float[Tensor, "*#batch d_head d_head"],
+    right: Float[Tensor, "*#batch d_head d_head"],
+    *,
+    turned: Float[Tensor, "*#batch d_head d_head"],
+    count: int,
+) -> Float[Tensor, "*batch terms terms"]:
+    """tr(X L Y R) for X, Y among all B, given R and the `turned` R that a quarter turn for Y leaves."""
+
+    def sums(one: Tensor, other: Tensor) -> Tensor:
+        return _pair_sums(_pair_sums(one * other.mT, count).mT, count).mT
+
+    plain, mixed = sums(left, right), sums(left, turned)
+    both = sums(_quarter_turn(left, count), turned)
+    return torch.cat([torch.cat([plain, mixed], -1), torch.cat([mixed.mT, both], -1)], dim=-2)

@@ -1,0 +1,125 @@
+"""ρ_t of a head with rotary positions: the closed form, and its Monte Carlo check."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import refuse
+from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
+from . import walks
+from .closed_form import between
+from .monte_carlo import binomial
+from .problem import Problem, prepare
+from .softmax import on_slope
+from .walks import Estimate
+
+# Largest number of Gram entries held at once in float64; larger blocks leave the cache and are slower.
+ENTRIES_AT_ONCE = 2**19
+
+
+def profile(
+    query: Float[Tensor, "*#batch d_head d_model"],
+    key: Float[Tensor, "*#batch d_head d_model"],
+    *,
+    length: int,
+    frequencies: Float[Tensor, " pairs"],
+    pairs: Int[Tensor, "pairs 2"],
+    amplitude: float = 1.0,
+    positions: Int[Tensor, " positions"] | None = None,
+    temperature: float | None = None,
+    covariance: Covariance = 1.0,
+) -> Float[Tensor, "*batch positions"]:
+    """ρ_t at the chosen positions t, by default 1 … T, with the logit taken as Gaussian.
+
+    mean tr Σ_i C_i and variance T Σ_i ‖C_i‖² + tr (Σ_i C_i)², C_i = 1[i ≤ t] A_t − (1/T) Σ_{s≥i} A_s. Every C_i is a
+    combination of cosines and sines, the same for all heads: O(T d_h²) once, then O(P d_h²) per head for P positions.
+    """
+    problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
+    if positions is None:
+        positions = torch.arange(1, length + 1, device=problem.query.device)
+    series = _Series(problem, positions, frequencies=frequencies, amplitude=amplitude)
+    parts = [series.probabilities(rotary_forms(part, pairs)) for part in _in_parts(problem)]
+    return torch.cat(parts).reshape(*problem.batch, len(positions))
+
+
+class _Series:
+    """What the profile needs of z(Δ), for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
+
+    def __init__(self, problem: Problem, positions: Tensor, *, frequencies: Tensor, amplitude: float):
+        length = problem.length
+        if bool(((positions < 1) | (positions > length)).any()):
+            raise refuse(f"positions from 1 to {length}", positions.tolist())
+        offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=problem.query.device)
+        terms = rotation(offsets, frequencies, amplitude=amplitude)
+        suffix = terms.flip(0).cumsum(0).flip(0) / length
+        prefix = suffix.cumsum(0)
+        self.length, self.temperature = length, problem.temperature
+        self.count = positions.double()[:, None]
+        self.here, self.until = terms[positions - 1], prefix[positions - 1]
+        self.total = self.count * self.here - prefix[-1]
+        self.squares = suffix.mT @ suffix
+
+    def probabilities(self, forms: RotaryForms) -> Float[Tensor, "heads positions"]:
+        """P(−1 < ω_t − ω̄ < T−1) of some heads. Σ_i ‖C_i‖² = t a^T F a − 2 a^T F Σ_{i≤t} b_i + Σ_i b_i^T F b_i."""
+        mean = forms.trace @ self.total.mT
+        here = self.here @ forms.norm
+        norms = (here * (self.count * self.here - 2 * self.until)).sum(-1)
+        norms = norms + (forms.norm * self.squares).sum((-2, -1))[:, None]
+        variance = self.length * norms + (self.total @ forms.square * self.total).sum(-1)
+        upper = (self.length - 1) * self.temperature
+        return between(-self.temperature, upper, mean=mean, variance=variance)
+
+
+def _in_parts(problem: Problem) -> Iterator[Grams]:
+    """The products of some heads at a time, in float64: the sums over the context cancel."""
+    products = grams(problem.query, problem.key)
+    size = problem.query.shape[-2]
+    flat = [product.expand(*problem.batch, size, size).reshape(-1, size, size) for product in products]
+    at_once = max(1, ENTRIES_AT_ONCE // size**2)
+    for part in zip(*(product.split(at_once) for product in flat), strict=True):
+        yield Grams(*(product.double() for product in part))
+
+
+def monte_carlo(
+    query: Float[Tensor, "*#batch d_head d_model"],
+    key: Float[Tensor, "*#batch d_head d_model"],
+    *,
+    length: int,
+    frequencies: Float[Tensor, " pairs"],
+    pairs: Int[Tensor, "pairs 2"],
+    num_walks: int,
+    generator: torch.Generator,
+    amplitude: float = 1.0,
+    temperature: float | None = None,
+    covariance: Covariance = 1.0,
+) -> Estimate:
+    """The share of simulated walks on which token t is on the sloped piece; every query and key is turned itself."""
+    problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
+    angles = torch.arange(1, length + 1)[:, None] * frequencies.double().cpu()
+    turns = torch.polar(torch.full_like(angles, amplitude), angles).to(problem.query.device)
+    counts = []
+    for head in problem.heads():
+        count = torch.zeros(length, dtype=torch.float64, device=head.query.device)
+        for logits in _turned_logits(head, turns, pairs, num_walks=num_walks, generator=generator):
+            count += on_slope(logits, temperature=head.temperature).sum(0)
+        counts.append(count / num_walks)
+    return binomial(torch.stack(counts).reshape(*problem.batch, length), num_walks)
+
+
+def _turned_logits(
+    head: Problem, turns: Tensor, pairs: Tensor, *, num_walks: int, generator: torch.Generator
+) -> Iterator[Float[Tensor, "walks {head.length}"]]:
+    query, key = walks.reduced(head.query, head.key)
+    first, second = pairs.to(query.device).unbind(-1)
+
+    def turn(vectors: Tensor, by: Tensor) -> Tensor:
+        turned = torch.complex(vectors[..., first].double(), vectors[..., second].double()) * by
+        vectors[..., first], vectors[..., second] = turned.real.to(vectors), turned.imag.to(vectors)
+        return vectors
+
+    for steps in walks.normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
+        tokens = steps.cumsum(1)
+        keys, last = turn(tokens @ key.mT, turns), turn(tokens[:, -1] @ query.mT, turns[-1])
+        yield (keys @ last[..., None])[..., 0]
