@@ -36,6 +36,8 @@ class Places:
     def find(cls, row: Attention, config: Config, tensors: Tensors) -> "Places | None":
         """None where no layer of this kind is stored."""
         config = config.within(row.config)
+        if not resolve(row.only, config):
+            return None
         prefixes = row.prefixes if row.prefixes is not None else _all_prefixes(row.query, tensors)
         found = [cls(row, config, tensors, prefix) for prefix in prefixes]
         found = [places for places in found if places.layers]

@@ -29,6 +29,7 @@ class NormAt:
     plus_one: bool = False  # Gemma stores gain − 1
     times: Cell = 1.0  # what the norm's output is multiplied by before attention takes it
     optional: bool = False  # a file may leave it out: then there is none
+    bare: Literal["layer", "rms"] | None = None  # its kind where no bias is stored, if that tells
     plain: bool = False  # neither gain nor bias is stored
 
     def at(self, layer: int) -> str | None:
@@ -81,6 +82,7 @@ class Attention:
     block: Block
     query: str
     key: str
+    only: Cell = True  # whether the config speaks of such a block at all
     layers: Cell = "num_hidden_layers"  # None: as many as are stored
     heads: Cell = "num_attention_heads"
     key_heads: Cell = None  # None: as many as query heads
