@@ -1,5 +1,6 @@
 """A model's config as the tables read it: alternatives, dotted paths, and a refusal that names what is missing."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,13 @@ class Config:
             )
         return value
 
+    def positive(self, keys: str, default: float | None = None) -> float:
+        """An entry that must be a positive number; files write whole ones without a point."""
+        value = self[keys] if default is None else self.get(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise refuse(f"a positive number for `{keys}` in the config", repr(value), "mend config.json")
+        return float(value)
+
     def within(self, key: str | None) -> "Config":
         """The part of a composite config, such as `text_config`."""
         return self if key is None else Config(self[key])
@@ -47,7 +55,12 @@ def optional(keys: str, default: Any) -> Callable[[Config, int], Any]:
 def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
     """The value of a cell for one layer."""
     if callable(cell):
-        return cell(config, layer)
+        try:
+            return cell(config, layer)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as cause:
+            raise refuse(
+                "a config that describes this model", f"one that ends in {cause!r}", "mend config.json"
+            ) from cause
     return config[cell] if isinstance(cell, str) else cell
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Collection
 
 from ..errors import refuse
-from . import encoders, gpt, llama, seq2seq, vision
+from . import encoders, gemma, gpt, hybrid, latent, llama, seq2seq, vision
 from .config import Config
 from .schema import Family
 
-TABLES = (gpt, llama, encoders, seq2seq, vision)
+TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 
 

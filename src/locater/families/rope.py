@@ -17,16 +17,16 @@ def rotary_of(row: RotaryAt | None, config: Config, *, layer: int, d_head: int) 
         return None
     chosen = resolve(row.parameters, config, layer)
     entries = Config(config.get("rope_parameters|rope_scaling", {}) if chosen is None else chosen)
-    if not isinstance(entries.values, Mapping):
-        raise refuse("rotary parameters as a table in the config", repr(entries.values))
-    base = entries.get("rope_theta") or resolve(row.base, config, layer)
-    fraction = entries.get("partial_rotary_factor") or resolve(row.fraction, config, layer)
+    if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
+        raise refuse("rotary parameters as one table in the config", repr(entries.values))
+    base = entries.positive("rope_theta", resolve(row.base, config, layer))
+    fraction = entries.positive("partial_rotary_factor", resolve(row.fraction, config, layer))
     start, num_dims = resolve(row.start, config, layer), resolve(row.num_dims, config, layer)
     kind = entries.get("rope_type|type", "default")
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, int(fraction * num_dims // 2))
-    return Rotary(float(base), num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling)
+    return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling)
 
 
 def _scaling(kind: str, entries: Config, config: Config, num_turning: int) -> Scaling:
@@ -34,37 +34,39 @@ def _scaling(kind: str, entries: Config, config: Config, num_turning: int) -> Sc
     longest = "max_position_embeddings"
     match kind:
         case "linear":
-            return Linear(entries["factor"])
+            return Linear(entries.positive("factor"))
         case "proportional":
-            return Proportional(num_turning, entries.get("factor", 1.0))
+            return Proportional(num_turning, entries.positive("factor", 1.0))
         case "dynamic":
-            return DynamicNTK(entries["factor"], config[longest])
-    original = config.get(f"original_{longest}") or entries.get(f"original_{longest}") or config[longest]
+            return DynamicNTK(entries.positive("factor"), int(config.positive(longest)))
+    both = Config({**entries.values, **config.values})
+    original = int(both.positive(f"original_{longest}|{longest}"))
     match kind:
         case "llama3":
-            return Llama3(entries["factor"], entries["low_freq_factor"], entries["high_freq_factor"], original)
-        case "yarn":
-            return _yarn(entries, entries.get("factor") or config[longest] / original, original)
-        case "longrope" | "su":
-            return _longrope(entries, entries.get("factor") or config[longest] / original, original)
+            low, high = entries.positive("low_freq_factor"), entries.positive("high_freq_factor")
+            return Llama3(entries.positive("factor"), low, high, original)
+    factor = entries.positive("factor", config.get(longest, original) / original)
+    match kind:
+        case "yarn" if entries.get("long_factor") is None:
+            return _yarn(entries, factor, original)
+        case "longrope" | "su" | "yarn":  # early Phi-3 files say su, or yarn with factors per pair
+            return _longrope(entries, factor, original)
     raise refuse("a known kind of rotary scaling", repr(kind), "describe the model with --layout")
 
 
 def _longrope(entries: Config, factor: float, original: int) -> LongRoPE:
-    amplitude = entries.get("attention_factor")
-    if amplitude is None:
-        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return LongRoPE(tuple(entries["short_factor"]), tuple(entries["long_factor"]), original, amplitude)
+    natural = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (tuple(map(float, entries[f"{name}_factor"])) for name in ("short", "long"))
+    return LongRoPE(short, long, original, entries.positive("attention_factor", natural))
 
 
 def _yarn(entries: Config, factor: float, original: int) -> YaRN:
-    amplitude = entries.get("attention_factor")
-    if amplitude is None:
-        alone, every = entries.get("mscale"), entries.get("mscale_all_dim")
-        both = bool(alone and every)
-        amplitude = yarn_mscale(factor, alone) / yarn_mscale(factor, every) if both else yarn_mscale(factor)
-    fast, slow = entries.get("beta_fast", 32), entries.get("beta_slow", 1)
-    return YaRN(factor, original, fast, slow, amplitude, entries.get("truncate", True))
+    alone, every = entries.get("mscale"), entries.get("mscale_all_dim")
+    both = bool(alone and every)
+    natural = yarn_mscale(factor, alone) / yarn_mscale(factor, every) if both else yarn_mscale(factor)
+    fast, slow = entries.positive("beta_fast", 32.0), entries.positive("beta_slow", 1.0)
+    amplitude = entries.positive("attention_factor", natural)
+    return YaRN(factor, original, fast, slow, amplitude, bool(entries.get("truncate", True)))
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
