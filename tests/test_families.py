@@ -1,6 +1,7 @@
 """Every family against the Hugging Face model itself: attention from the stored tensors equals the model's own."""
 
 from collections import defaultdict
+from functools import reduce
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from locater.families import Config, Places, build, find_family
 
 ATTRIBUTES = {
     "decoder": ("decoder_attentions", "attentions"),
-    "encoder": ("encoder_attentions", "attentions"),
+    "encoder": ("encoder_attentions", "text_model_output.attentions", "attentions"),
     "cross": ("cross_attentions",),
-    "vision": ("attentions",),
+    "vision": ("vision_model_output.attentions", "attentions"),
 }
 
 
@@ -46,9 +47,9 @@ def own_attention(model, case):
 
 def of_block(output, block):
     """Attention of every layer that has it: layers of another kind leave no gap."""
-    for attribute in ATTRIBUTES[block]:
-        if getattr(output, attribute, None) is not None:
-            return iter(getattr(output, attribute))
+    for path in ATTRIBUTES[block]:
+        if (found := reduce(lambda part, name: getattr(part, name, None), path.split("."), output)) is not None:
+            return iter(found)
     raise AssertionError(f"the model gave no attentions for {block}: {list(output.keys())}")
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Collection
 
 from ..errors import refuse
-from . import encoders, gemma, gpt, hybrid, latent, llama, seq2seq, vision
+from . import encoders, gemma, gpt, hybrid, latent, llama, seq2seq, torch_native, vision
 from .config import Config
 from .schema import Family
 
-TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision)
+TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 
 
@@ -16,7 +16,7 @@ def find_family(config: Config, names: Collection[str]) -> Family:
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
-            return family
+            return _checked(family, names)
     if model_type is None:
         for family in FAMILIES:
             if family.signature and _has(family.signature.format(layer=0), names):

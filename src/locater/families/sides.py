@@ -29,7 +29,7 @@ def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Nor
     bias = None if bias is None else bias.flatten()
     if (times := float(resolve(at.times, places.config, layer))) != 1:
         gain, bias = times * gain.float(), None if bias is None else times * bias.float()
-    return Norm(at.kind, gain, bias, epsilon)
+    return Norm(at.bare if at.bare and bias is None else at.kind, gain, bias, epsilon)
 
 
 @dataclass(frozen=True)
