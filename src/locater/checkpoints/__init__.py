@@ -9,6 +9,7 @@ from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder
 from .distributed import Distributed
 from .document import read_config
+from .gguf import open_gguf
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
@@ -37,6 +38,8 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
         raise refuse(f"the file {files[0]} in {folder.place}", "no such file")
     if files[0].endswith(METADATA):
         return Distributed(folder, first, config=config)
+    if files[0].endswith(GGUF):
+        return open_gguf(folder, files, config=config)
     open_one = _reader(files[0], config, allow_pickle=allow_pickle)
     if files[0].endswith(INDEX):
         return open_index(folder, first, open_shard=open_one, config=config)

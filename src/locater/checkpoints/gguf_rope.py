@@ -1,0 +1,47 @@
+"""Rotary scaling that GGUF files keep as tensors of factors, back to the settings it came from."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+# Llama 3's settings; only the factor differs between its releases.
+LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
+
+
+def add_factors(config: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> None:
+    """Put `rope_scaling` into the configuration where the file holds factors and the settings said nothing."""
+    if "rope_scaling" in config:
+        return
+    if "rope_freqs.weight" in names:
+        scaling = llama3_settings(read("rope_freqs.weight").float(), theta=config.get("rope_theta", 10_000.0))
+        config |= {"rope_scaling": scaling} if scaling else {}
+    if {"rope_factors_long.weight", "rope_factors_short.weight"} <= set(names):
+        long, short = (read(f"rope_factors_{kind}.weight").float().flatten().tolist() for kind in ("long", "short"))
+        config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+
+
+def llama3_settings(factors: Float[Tensor, "..."], *, theta: object) -> dict[str, Any] | None:
+    """The settings whose factors these are; none if Llama 3's rule does not give them."""
+    largest = factors.max().item() if factors.numel() else 0.0
+    if factors.ndim != 1 or not isinstance(theta, float | int) or not theta > 0 or not 1 < largest < math.inf:
+        return None
+    if not torch.allclose(llama3_factors(len(factors), theta=float(theta), factor=largest), factors, rtol=1e-3):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "low_freq_factor": LOW,
+        "high_freq_factor": HIGH,
+        "original_max_position_embeddings": ORIGINAL,
+    }
+
+
+def llama3_factors(pairs: int, *, theta: float, factor: float) -> Float[Tensor, " pairs"]:
+    """What each frequency is divided by: 1 for short waves, `factor` for long ones, and a smooth passage between."""
+    waves = 2 * math.pi * theta ** (torch.arange(pairs) / pairs)
+    smooth = ((ORIGINAL / waves - LOW) / (HIGH - LOW)).clamp(0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
