@@ -42,6 +42,15 @@ class Norm:
             y = y * self.gain.to(y)
         return y if self.bias is None else y + self.bias.to(y)
 
+    def linearised(self, weight: Tensor, *, over: Tensor | None = None) -> Tensor:
+        """norm(W x) as a matrix, its divisor taken at its root mean square over white x: √(‖W‖²_F / rows)."""
+        weight, over = widen(weight), widen(weight if over is None else over)
+        if self.kind == "layer":
+            weight, over = weight - over.mean(0), over - over.mean(0)
+        square = over.square().sum() if self.kind == "l2" else over.square().sum() / len(over)
+        weight = weight * (square + self.epsilon).rsqrt()
+        return weight if self.gain is None else weight * self.gain.to(weight)[:, None]
+
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """W (g∘x̂ + b) + c = (W diag g) x̂ + (W b + c)."""
         weight = widen(weight)
@@ -107,6 +116,22 @@ class Projection:
         if self.norm is None:
             return rows
         return self.norm(rows, over=_affine(x, self.whole.weight, self.whole.bias) if self.whole else None)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the weight says it all: no QK-norm, no inner norm."""
+        return self.norm is None and self.low_rank is None
+
+    def linearised(self) -> Float[Tensor, "d_head d_model"]:
+        """The matrix nearest to this map on white inputs: norms divide by their root mean square there."""
+        weight = self.weight
+        if self.low_rank is not None:
+            inner = self.low_rank.norm.linearised(self.low_rank.down) if self.low_rank.norm else self.low_rank.down
+            rows = widen(self.low_rank.up) @ widen(inner)
+            weight = torch.cat([rows, weight[len(rows) :].to(rows)])
+        if self.norm is None:
+            return weight
+        return self.norm.linearised(weight, over=self.whole.weight if self.whole else None)
 
     def folded(self) -> "Projection":
         """The same map as a function of the normalised input."""

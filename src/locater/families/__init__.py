@@ -2,9 +2,22 @@
 
 from .build import Layer, build
 from .config import Config
-from .model import Model, open_model
+from .layout import read_layout
+from .model import Model, open_model, spans
 from .places import Places, Tensors
 from .registry import find_family
 from .schema import Family
 
-__all__ = ["Config", "Family", "Layer", "Model", "Places", "Tensors", "build", "find_family", "open_model"]
+__all__ = [
+    "Config",
+    "Family",
+    "Layer",
+    "Model",
+    "Places",
+    "Tensors",
+    "build",
+    "find_family",
+    "open_model",
+    "read_layout",
+    "spans",
+]

@@ -6,6 +6,7 @@ from ..errors import refuse
 from . import encoders, gemma, gpt, hybrid, latent, llama, seq2seq, torch_native, vision
 from .config import Config
 from .schema import Family
+from .unknown import unknown_layout
 
 TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
@@ -21,7 +22,7 @@ def find_family(config: Config, names: Collection[str]) -> Family:
         for family in FAMILIES:
             if family.signature and _has(family.signature.format(layer=0), names):
                 return _checked(family, names)
-    raise refuse("a known family", f"model type {model_type!r}")
+    raise unknown_layout(config, names)
 
 
 def _has(signature: str, names: Collection[str]) -> bool:
