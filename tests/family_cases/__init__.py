@@ -1,5 +1,6 @@
 """One row per family."""
 
-from . import encoders, gpt, llama, seq2seq, vision
+from . import encoders, gemma, gpt, hybrid, internlm2, latent, llama, seq2seq, vision
 
-CASES = [case for module in (gpt, llama, encoders, seq2seq, vision) for case in module.CASES]
+MODULES = (gpt, llama, gemma, internlm2, latent, hybrid, encoders, seq2seq, vision)
+CASES = [case for module in MODULES for case in module.CASES]

@@ -62,7 +62,6 @@ GEMMA3 = replace(
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
     rotary=RotaryAt(parameters=gemma3_rotary),
     scale=query_scale,
-    softcap=optional("attn_logit_softcapping", None),
     lookback=gemma3_lookback,
     lookahead=gemma3_lookahead,
 )
