@@ -5,7 +5,7 @@ Every function takes `query` and `key` of shape (…, d_h, d); leading dimension
 """
 
 from .covariance import Covariance, covariance_root, whiten
-from .moments import Grams, Moments, eigenvalues, grams, moments, spread, spread_nonzero
+from .moments import Grams, Moments, eigenvalues, grams, moments, moments_of, spread, spread_nonzero
 from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "eigenvalues",
     "grams",
     "moments",
+    "moments_of",
     "rotary_forms",
     "rotary_moments",
     "rotation",

@@ -96,12 +96,17 @@ def grams(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#
 
 def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Moments:
     """tr W = tr M, tr W² = Σ M∘M^T, ‖W‖² = Σ W_Q W_Q^T ∘ W_K W_K^T. Cost and precision of `grams`."""
-    core, query_gram, key_gram = grams(query, key)
+    return moments_of(grams(query, key), d_model=query.shape[-1])
+
+
+def moments_of(products: Grams, *, d_model: int) -> Moments:
+    """The moments from products that are at hand already."""
+    core, query_gram, key_gram = products
     trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
     square, norm = (core * core.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
     if not all(bool(torch.isfinite(moment).all()) for moment in (trace, square, norm)):
         raise refuse("weights with finite moments", "an overflow", "give the weights as float64")
-    return Moments(trace, square, norm, d_model=query.shape[-1], d_head=query.shape[-2])
+    return Moments(trace, square, norm, d_model=d_model, d_head=core.shape[-1])
 
 
 def eigenvalues(

@@ -37,25 +37,46 @@ def profile(
     combination of cosines and sines, the same for all heads: O(T d_h²) once, then O(P d_h²) per head for P positions.
     """
     problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
+    return from_grams(
+        grams(problem.query, problem.key),
+        length=problem.length,
+        temperature=problem.temperature,
+        frequencies=frequencies,
+        pairs=pairs,
+        amplitude=amplitude,
+        positions=positions,
+    )
+
+
+def from_grams(
+    products: Grams,
+    *,
+    length: int,
+    temperature: float,
+    frequencies: Float[Tensor, " pairs"],
+    pairs: Int[Tensor, "pairs 2"],
+    amplitude: float = 1.0,
+    positions: Int[Tensor, " positions"] | None = None,
+) -> Float[Tensor, "*batch positions"]:
+    """The same from products that are at hand already, for Σ = I."""
     if positions is None:
-        positions = torch.arange(1, length + 1, device=problem.query.device)
-    series = _Series(problem, positions, frequencies=frequencies, amplitude=amplitude)
-    parts = [series.probabilities(rotary_forms(part, pairs)) for part in _in_parts(problem)]
-    return torch.cat(parts).reshape(*problem.batch, len(positions))
+        positions = torch.arange(1, length + 1, device=products.core.device)
+    series = _Series(length, temperature, positions, frequencies=frequencies, amplitude=amplitude)
+    parts = [series.probabilities(rotary_forms(part, pairs)) for part in _in_parts(products)]
+    return torch.cat(parts).reshape(*products.core.shape[:-2], len(positions))
 
 
 class _Series:
     """What the profile needs of z(Δ), for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
 
-    def __init__(self, problem: Problem, positions: Tensor, *, frequencies: Tensor, amplitude: float):
-        length = problem.length
+    def __init__(self, length: int, temperature: float, positions: Tensor, *, frequencies: Tensor, amplitude: float):
         if bool(((positions < 1) | (positions > length)).any()):
             raise refuse(f"positions from 1 to {length}", positions.tolist())
-        offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=problem.query.device)
+        offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=positions.device)
         terms = rotation(offsets, frequencies, amplitude=amplitude)
         suffix = terms.flip(0).cumsum(0).flip(0) / length
         prefix = suffix.cumsum(0)
-        self.length, self.temperature = length, problem.temperature
+        self.length, self.temperature = length, temperature
         self.count = positions.double()[:, None]
         self.here, self.until = terms[positions - 1], prefix[positions - 1]
         self.total = self.count * self.here - prefix[-1]
@@ -72,11 +93,10 @@ class _Series:
         return between(-self.temperature, upper, mean=mean, variance=variance)
 
 
-def _in_parts(problem: Problem) -> Iterator[Grams]:
+def _in_parts(products: Grams) -> Iterator[Grams]:
     """The products of some heads at a time, in float64: the sums over the context cancel."""
-    products = grams(problem.query, problem.key)
-    size = problem.query.shape[-2]
-    flat = [product.expand(*problem.batch, size, size).reshape(-1, size, size) for product in products]
+    batch, size = products.core.shape[:-2], products.core.shape[-1]
+    flat = [product.expand(*batch, size, size).reshape(-1, size, size) for product in products]
     at_once = max(1, ENTRIES_AT_ONCE // size**2)
     for part in zip(*(product.split(at_once) for product in flat), strict=True):
         yield Grams(*(product.double() for product in part))
