@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..errors import Refusal, within
+from ..errors import Refusal, refuse, within
 from ..heads import Block, Head
 from ..positions import Alibi, Buckets, PositionBias
 from .config import resolve
@@ -56,10 +56,28 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     same = row.key_input_norm is None and row.block != "cross"
     key_norm = norm if same else read_norm(places, row.key_input_norm, layer)
     query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
+    _check_rows(places, query_name, key=False)
+    _check_rows(places, key_name, key=True)
     rows = rows_used(row.fused, places.shape) if row.fused else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if row.fused else (places.weight(key_name), places.bias(key_name))
     return Side(places, layer, False, *query, norm), Side(places, layer, True, *key, key_norm)
+
+
+def _check_rows(places: Places, module: str, *, key: bool) -> None:
+    """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
+    row, shape, name = places.row, places.shape, places.stored(module)
+    if name is None or (row.key_low_rank if key else row.query_low_rank) is not None:
+        return
+    twice = row.values_behind if key else row.gated
+    num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
+    expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
+    stored = places.tensors.shape(name)
+    with_values = 2 * expected if key and row.block == "cross" else expected  # GPT-2 keeps both in one tensor there
+    if stored[-1 if row.transposed else 0] not in (expected, with_values):
+        counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
+        remedy = "the config and the weights disagree"
+        raise refuse(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
 
 
 def _head(places: Places, layer: int, index: int, query_side: Side, key_side: Side) -> Head:
