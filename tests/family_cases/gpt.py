@@ -41,7 +41,12 @@ CASES = [
     NanoCase("nanogpt", bias=True),
     NanoCase("nanogpt-no-bias", bias=False),
     Case("gpt-bigcode", "GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT),
-    Case("gpt-bigcode-many-keys", "GPTBigCodeConfig", "GPTBigCodeModel", GPT | dict(multi_query=False)),
+    Case(
+        "gpt-bigcode-many-keys",
+        "GPTBigCodeConfig",
+        "GPTBigCodeModel",
+        GPT | dict(multi_query=False, scale_attn_weights=False),
+    ),
     neo(
         "gpt-neo",
         settings=dict(

@@ -44,8 +44,9 @@ GPT2_CROSS = replace(
     GPT2,
     block="cross",
     query="h.{layer}.crossattention.q_attn",
-    key="h.{layer}.crossattention.c_attn",  # keys, then values
+    key="h.{layer}.crossattention.c_attn",
     fused=None,
+    values_behind=True,
     input_norm=NormAt("layer", "h.{layer}.ln_cross_attn", epsilon=EPSILON),
     lookahead=None,
 )
@@ -205,10 +206,10 @@ def mpt_partial(config: Config) -> str | None:
         "the clipping of queries and keys (clip_qkv)": config.get("attn_config.clip_qkv"),
         "rotary positions (attn_config.rope)": config.get("attn_config.rope"),
         "the window (sliding_window_size)": config.get("attn_config.sliding_window_size", -1) != -1,
+        "the norm of each query and key (qk_gn)": config.get("attn_config.qk_gn"),
     }
-    return (
-        ", ".join(what for what, present in missing.items() if present) + " left out" if any(missing.values()) else None
-    )
+    present = [what for what, is_set in missing.items() if is_set]
+    return f"{', '.join(present)} left out" if present else None
 
 
 MPT = Attention(

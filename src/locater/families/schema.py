@@ -89,6 +89,7 @@ class Attention:
     d_model: Cell = "hidden_size"  # None: the width of the stored queries
     d_head: Cell = None  # None: d_model / heads, as the models of this family define it
     fused: Layout | None = None  # how q, k, v share one tensor
+    values_behind: bool = False  # the key tensor holds as many rows of values after the keys
     gated: bool = False  # each query head's rows are followed by as many of its output gate
     transposed: bool = False  # weights stored (in, out)
     prefixes: tuple[str, ...] | None = ("", "model.", "transformer.")  # None: any, if there is only one
