@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import refuse, within
+from ..errors import Refusal, refuse, within
+from .adapter import CONFIG as ADAPTER_CONFIG
+from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder
 from .distributed import Distributed
@@ -24,11 +26,37 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
     """The weights at a directory, a file, a hub id or an address; with `adapter`, a LoRA merged into them on reading.
 
     Costs the headers. Fails, in one sentence, on anything damaged, missing or not admitted; a pickle that asks for
-    code to run is refused unless `allow_pickle` says that its author is trusted.
+    code to run is refused unless `allow_pickle` says that its author is trusted. The directory of an adapter alone
+    opens the base that it names.
     """
+    if adapter is None:
+        return _open_plain(source, allow_pickle=allow_pickle)
+    with within(os.fspath(adapter)):
+        folder, _ = locate(adapter)
+    base = _open_plain(source, allow_pickle=allow_pickle)
+    with within(os.fspath(adapter)):
+        return open_adapter(base, folder, allow_pickle=allow_pickle)
+
+
+def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
     with within(os.fspath(source)):
         folder, file = locate(source)
-        return _open_files(folder, [file] if file else choose(folder), allow_pickle=allow_pickle)
+        try:
+            files = [file] if file else choose(folder)
+        except Refusal:
+            if folder.find(ADAPTER_CONFIG) is None:
+                raise
+            return _open_adapter_alone(folder, allow_pickle=allow_pickle)
+        return _open_files(folder, files, allow_pickle=allow_pickle)
+
+
+def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
+    name = (read_settings(folder) or {}).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise refuse(f"the name of the base in {ADAPTER_CONFIG}", f"{name!r:.80}", "name base and adapter both")
+    base_folder, file = locate(name)
+    base = _open_files(base_folder, [file] if file else choose(base_folder), allow_pickle=allow_pickle)
+    return open_adapter(base, folder, allow_pickle=allow_pickle)
 
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
@@ -54,6 +82,5 @@ def _reader(file: str, config: dict[str, Any], *, allow_pickle: bool) -> Callabl
         return lambda source: SafetensorsFile(source, config=config)
     if kind.endswith(TORCH):
         return lambda source: open_torch(source, config=config, allow_pickle=allow_pickle)
-    raise refuse(
-        f"weights ending in {', '.join((*SAFETENSORS, *TORCH, *GGUF))} or a directory with {METADATA}", file[:120]
-    )
+    known = (*SAFETENSORS, *TORCH, *GGUF)
+    raise refuse(f"weights ending in {', '.join(known)} or a directory with {METADATA}", file[:120])

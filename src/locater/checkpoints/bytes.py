@@ -4,10 +4,12 @@ Mapped pages count as memory of the process for as long as the mapping lives; by
 """
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import refuse
+from ..errors import Refusal, refuse
 
 
 class ByteSource(Protocol):
@@ -51,7 +53,7 @@ class LocalBytes:
         check_range(self, start, length)
         data = bytearray(length)
         view = memoryview(data)
-        with self.path.open("rb", buffering=0) as file:
+        with reading(self.name), self.path.open("rb", buffering=0) as file:
             file.seek(start)
             # One call may return less than asked, and never more than 2 GiB on Linux.
             while view and (count := file.readinto(view)):
@@ -72,11 +74,13 @@ class LocalFolder:
         self.place = str(path)
 
     def files(self) -> frozenset[str]:
-        return frozenset(path.name for path in self.path.iterdir() if path.is_file())
+        with reading(self.place):
+            return frozenset(path.name for path in self.path.iterdir() if path.is_file())
 
     def find(self, name: str) -> LocalBytes | None:
         path = self.path / name
-        return LocalBytes(path) if path.is_file() else None
+        with reading(name):
+            return LocalBytes(path) if path.is_file() else None
 
 
 class Part:
@@ -129,6 +133,18 @@ class Stream(io.RawIOBase):
         buffer[:length] = self.source.read(self.position, length) if length else b""
         self.position += length
         return length
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Say in a sentence why the system would not let a file be read."""
+    try:
+        yield
+    except (OSError, ValueError) as cause:
+        if isinstance(cause, Refusal):
+            raise
+        reason = getattr(cause, "strerror", None) or str(cause)
+        raise refuse(f"to read {name[:200]!r}", f"an error of the system ({reason})", "check its permissions") from None
 
 
 def check_range(source: ByteSource, start: int, length: int) -> None:

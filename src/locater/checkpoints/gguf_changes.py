@@ -32,7 +32,7 @@ class Permuted:
     num_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:
-        if not shapes[0] or shapes[0][0] % (2 * self.num_heads):
+        if not shapes[0] or not shapes[0][0] or shapes[0][0] % (2 * self.num_heads):
             raise refuse(f"rows for {self.num_heads} heads with rotary pairs", f"shape {list(shapes[0])}")
         return shapes[0]
 
@@ -63,6 +63,8 @@ class Transposed:
     """A matrix that the model keeps as (in, out)."""
 
     def shape(self, *shapes: Shape) -> Shape:
+        if len(shapes[0]) != 2:
+            raise refuse("a matrix", f"shape {list(shapes[0])}")
         return shapes[0][::-1]
 
     def group(self, shape: Shape) -> int | None:
@@ -80,11 +82,8 @@ class Regrouped:
     num_key_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:
-        if (
-            not shapes[0]
-            or self.num_heads % self.num_key_heads
-            or shapes[0][0] % (self.num_heads + 2 * self.num_key_heads)
-        ):
+        rows, parts = shapes[0][0] if shapes[0] else 0, self.num_heads + 2 * self.num_key_heads
+        if not rows or rows % parts or self.num_heads % self.num_key_heads:
             raise refuse(f"rows for {self.num_heads} query and {self.num_key_heads} key heads", f"{list(shapes[0])}")
         return shapes[0]
 
