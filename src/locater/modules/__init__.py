@@ -14,15 +14,21 @@ from .tensors import ModuleTensors, named_modules, settings
 __all__ = ["ModuleTensors", "layers"]
 
 
-def layers(model: nn.Module, *, family: Family | None = None, heads: Sequence[Explicit] = ()) -> Iterator[Layer]:
+def layers(
+    model: nn.Module,
+    *,
+    family: Family | None = None,
+    heads: Sequence[Explicit] = (),
+    tensors: ModuleTensors | None = None,
+) -> Iterator[Layer]:
     """The heads of every attention module, as views: what they say changes with the parameters.
 
     A model whose config names a known family is read by that family's table. Any other is searched for torch's and
     timm's attention modules, whose causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to
     be causal. Or name the projections: `heads=[(query, key, num_heads, num_key_heads), …]`, one entry per layer.
-    Fails, naming what looks like attention, where nothing is known.
+    Fails, naming what looks like attention, where nothing is known. `tensors` replaces what is read of the model.
     """
-    tensors, config = ModuleTensors(model), Config(settings(model))
+    tensors, config = tensors or ModuleTensors(model), Config(settings(model))
     modules = named_modules(tensors.model)
     if heads:
         found = [explicit_row(entry, modules) for entry in heads]
