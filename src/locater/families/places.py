@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import refuse
 from .config import Config, count, resolve
 from .fused import Shape
+from .scaled import SUFFIXES, unscale
 from .schema import Attention
 
 
@@ -98,14 +99,22 @@ class Places:
         return next((name for name in names if name in self.tensors.names), None)
 
     def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A weight as (out, in), in the type it is stored in."""
+        """A weight as (out, in), in the type it is stored in, or in float32 if its scale is stored beside it."""
         name = self.stored(module)
         if name is None:
             raise refuse(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
         if self.row.transposed and len(self.tensors.shape(name)) == 2:
-            weight = self.tensors.read(name).T
+            weight = self._wide(name, None).T
             return weight if rows is None else weight[rows[0] : rows[1]]
-        return self.tensors.read(name, rows)
+        return self._wide(name, rows)
+
+    def _wide(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        weight = self.tensors.read(name, rows)
+        if not weight.is_floating_point() or weight.element_size() > 1:
+            return weight
+        scale = next((name + end for end in SUFFIXES if name + end in self.tensors.names), None)
+        scale = None if scale is None else self.tensors.read(scale)
+        return unscale(weight, scale, self.config, name=name, rows=rows)
 
     def bias(self, module: str, rows: tuple[int, int] | None = None) -> Tensor | None:
         name = self.stored(module, "bias")
