@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,31 @@ def write(path: Path, save: Callable[[Path], Any]) -> None:
         raise refuse(f"to write {path}", reason.strerror or reason, "free some room or choose another path") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A table as CSV, with a heading; lists are written as JSON."""
+    import csv
+
+    def save(temporary: Path) -> None:
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({k: json.dumps(v) if isinstance(v, list | tuple) else v for k, v in row.items()})
+
+    write(path, save)
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A table as Parquet; needs pyarrow."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise refuse("pyarrow, for Parquet", "none", 'install it with: pip install "locater[report]"') from None
+    columns = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    write(path, lambda temporary: pyarrow.parquet.write_table(columns, temporary))
 
 
 def _umask() -> int:

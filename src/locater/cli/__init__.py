@@ -6,9 +6,10 @@ import typer
 
 from ..errors import BadArguments, Refusal
 from .demo import demo
+from .scan import scan
 from .theory import theory
 
-VERBS = {"theory": theory, "demo": demo}
+VERBS = {"scan": scan, "theory": theory, "demo": demo}
 
 app = typer.Typer(
     name="locater",

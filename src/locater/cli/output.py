@@ -1,6 +1,6 @@
 """What the commands share: where results go, and how they look in a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,17 +21,14 @@ def console_for(json: Path | None) -> Console:
     return Console(stderr=json == STANDARD_OUTPUT, highlight=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
-    """Numbers to the right, words to the left, no lines that are not needed."""
-    body = [list(row) for row in rows]
-    drawn = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=(0, 1))
-    for index, heading in enumerate(headings):
-        numeric = all(_is_number(row[index]) for row in body)
-        drawn.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    for row in body:
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = (), title: str | None = None
+) -> Table:
+    """Numbers to the right and never broken; the columns in `words` to the left, folded where the terminal is narrow."""
+    drawn = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for heading in headings:
+        is_words = heading in words
+        drawn.add_column(heading, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
+    for row in rows:
         drawn.add_row(*row)
     return drawn
-
-
-def _is_number(cell: str) -> bool:
-    return not cell or cell[0] in "0123456789.-−+" or cell in ("nan", "–")

@@ -49,4 +49,5 @@ def _counts(document: dict[str, Any]) -> Any:
         [WORDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
         for name, count in document["summary"].items()
     ]
-    return table(["region", "points", "entropy collapse", "rank collapse"], rows, title="what a softmax layer does")
+    headings = ["region", "points", "entropy collapse", "rank collapse"]
+    return table(headings, rows, words=["region"], title="what a softmax layer does")

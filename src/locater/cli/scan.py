@@ -1,0 +1,162 @@
+"""`locater scan`: every head's query-key spectrum, straight from the files."""
+
+import re
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ..errors import BadArguments
+from .output import JsonPath, console_for, table
+
+if TYPE_CHECKING:
+    from ..analysis import HeadRow
+    from ..scan import Scan
+
+FAIL_ON_MET = 3
+MOST_FAILURES = 5
+
+Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
+Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
+Layout = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Describe a model of no known family.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load pickles that run code: only if you trust them.")
+]
+
+
+def scan(
+    source: Annotated[str, typer.Argument(help="A directory, a file, a Hugging Face id, or an address.")],
+    heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
+    layers: Layers = None,
+    length: Length = 1024,
+    temperature: Annotated[float | None, typer.Option(help="λ for all heads, instead of each head's own.")] = None,
+    raw: Raw = False,
+    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Add the eigenvalues to JSON.")] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="DIR", help="A LoRA adapter on top of the source.")] = None,
+    layout: Layout = None,
+    allow_pickle: AllowPickle = False,
+    fail_on: Annotated[
+        str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
+    ] = None,
+    json: JsonPath = None,
+    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
+    parquet: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as Parquet.")] = None,
+) -> None:
+    """Which heads attend early, middle, late or uniformly, and which look unhealthy: from the weights alone."""
+    from ..conditions import parse
+
+    console = console_for(json)
+    conditions = parse(fail_on) if fail_on is not None else ()
+    options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
+    options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_layers(layers))
+    found = scan_with_progress(source, options)
+    _print(console, found, heads=heads)
+    _save(found, json=json, csv=csv, parquet=parquet)
+    _exit_on(console, conditions, found)
+
+
+def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
+    """A bar on standard error while it runs, on a terminal only."""
+    from ..scan import scan as run
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"scanning {source}", total=None)
+        return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """`0-5,11` as numbers."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
+            raise BadArguments(f"--layers expects numbers and spans such as 0-5,11, got {text!r}")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return found
+
+
+def _print(console: Console, found: "Scan", *, heads: bool) -> None:
+    from ..findings import name, outstanding, regimes
+
+    console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
+    console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
+    console.print(f"regimes: {regimes(found.heads)}")
+    for finding in outstanding(found.heads):
+        mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
+        console.print(f"{mark} [bold]{name(finding.row)}[/bold] {finding.sentence}")
+    for sentence in found.refused:
+        console.print(f"[red]! not read:[/red] {sentence}", soft_wrap=True)
+
+
+def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:
+    from ..findings import regimes
+
+    body = []
+    for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
+        of_layer = list(group)
+        ratios = [row.xi for row in of_layer]
+        body.append(
+            [
+                f"{block} {layer}",
+                f"{median(row.trace / row.temperature for row in of_layer):.2g}",
+                f"{median(row.eta / row.temperature for row in of_layer):.2g}",
+                f"{median(ratios):.2f}",
+                f"{min(ratios):.2f}…{max(ratios):.2f}",
+                f"{median(row.localisation for row in of_layer):.2f}",
+                regimes(of_layer),
+            ]
+        )
+    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", "regimes"]
+    return table(headings, body, words=["layer", "regimes"])
+
+
+def _head_table(rows: "tuple[HeadRow, ...]") -> Any:
+    from ..findings import name
+
+    body = [
+        [
+            name(row),
+            f"{row.trace:.3g}",
+            f"{row.trace_of_square:.3g}",
+            f"{row.frobenius_squared:.3g}",
+            f"{row.eta:.3g}",
+            f"{row.xi:.2f}",
+            f"{row.localisation:.2f}",
+            row.regime,
+        ]
+        for row in rows
+    ]
+    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime"]
+    return table(headings, body, words=["head", "regime"])
+
+
+def _save(found: "Scan", *, json: Path | None, csv: Path | None, parquet: Path | None) -> None:
+    from ..records import write_csv, write_json, write_parquet
+
+    if json:
+        write_json(found.to_json(), json)
+    rows = [row.to_json() for row in found.heads]
+    if csv:
+        write_csv(rows, csv)
+    if parquet:
+        write_parquet(rows, parquet)
+
+
+def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
+    from ..conditions import failures
+    from ..findings import name
+
+    met = failures(conditions, found.heads)
+    for condition, rows in met.items():
+        names = ", ".join(name(row) for row in rows[:MOST_FAILURES]) + (" …" if len(rows) > MOST_FAILURES else "")
+        console.print(f"[red]--fail-on {condition.text}[/red] is met by {len(rows)} heads: {names}")
+    if met:
+        raise typer.Exit(FAIL_ON_MET)
