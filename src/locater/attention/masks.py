@@ -1,0 +1,108 @@
+"""Which keys a query may see, without the matrix: causality, windows, padding, packed documents, or any dense mask.
+
+A mask answers for whole blocks first, from the extremes of positions and segments, so that blocks can be skipped.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A key is admitted if it is valid, of the query's segment, and −lookahead ≤ query − key position ≤ lookback.
+
+    Causal is `lookahead=0`, a window of w keys `lookback=w−1`. Positions count from 0 unless given. `dense` must admit
+    the key too. Queries that are not valid (padding) get no statistics.
+    """
+
+    lookback: int | None = None
+    lookahead: int | None = None
+    query_positions: Int[Tensor, "#batch queries"] | None = None
+    key_positions: Int[Tensor, "#batch keys"] | None = None
+    query_valid: Bool[Tensor, "#batch queries"] | None = None
+    key_valid: Bool[Tensor, "#batch keys"] | None = None
+    query_segments: Int[Tensor, "#batch queries"] | None = None
+    key_segments: Int[Tensor, "#batch keys"] | None = None
+    dense: Bool[Tensor, "#batch #heads queries keys"] | None = None
+
+    def counted(self, num_queries: int, num_keys: int, device: torch.device) -> "Mask":
+        """The same mask with its positions spelled out."""
+        query, key = (torch.arange(number, device=device)[None] for number in (num_queries, num_keys))
+        query = query if self.query_positions is None else self.query_positions
+        key = key if self.key_positions is None else self.key_positions
+        return replace(self, query_positions=query, key_positions=key)
+
+    def at(self, queries: Int[Tensor, " chosen"]) -> "Mask":
+        """The mask of some of the queries."""
+        names = ("query_positions", "query_valid", "query_segments")
+        chosen = {name: _columns(getattr(self, name), queries) for name in names}
+        return replace(self, **chosen, dense=None if self.dense is None else self.dense[..., queries, :])
+
+    def part(self, batch: slice, heads: slice) -> "Mask":
+        """The mask of some of the batch's sequences and heads."""
+        names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and len(value) > 1]
+        some = replace(self, **{name: getattr(self, name)[batch] for name in names})
+        if some.dense is None or some.dense.shape[1] == 1:
+            return some
+        return replace(some, dense=some.dense[:, heads])
+
+    def positions(self, queries: slice, keys: slice) -> tuple[Int[Tensor, "batch some"], Int[Tensor, "batch others"]]:
+        assert self.query_positions is not None and self.key_positions is not None
+        return self.query_positions[:, queries], self.key_positions[:, keys]
+
+    def distance(self, queries: slice, keys: slice) -> Int[Tensor, "batch queries_here keys_here"]:
+        """Query position minus key position."""
+        query, key = self.positions(queries, keys)
+        return query[:, :, None] - key[:, None]
+
+    def block(self, queries: slice, keys: slice) -> Bool[Tensor, "batch heads queries_here keys_here"]:
+        """Who is admitted, for one block; sizes of 1 broadcast."""
+        distance = self.distance(queries, keys)
+        admitted = torch.ones_like(distance, dtype=torch.bool)
+        if self.lookback is not None:
+            admitted = admitted & (distance <= self.lookback)
+        if self.lookahead is not None:
+            admitted = admitted & (distance >= -self.lookahead)
+        if self.key_valid is not None:
+            admitted = admitted & self.key_valid[:, None, keys]
+        if self.query_segments is not None and self.key_segments is not None:
+            admitted = admitted & (self.query_segments[:, queries, None] == self.key_segments[:, None, keys])
+        admitted = admitted[:, None]
+        return admitted if self.dense is None else admitted & self.dense[:, :, queries, keys]
+
+    def first_keys(self) -> Int[Tensor, "batch queries"]:
+        """The first token of each query: its sequence's first valid key, or its segment's; −1 where there is none."""
+        assert self.query_positions is not None and self.key_positions is not None
+        key_valid, segments = self.key_valid, self.key_segments
+        num_keys = self.key_positions.shape[-1]
+        if key_valid is None:
+            key_valid = torch.ones(1, num_keys, dtype=torch.bool, device=self.key_positions.device)
+        if segments is None or self.query_segments is None:
+            first = key_valid.int().argmax(-1, keepdim=True).where(key_valid.any(-1, keepdim=True), -1)
+            return first.expand(-1, self.query_positions.shape[-1])
+        key_valid, segments = torch.broadcast_tensors(key_valid, segments)
+        return _first_of_segment(self.query_segments, segments, key_valid)
+
+
+def _first_of_segment(
+    query_segments: Int[Tensor, "#batch queries"],
+    segments: Int[Tensor, "batch keys"],
+    valid: Bool[Tensor, "batch keys"],
+) -> Int[Tensor, "batch queries"]:
+    """The smallest valid index of each segment, looked up for every query: O(keys) memory, not O(queries · keys)."""
+    query_segments = query_segments.expand(len(segments), -1)
+    both = torch.cat([segments, query_segments], -1)
+    numbers = torch.unique(both, return_inverse=True)[1]  # any labels become 0, 1, 2, …
+    of_keys, of_queries = numbers.split([segments.shape[-1], query_segments.shape[-1]], -1)
+    num_keys = segments.shape[-1]
+    index = torch.arange(num_keys, device=segments.device).expand_as(segments).where(valid, num_keys)
+    first = torch.full((len(segments), int(numbers.max()) + 1), num_keys, device=segments.device)
+    first = first.scatter_reduce(-1, of_keys, index, "amin").gather(-1, of_queries)
+    return first.where(first < num_keys, -1)
+
+
+def _columns(values: Tensor | None, chosen: Tensor) -> Tensor | None:
+    return None if values is None else values[:, chosen]

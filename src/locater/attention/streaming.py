@@ -1,0 +1,167 @@
+"""Exact attention statistics without the T×T matrix: block by block, with a running maximum.
+
+Cost: one pass over the admitted blocks, about that of the attention itself; memory O(T) and a few blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import refuse
+from ..projections import widen
+from .fold import Keys, Running, absorb_far, absorb_near, start
+from .masks import Mask
+from .plan import KeyBlock, Plan
+from .statistics import NEAR, Statistics, finish
+
+Bias = Callable[[Int[Tensor, "batch queries keys"]], Float[Tensor, "batch heads queries keys"]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How much is held at once: queries × keys of a block, and logits over all heads and sequences together.
+
+    `far` and `near` are the two inner functions; `compiled()` replaces them by fused ones.
+    """
+
+    queries: int = 128
+    keys: int = 512
+    logits: int = 1 << 19
+    far: Callable[..., Running] = absorb_far
+    near: Callable[..., Running] = absorb_near
+
+
+def compiled(blocks: Blocks | None = None) -> Blocks:
+    """The same blocks through `torch.compile`: faster, but the first use costs tens of seconds."""
+    blocks = blocks or Blocks()
+    far, near = (torch.compile(function, dynamic=True) for function in (absorb_far, absorb_near))
+    return Blocks(blocks.queries, blocks.keys, blocks.logits, far, near)
+
+
+@torch.no_grad()
+def stream(
+    queries: Float[Tensor, "batch heads queries d_head"],
+    keys: Float[Tensor, "batch key_heads keys d_head"],
+    *,
+    mask: Mask | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    bias: Bias | None = None,
+    near: int = NEAR,
+    blocks: Blocks | None = None,
+) -> Statistics:
+    """The statistics of softmax(softcap(scale · q·k) + bias) over the admitted keys, for every query of every head.
+
+    Queries and keys are final: normed and rotated. Consecutive query heads share a key head if there are fewer of
+    those. 16-bit input is computed with in float32. `bias` takes distances, query minus key position.
+    """
+    num_heads, num_key_heads = queries.shape[1], keys.shape[1]
+    if num_heads % num_key_heads:
+        raise refuse("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
+    blocks = blocks or Blocks()
+    mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
+    grouped = queries.unflatten(1, (num_key_heads, -1))
+    room = widen(queries.new_empty(0)).new_empty
+    sums = Running(*(room(grouped.shape[:-1]) for _ in Running._fields))
+    num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
+    for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
+        heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
+        part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks)
+        for rows in _slices(queries.shape[2], blocks.queries):
+            found, admitted = part.rows(rows, bias, heads)
+            for place, values in zip(sums, found, strict=True):
+                place[batch, groups, :, rows] = values
+            num_keys[batch, groups, :, rows] = admitted
+    return _statistics(Running(*(values.flatten(1, 2) for values in sums)), num_keys.flatten(1, 2), mask)
+
+
+@dataclass
+class _Part:
+    """As many sequences and heads as are worked on at once."""
+
+    queries: Float[Tensor, "batch groups ratio queries d_head"]
+    keys: Float[Tensor, "batch groups keys d_head"]
+    mask: Mask
+    scale: float
+    softcap: float | None
+    near: int
+    blocks: Blocks
+
+    def __post_init__(self):
+        self.plan = Plan(self.mask, near=self.near, key_block=self.blocks.keys)
+        self.first = self.mask.first_keys()
+        known = self.first[self.first >= 0]
+        self.first_range = (int(known.min()), int(known.max())) if len(known) else (-1, -1)
+
+    def rows(self, rows: slice, bias: Bias | None, heads: slice) -> tuple[Running, Tensor]:
+        """The sums of one block of queries over all its keys, and how many keys each query has."""
+        queries = widen(self.queries[..., rows, :]) * self.scale
+        running = start(queries)
+        num_keys = torch.zeros((), dtype=torch.long, device=queries.device)
+        for block in self.plan.key_blocks(rows):
+            keys = widen(self.keys[..., block.keys, :])
+            extra = self._extra(rows, block, bias, heads)
+            running = self._absorb(running, queries, keys, rows, block, extra)
+            size = block.keys.stop - block.keys.start
+            num_keys = num_keys + (size if extra.admitted is None else extra.admitted.sum(-1))
+        return running, num_keys
+
+    def _absorb(
+        self, running: Running, queries: Tensor, keys: Tensor, rows: slice, block: KeyBlock, extra: Keys
+    ) -> Running:
+        if block.side == 0:
+            distance = self.mask.distance(rows, block.keys).abs().to(queries)
+            return self.blocks.near(running, queries, keys, extra, self.softcap, distance, self.near)
+        query_positions, key_positions = self.mask.positions(rows, block.keys)
+        nearest = key_positions.amax(-1, True) if block.side > 0 else key_positions.amin(-1, True)
+        # Measured from the block's nearest key, both parts are positive: no digits are lost in a difference.
+        offset, inner = ((query_positions - nearest).abs(), (nearest - key_positions).abs())
+        offset, inner = offset.to(queries), inner.to(queries)
+        return self.blocks.far(running, queries, keys, extra, self.softcap, offset, inner)
+
+    def _extra(self, rows: slice, block: KeyBlock, bias: Bias | None, heads: slice) -> Keys:
+        admitted = added = first = None
+        groups = self.queries.shape[1]
+        if block.masked:
+            admitted = self.mask.block(rows, block.keys)
+            per_head = (groups, -1) if admitted.shape[1] > 1 else (1, 1)
+            admitted = admitted.unflatten(1, per_head)
+        if bias is not None:
+            added = widen(bias(self.mask.distance(rows, block.keys))[:, heads]).unflatten(1, (groups, -1))
+            added = added.to(widen(self.queries[:0]))
+        if self.first_range[0] < block.keys.stop and self.first_range[1] >= block.keys.start:
+            first = self.first[:, rows] - block.keys.start
+        return Keys(admitted, added, first)
+
+
+def _statistics(sums: Running, num_keys: Tensor, mask: Mask) -> Statistics:
+    if mask.query_valid is not None:
+        num_keys = num_keys * mask.query_valid[:, None]
+    total = sums.total
+    return finish(
+        entropy=(total.log() - sums.shifted / total).clamp(min=0),
+        max_logit=sums.maximum,
+        sink_mass=sums.first / total,
+        near_mass=sums.near / total,
+        mean_distance=sums.distance / total,
+        participation=total.square() / sums.square,
+        num_keys=num_keys,
+    )
+
+
+def _parts(shape: tuple[int, ...], num_keys: int, blocks: Blocks) -> Iterator[tuple[slice, slice]]:
+    """Sequences and key heads so that one block stays within the bound, at least one of each."""
+    batch, groups, ratio, num_queries, _ = shape
+    one = ratio * min(num_queries, blocks.queries) * min(num_keys, blocks.keys)
+    num_groups = max(1, min(groups, blocks.logits // one))
+    num_sequences = max(1, blocks.logits // (one * num_groups)) if num_groups == groups else 1
+    for sequences in _slices(batch, num_sequences):
+        for some in _slices(groups, num_groups):
+            yield sequences, some
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
