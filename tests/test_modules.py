@@ -1,6 +1,7 @@
 """Live modules: the same heads as from files, as views through which gradients flow; and torch's own attention."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -87,8 +88,8 @@ def test_gradients_reach_the_parameters(name):
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter -= 0.1 * parameter.grad
-    query = heads[0].query.weight
-    assert query._base is not None or query.grad_fn is not None
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert all(head.query.weight.untyped_storage().data_ptr() in storages for head in heads)
 
 
 def test_the_gradient_of_a_trace_is_the_other_weight():
@@ -251,6 +252,9 @@ def test_an_encoder_without_a_last_norm_ends_in_its_last_layers():
     norm = [layer.heads[0].key.input_norm for layer in modules.layers(model) if layer.block == "cross"][0]
     assert norm is not None and norm.gain is not None
     assert norm.gain.data_ptr() == stack.layers[1].norm2.weight.data_ptr()
+    for layer in stack.layers:
+        layer.norm_first = True
+    assert all(layer.heads[0].key.input_norm is None for layer in modules.layers(model) if layer.block == "cross")
     model.encoder = nn.Identity()
     assert all(layer.heads[0].key.input_norm is None for layer in modules.layers(model) if layer.block == "cross")
 
@@ -375,6 +379,8 @@ def test_the_heads_of_timms_architectures(architecture, width, num_heads, tmp_pa
             (),
             "plain attention, got vit_base_patch16_rope",
         ),
+        ({"architecture": "hiera_tiny_224", "num_heads": 4}, (), "plain attention, got hiera"),
+        ({"num_heads": 4}, ("blocks.0.attn.proj_l.weight",), "without further terms in its attention"),
         ({"num_heads": 4}, ("blocks.0.attn.relative_position_bias_table",), "without further terms in its attention"),
         ({"num_heads": 5}, (), "multiple of the number of heads"),
     ],
@@ -464,6 +470,22 @@ def test_an_unknown_config_is_not_searched():
     model.config = {"model_type": "unheard-of"}
     with pytest.raises(Refusal, match=r"unheard-of.*`attn` \(MultiheadAttention\)"):
         modules.layers(model)
+
+
+def test_a_config_may_be_a_dataclass():
+    @dataclass
+    class Settings:
+        model_type: str = "llama"
+        num_hidden_layers: int = 2
+        num_attention_heads: int = 4
+        num_key_value_heads: int = 2
+        hidden_size: int = 48
+        rms_norm_eps: float = 1e-6
+
+    model = llama.CASES[0].build()
+    held = nn.ModuleDict({"model": model.model})
+    held.config = Settings()
+    assert_same_heads(modules.layers(held), modules.layers(model))
 
 
 def test_tensors_of_a_module():

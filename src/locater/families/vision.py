@@ -64,13 +64,15 @@ def siglip_partial(config: Config) -> str | None:
 # ------------------------------------------------------------------------------------------------------------- timm
 # Heads by the start of an architecture's name and its width: timm's own configs hold no more than these two.
 TIMM_HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16), "huge": (1280, 16)}
+TIMM_KINDS = ("vit", "deit", "flexivit")
 TIMM_OTHER = ("rope", "dinov3", "_pe_", "eva", "diff")  # attention of another kind under the same names
 TIMM_EPSILON = 1e-6
 
 
 def timm_heads(config: Config, layer: int) -> int:
     architecture, width = str(config.get("architecture", "")), config.get("num_features")
-    if any(part in architecture for part in TIMM_OTHER):
+    plain = architecture.startswith(TIMM_KINDS) and not any(part in architecture for part in TIMM_OTHER)
+    if architecture and not plain:
         remedy = "it has positions or terms that its tensors do not show: describe it with --layout"
         raise refuse("a timm ViT with plain attention", architecture, remedy)
     stated = config.get("num_heads|model_args.num_heads")
@@ -118,6 +120,9 @@ FAMILIES = (
         ("timm_wrapper",),
         (TIMM,),
         signature="blocks.{layer}.attn.qkv.weight",
-        foreign=("rope", "rel_pos", "relative_position", "q_bias", "lambda_q"),
+        foreign=(
+            *("rope", "rel_pos", "relative_position", "q_bias", "lambda_q"),
+            *("attn.logit_scale", "attn.temperature", "attn.proj_l", "attn.proj_w"),
+        ),
     ),
 )
