@@ -15,7 +15,7 @@ from locater.errors import Refusal
 
 def test_importing_loads_no_extra():
     code = "import sys, locater.checkpoints; print([m for m in sys.argv[1:] if m in sys.modules])"
-    extras = ["transformers", "huggingface_hub", "gguf", "aiohttp", "peft"]
+    extras = ["transformers", "huggingface_hub", "gguf", "fsspec", "aiohttp", "peft"]
     result = subprocess.run([sys.executable, "-c", code, *extras], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

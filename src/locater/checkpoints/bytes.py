@@ -7,11 +7,12 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..errors import Refusal, refuse
 
 
+@runtime_checkable
 class ByteSource(Protocol):
     """A file of known size."""
 
@@ -28,6 +29,7 @@ class ByteSource(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class Folder(Protocol):
     """A place that holds the files of one checkpoint."""
 

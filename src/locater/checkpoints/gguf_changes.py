@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -15,6 +15,7 @@ from ..errors import refuse
 Shape = tuple[int, ...]
 
 
+@runtime_checkable
 class Change(Protocol):
     """From stored tensors to the one that the model's own code would save."""
 

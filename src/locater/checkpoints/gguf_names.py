@@ -224,14 +224,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gptneox": Architecture(
         "gpt_neox",
-        {
-            "attn_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "attn_qkv": "attention.query_key_value",
-            "attn_output": "attention.dense",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
-        },
+        QUERY_KEY_VALUE | PRE_NORM | {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
         layer="gpt_neox.layers.{}.",
         top={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
         settings={"use_parallel_residual": "use_parallel_residual", "attention.head_count_kv": None},

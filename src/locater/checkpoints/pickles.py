@@ -6,7 +6,8 @@ The interpreter in Python is used on purpose: the one in C reserves memory for a
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from io import BufferedIOBase
+from typing import Any
 
 from ..errors import Refusal, refuse
 
@@ -67,7 +68,9 @@ class Unpickler(pickle._Unpickler):
 
     dispatch: Any = {code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in BARRED}
 
-    def __init__(self, file: IO[bytes], *, admitted: Admitted, persistent: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, file: BufferedIOBase, *, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
+    ) -> None:
         super().__init__(file, encoding="utf-8")
         self.admitted = admitted
         self.persistent = persistent
@@ -114,7 +117,7 @@ class Unpickler(pickle._Unpickler):
 
 
 def load_pickle(
-    file: IO[bytes], *, name: str, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
+    file: BufferedIOBase, *, name: str, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """The object in a pickle, built from data alone; fails on any name outside the table and on damage."""
     try:
