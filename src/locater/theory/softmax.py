@@ -55,8 +55,8 @@ def clipping_error(
 def _distances(head: Problem, *, num_walks: int, generator: torch.Generator) -> Float[Tensor, " {num_walks}"]:
     parts = []
     for raw in walks.logits(head, num_walks=num_walks, generator=generator):
-        # A quotient beyond this is 0 or 1 to either softmax, and stays finite.
-        logits = (raw.double() / head.temperature).clamp(-1e100, 1e100)
+        # Both softmaxes see differences only, so the largest may be 0; what lies far below it is 0 to both.
+        logits = ((raw - raw.amax(-1, keepdim=True)).double() / head.temperature).clamp_min(-1e100)
         linear = clipped_linear(logits)
         parts.append((logits.softmax(-1) - linear / linear.sum(-1, keepdim=True)).abs().sum(-1) / 2)
     return torch.cat(parts)
