@@ -13,7 +13,7 @@ from locater.errors import Refusal
 from locater.families import Config, open_model
 from locater.families.config import resolve
 from locater.families.gemma import GEMMA3
-from locater.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3, STABLELM
+from locater.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
 from locater.families.rope import rotary_of
 
 STRETCHED = dict(short_factor=SHORT, long_factor=LONG)
@@ -41,9 +41,16 @@ def test_whole_numbers_are_numbers():
     assert rotary(LLAMA, rope_scaling=scaling, rope_theta=10_000).scaling.factor == 4.0
 
 
-def test_early_stablelm_names():
-    assert rotary(STABLELM, rope_pct=0.5).num_dims == 6
-    assert rotary(STABLELM, rope_pct=1).num_dims == 12
+def test_early_stablelm_names(tmp_path):
+    tiny = case("", "StableLm", settings=FOUR | dict(partial_rotary_factor=0.5, rope_theta=300.0, layer_norm_eps=1e-3))
+    tiny.save(tiny.build(), tmp_path)
+    today = heads_of(tmp_path)
+    early = FOUR | dict(model_type="stablelm_epoch", rope_pct=0.5, rope_theta=300, norm_eps=1e-3)
+    (tmp_path / "config.json").write_text(json.dumps(early))
+    x = torch.randn(5, 48)
+    for new, old in zip(today, heads_of(tmp_path), strict=True):
+        assert old.rotary.num_dims == 6 and old.query.input_norm.epsilon == 1e-3
+        assert torch.equal(new.logits(x, x), old.logits(x, x))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Case:
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**self.settings)
+        config = getattr(transformers, self.config)(**deepcopy(self.settings))  # which fills in what it is given
         config._attn_implementation = "eager"
         model = getattr(transformers, self.model)._from_config(config, attn_implementation="eager").eval().float()
         shake(model)

@@ -18,6 +18,7 @@ CASES = [
         "Bamba",
         settings=FOUR | MAMBA | dict(attn_layer_indices=[1, 3], attention_bias=True),
         coverage="PARTIAL: 2 of 4 layers",
+        as_given=True,
     ),
     case(
         "granite-hybrid",
@@ -32,6 +33,7 @@ CASES = [
             shared_intermediate_size=32,
         ),
         coverage="PARTIAL: 2 of 4 layers",
+        as_given=True,
     ),
     case(
         "granite-hybrid-nope",
@@ -48,13 +50,27 @@ CASES = [
         ),
         coverage="PARTIAL: 1 of 4 layers",
     ),
-    case("lfm2", "Lfm2", settings=FOUR | dict(full_attn_idxs=[2]), coverage="PARTIAL: 1 of 4 layers"),
+    case(
+        "lfm2",
+        "Lfm2",
+        settings=FOUR | dict(full_attn_idxs=[2], norm_eps=1e-5),
+        coverage="PARTIAL: 1 of 4 layers",
+        as_given=True,
+    ),
     case(
         "falcon-h1",
         "FalconH1",
         settings=FOUR
         | MAMBA
         | dict(mamba_d_ssm=96, head_dim=16, key_multiplier=0.7, attention_in_multiplier=1.3, attention_bias=True),
+    ),
+    case("falcon-h1-older-config", "FalconH1", settings=FOUR | MAMBA | dict(mamba_d_ssm=96), as_given=True),
+    case(
+        "qwen3-next-older-config",
+        "Qwen3Next",
+        settings=FOUR | EXPERTS | LINEAR | dict(full_attention_interval=2, rope_theta=300.0),
+        coverage="PARTIAL: 2 of 4 layers",
+        as_given=True,
     ),
     case(
         "qwen3-next",

@@ -19,7 +19,7 @@ OLDER = {("type" if key == "rope_type" else key): value for key, value in STRETC
 
 CASES = [
     case("deepseek-v2", "DeepseekV2", settings=LATENT | dict(rope_parameters=STRETCHED, attention_bias=True)),
-    case("deepseek-v2-lite", "DeepseekV2", settings=LATENT | dict(q_lora_rank=None), model="Model"),
+    case("deepseek-v2-lite", "DeepseekV2", settings=LATENT | dict(q_lora_rank=None), model="Model", as_given=True),
     case(
         "deepseek-v3",
         "DeepseekV3",
@@ -29,6 +29,8 @@ CASES = [
     case(
         "deepseek-v3-direct",
         "DeepseekV3",
-        settings=LATENT | dict(num_key_value_heads=4, q_lora_rank=None, rope_interleave=False, attention_bias=True),
+        settings=LATENT
+        | dict(num_key_value_heads=4, q_lora_rank=None, rope_interleave=False, attention_bias=True)
+        | dict(rope_parameters=STRETCHED),
     ),
 ]

@@ -80,9 +80,15 @@ LLAMA = [
 
 MISTRAL_AND_QWEN = [
     case("mistral", "Mistral", settings=GQA | dict(sliding_window=5)),
-    case("mistral-unbounded", "Mistral", settings=GQA | dict(sliding_window=None, head_dim=16), model="Model"),
+    case(
+        "mistral-unbounded",
+        "Mistral",
+        settings=GQA | dict(sliding_window=None, head_dim=16),
+        model="Model",
+        as_given=True,
+    ),
     case("mixtral", "Mixtral", settings=GQA | dict(sliding_window=5, num_local_experts=4)),
-    case("mixtral-unbounded", "Mixtral", settings=GQA | dict(num_local_experts=4)),
+    case("mixtral-unbounded", "Mixtral", settings=GQA | dict(num_local_experts=4), as_given=True),
     case("qwen2", "Qwen2", settings=FOUR | dict(sliding_window=5)),
     case(
         "qwen2-max-window-layers",
@@ -109,7 +115,7 @@ MISTRAL_AND_QWEN = [
         settings=FOUR | EXPERTS | dict(sliding_window=5, use_sliding_window=True, max_window_layers=2, qkv_bias=False),
         as_given=True,
     ),
-    case("qwen3-moe", "Qwen3Moe", settings=GQA | EXPERTS | dict(head_dim=16)),
+    case("qwen3-moe", "Qwen3Moe", settings=GQA | EXPERTS | dict(head_dim=16), as_given=True),
     case(
         "qwen3-moe-window",
         "Qwen3Moe",
@@ -127,7 +133,7 @@ OTHERS = [
         settings=FOUR | dict(no_rope_layer_interval=3, use_sliding_window=True, sliding_window=5, rope_theta=500.0),
         as_given=True,
     ),
-    case("stablelm", "StableLm", settings=GQA | dict(num_attention_heads=2, num_key_value_heads=1)),
+    case("stablelm", "StableLm", settings=GQA | dict(num_attention_heads=2, num_key_value_heads=1), as_given=True),
     case(
         "stablelm-2",
         "StableLm",
@@ -138,7 +144,7 @@ OTHERS = [
     ),
     case("phi", "Phi", settings=GQA | dict(partial_rotary_factor=0.5)),
     case("phi-qk-norm", "Phi", settings=GQA | dict(qk_layernorm=True, rope_theta=300.0), as_given=True),
-    case("phi3", "Phi3", settings=GQA | dict(sliding_window=5)),
+    case("phi3", "Phi3", settings=GQA | dict(sliding_window=5), as_given=True),
     *(
         case(
             f"phi3-{kind}-{original}",
@@ -156,7 +162,9 @@ OTHERS = [
     case("cohere2", "Cohere2", settings=FOUR | dict(sliding_window=5, layer_types=[SLIDING, FULL, SLIDING, FULL])),
     case("cohere2-pattern", "Cohere2", settings=FOUR | dict(sliding_window=5, sliding_window_pattern=3), as_given=True),
     case("granite", "Granite", settings=GQA | dict(attention_multiplier=0.5, attention_bias=True)),
-    case("granite-moe", "GraniteMoe", settings=GQA | dict(attention_multiplier=0.5, num_local_experts=4)),
+    case(
+        "granite-moe", "GraniteMoe", settings=GQA | dict(attention_multiplier=0.5, num_local_experts=4), as_given=True
+    ),
     case("starcoder2", "Starcoder2", settings=GQA | dict(sliding_window=5)),
     case("starcoder2-plain", "Starcoder2", settings=GQA | dict(use_bias=False), as_given=True),
 ]
