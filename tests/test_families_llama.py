@@ -90,6 +90,7 @@ def test_windows(row, values, expected):
     [
         (MISTRAL, dict(sliding_window=0), "positive whole number"),
         (MISTRAL, dict(sliding_window="9"), "positive whole number"),
+        (MISTRAL, dict(sliding_window=9, is_causal=False), "causal"),
         (QWEN2, dict(sliding_window=9, use_sliding_window=True, layer_types=[]), "config that describes this model"),
     ],
 )

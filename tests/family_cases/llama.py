@@ -35,6 +35,7 @@ llama = partial(case, family="Llama")
 LLAMA = [
     llama("llama", settings=GQA | dict(attention_bias=True)),
     llama("llama-base", settings=GQA, model="Model"),
+    llama("llama-both-ways", settings=GQA | dict(is_causal=False)),
     llama("llama-head-dim", settings=GQA | dict(head_dim=16)),
     llama("llama-linear", settings=rope(rope_type="linear", rope_theta=300.0, factor=4.0)),
     llama("llama-dynamic", settings=rope(rope_type="dynamic", rope_theta=300.0, factor=4.0)),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from .config import Config, optional
 from .schema import Attention, Family, NormAt, NormCell, RotaryAt
-from .windows import all_but_every, every_layer, typed, window
+from .windows import ahead, all_but_every, every_layer, typed, window
 
 INPUT_NORM = "layers.{layer}.input_layernorm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"
@@ -47,7 +47,7 @@ LLAMA = Attention(
     d_head=optional("head_dim", None),
     input_norm=NormAt("rms", INPUT_NORM, epsilon=RMS_EPSILON),
     rotary=RotaryAt(),
-    lookahead=0,
+    lookahead=ahead,
 )
 MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096))
 MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=optional("rope_theta", 1e6)), lookback=window(every_layer))

@@ -9,6 +9,11 @@ from .config import Config
 Rule = Callable[[Config, int], bool]
 
 
+def ahead(config: Config, layer: int) -> int | None:
+    """Decoders are causal unless the config says otherwise, as encoders made of them do."""
+    return 0 if config.get("is_causal", True) else None
+
+
 def every_layer(config: Config, layer: int) -> bool:
     return True
 
@@ -42,6 +47,8 @@ def window(slides: Rule, *, default: int | None = None, switch: str | None = Non
         size = config.values.get("sliding_window", default)
         if size is None or (switch is not None and not config.get(switch, False)) or not slides(config, layer):
             return None
+        if ahead(config, layer) is None:
+            raise refuse("a causal model", "a window that looks both ways", "describe the model with --layout")
         if not isinstance(size, int) or size < 1:
             raise refuse("a positive whole number for `sliding_window`", repr(size), "mend config.json")
         return size - 1
