@@ -5,11 +5,12 @@ import sys
 import typer
 
 from ..errors import BadArguments, Refusal
+from .compare import compare
 from .demo import demo
 from .scan import scan
 from .theory import theory
 
-VERBS = {"scan": scan, "theory": theory, "demo": demo}
+VERBS = {"scan": scan, "compare": compare, "theory": theory, "demo": demo}
 
 app = typer.Typer(
     name="locater",

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -24,11 +23,14 @@ def console_for(json: Path | None) -> Console:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = (), title: str | None = None
 ) -> Table:
-    """Numbers to the right and never broken; the columns in `words` to the left, folded where the terminal is narrow."""
-    drawn = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    """Numbers to the right and never broken; the columns in `words` to the left; the last one folds."""
+    # Without lines: every column of the terminal counts.
+    drawn = Table(box=None, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for heading in headings:
         is_words = heading in words
-        drawn.add_column(heading, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold")
+        drawn.add_column(
+            heading, justify="left" if is_words else "right", no_wrap=heading != headings[-1], overflow="fold"
+        )
     for row in rows:
         drawn.add_row(*row)
     return drawn

@@ -19,6 +19,7 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
     console = console_for(json)
     document = phase_diagram(generator=torch.Generator().manual_seed(seed))
     console.print(_map(document), markup=False)
+    console.print()
     console.print(_counts(document))
     if plot:
         from ..report import figures

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
+SHORT = {"early": "early", "middle": "mid", "late": "late", "uniform": "unif", "mixed": "mixed", "no-signal": "none"}
 
 Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
@@ -87,7 +88,9 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..findings import name, outstanding, regimes
 
     console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
+    console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
+    console.print()
     console.print(f"regimes: {regimes(found.heads)}")
     for finding in outstanding(found.heads):
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
@@ -97,25 +100,26 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
 
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:
-    from ..findings import regimes
-
+    """Medians of each layer, and how many of its heads are of each regime that the model has at all."""
+    present = [regime for regime in SHORT if any(row.regime == regime for row in rows)]
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
         of_layer = list(group)
         ratios = [row.xi for row in of_layer]
+        counts = [sum(row.regime == regime for row in of_layer) for regime in present]
         body.append(
             [
                 f"{block} {layer}",
                 f"{median(row.trace / row.temperature for row in of_layer):.2g}",
                 f"{median(row.eta / row.temperature for row in of_layer):.2g}",
                 f"{median(ratios):.2f}",
-                f"{min(ratios):.2f}…{max(ratios):.2f}",
+                f"{min(ratios):.1f} … {max(ratios):.1f}",
                 f"{median(row.localisation for row in of_layer):.2f}",
-                regimes(of_layer),
+                *(str(count or "") for count in counts),
             ]
         )
-    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", "regimes"]
-    return table(headings, body, words=["layer", "regimes"])
+    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", *(SHORT[regime] for regime in present)]
+    return table(headings, body, words=["layer"])
 
 
 def _head_table(rows: "tuple[HeadRow, ...]") -> Any:

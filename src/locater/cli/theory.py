@@ -149,9 +149,11 @@ def _show(document: dict[str, Any], plot: Path | None, json: Path | None) -> Non
     drawn = draw(best, width=min(72, console.width - 6))
     console.print(drawn, markup=False)
     console.print("   t=1" + f"t={document['length']}".rjust(max(len(drawn.split("\n")[0]) - 6, 1)), markup=False)
+    console.print()
     console.print(_profile_table(document))
     if "limit" in document:
         values = document["limit"]["closed"]
+        console.print()
         console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.6f}"] for n in range(11)]))
     if plot:
         from ..report import figures

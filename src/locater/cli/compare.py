@@ -1,0 +1,76 @@
+"""`locater compare`: which heads moved between checkpoints, or along a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import BadArguments
+from .output import JsonPath, console_for, table
+from .scan import AllowPickle, Layers, Layout, Length, Raw, parse_layers
+
+if TYPE_CHECKING:
+    from ..compare import Comparison
+
+
+def compare(
+    sources: Annotated[list[str], typer.Argument(help="Checkpoints in order, or a run's folder with several.")],
+    most: Annotated[int, typer.Option(help="How many of the heads that moved most are shown.")] = 12,
+    layers: Layers = None,
+    length: Length = 1024,
+    raw: Raw = False,
+    layout: Layout = None,
+    allow_pickle: AllowPickle = False,
+    jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
+    json: JsonPath = None,
+) -> None:
+    """What fine-tuning, or a training run, did to each head's spectrum."""
+    from .. import compare as library
+    from ..records import write_json
+
+    if jobs < 1:
+        raise BadArguments(f"--jobs expects at least 1, got {jobs}")
+    if ray is not None and jobs > 1:
+        raise BadArguments("give --jobs or --ray, not both")
+    run = library.on_ray(ray) if ray else library.in_processes(jobs) if jobs > 1 else None
+    options: dict[str, Any] = dict(length=length, raw=raw, layout=layout, allow_pickle=allow_pickle)
+    console = console_for(json)
+    with console.status("scanning …"):
+        found = library.compare(sources, run=run, layers=parse_layers(layers), **options)
+    console.print(_heading(found))
+    console.print()
+    console.print(_table(found, most))
+    if json:
+        write_json(found.to_json(), json)
+
+
+def _heading(found: "Comparison") -> str:
+    names = [Path(one.source).name for one in found.scans]
+    shown = " → ".join(names if len(names) <= 4 else [names[0], names[1], "…", names[-1]])
+    still = sum(movement.moved < 1e-6 for movement in found.heads)
+    changed = sum(len({row.regime for row in movement.rows}) > 1 for movement in found.heads)
+    return (
+        f"[bold]{shown}[/bold]\n{len(found.heads)} heads, {still} unmoved, {changed} changed their regime; "
+        "moved = |Δ(tr W, η)|/η"
+    )
+
+
+def _table(found: "Comparison", most: int) -> Any:
+    from ..findings import name
+
+    body = []
+    for movement in found.most_moved(most):
+        first, last = movement.rows[0], movement.rows[-1]
+        regime = first.regime if first.regime == last.regime else f"{first.regime} → {last.regime}"
+        body.append(
+            [
+                name(first),
+                f"{movement.moved:.3g}",
+                f"{first.xi:.2f} → {last.xi:.2f}",
+                f"{first.eta / first.temperature:.2g} → {last.eta / last.temperature:.2g}",
+                f"{first.localisation:.2f} → {last.localisation:.2f}",
+                regime,
+            ]
+        )
+    return table(["head", "moved", "ξ", "η/λ", "localisation", "regime"], body, words=["head", "regime"])
