@@ -1,118 +1,119 @@
 """One block of keys folded into running sums relative to a running maximum: the arithmetic of `streaming`.
 
-Plain functions of tensors, so that `torch.compile` can fuse them.
+Plain functions of tensors, so that `torch.compile` can fuse them; the sums are one tensor, so that few calls move them.
+Logits are in units of log 2 throughout: 2^x stays quick where it underflows, e^x becomes up to eighty times slower.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# Finite, so that e^(masked − max) · (masked − max) is 0 and not NaN; sums of it over any real text stay finite too.
+# Finite, so that 2^(masked − max) · (masked − max) is 0 and not NaN; sums of it over any real text stay finite too.
 MASKED = -1e30
+UNIT = math.log(2)
 
-Rows = Float[Tensor, "batch groups ratio queries"]
+TOTAL, SHIFTED, SQUARE, DISTANCE, CLOSE, FIRST = range(6)
+
+Grouped = Float[Tensor, "batch groups ratio queries d_head"]
 
 
 class Running(NamedTuple):
-    """Sums over the keys seen, with e = e^(ω − maximum)."""
+    """The largest logit so far, and sums over the keys seen with e = 2^(ω − maximum):
 
-    maximum: Rows
-    total: Rows  # Σ e
-    shifted: Rows  # Σ e (ω − maximum)
-    square: Rows  # Σ e²
-    distance: Rows  # Σ e |i − j|
-    near: Rows  # Σ e over near keys
-    first: Rows  # e of the first token
+    Σ e, Σ e (ω − maximum), Σ e², Σ e |i − j|, Σ e over near keys, e of the first token.
+    """
+
+    maximum: Float[Tensor, "batch groups ratio queries"]
+    sums: Float[Tensor, "6 batch groups ratio queries"]
 
 
-class Keys(NamedTuple):
-    """What a block of keys brings besides the vectors; None where it does not matter."""
+class Block(NamedTuple):
+    """What a block of keys brings besides their vectors; None where it does not matter."""
 
     admitted: Bool[Tensor, "batch groups ratio queries keys"] | None
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
     first: Int[Tensor, "batch queries"] | None  # where in the block each query's first token is, if it is
 
 
-def start(queries: Float[Tensor, "batch groups ratio queries d_head"]) -> Running:
+def start(queries: Grouped) -> Running:
     """Nothing seen yet."""
-    zero = queries.new_zeros(queries.shape[:-1])
-    return Running(torch.full_like(zero, MASKED), *[zero] * 6)
+    shape = queries.shape[:-1]
+    return Running(queries.new_full(shape, MASKED), queries.new_zeros(6, *shape))
 
 
 def absorb_far(
     running: Running,
-    queries: Float[Tensor, "batch groups ratio queries d_head"],
+    queries: Grouped,
     keys: Float[Tensor, "batch groups keys d_head"],
-    block: Keys,
+    block: Block,
     softcap: float | None,
     offset: Float[Tensor, "batch queries"],
     inner: Float[Tensor, "batch keys"],
 ) -> Running:
     """A block all on one side and not near: |i − j| = offset_i + inner_j, so two columns of a product give its sums."""
-    running, e, maximum = _rescale(running, _logits(queries, keys, block, softcap))
+    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
     columns = torch.stack([torch.ones_like(inner), inner], -1)
-    columns = columns[0] if len(columns) == 1 else columns[:, None, None]
-    total, within = (e @ columns).unbind(-1)
-    distance = running.distance + total * offset[:, None, None] + within
-    return _add(running, e, maximum, block, total=total)._replace(distance=distance)
+    total, within = (e @ (columns[0] if len(columns) == 1 else columns[:, None, None])).unbind(-1)
+    distance = torch.addcmul(within, total, offset[:, None, None])
+    return _add(running, maximum, e, shifted, block, total=total, distance=distance, close=torch.zeros_like(total))
 
 
 def absorb_near(
     running: Running,
-    queries: Float[Tensor, "batch groups ratio queries d_head"],
+    queries: Grouped,
     keys: Float[Tensor, "batch groups keys d_head"],
-    block: Keys,
+    block: Block,
     softcap: float | None,
     distance: Float[Tensor, "batch queries keys"],
     near: int,
 ) -> Running:
     """Any block: distances one by one."""
-    running, e, shifted = _rescale(running, _logits(queries, keys, block, softcap))
+    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
     distance = distance[:, None, None]
-    far = running.distance + (e * distance).sum(-1)
-    close = running.near + (e * (distance < near)).sum(-1)
-    return _add(running, e, shifted, block, total=e.sum(-1))._replace(distance=far, near=close)
+    within, close = (e * distance).sum(-1), (e * (distance < near)).sum(-1)
+    return _add(running, maximum, e, shifted, block, total=e.sum(-1), distance=within, close=close)
 
 
-def _logits(queries: Tensor, keys: Tensor, block: Keys, softcap: float | None) -> Tensor:
+def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) -> Tensor:
     # One product per key head: its query heads are rows of the same matrix, so shared keys are never copied.
     logits = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4])
     if softcap is not None:
+        softcap = softcap / UNIT
         logits = torch.tanh(logits / softcap) * softcap
     if block.bias is not None:
-        logits = logits + block.bias
-    return logits if block.admitted is None else logits.masked_fill(~block.admitted, MASKED)
+        logits = logits + block.bias / UNIT
+    return logits if block.admitted is None else logits.masked_fill_(~block.admitted, MASKED)
 
 
-def _rescale(running: Running, logits: Tensor) -> tuple[Running, Tensor, Tensor]:
-    """All sums relative to the new maximum; e and ω − maximum of the block."""
+def _exponentials(running: Running, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e, ω − maximum, and the new maximum; the logits are overwritten."""
     maximum = torch.maximum(running.maximum, logits.amax(-1))
     shifted = logits.sub_(maximum[..., None])
+    return shifted.exp2(), shifted, maximum
+
+
+def _add(
+    running: Running, maximum: Tensor, e: Tensor, shifted: Tensor, block: Block, *, total: Tensor, **further: Tensor
+) -> Running:
+    """The old sums relative to the new maximum, plus the block's."""
     down = running.maximum - maximum
-    factor = down.exp()
-    moved = Running(
-        maximum,
-        running.total * factor,
-        (running.shifted + down * running.total) * factor,
-        running.square * factor.square(),
-        running.distance * factor,
-        running.near * factor,
-        running.first * factor,
-    )
-    return moved, shifted.exp(), shifted
+    factor = down.exp2()
+    old = running.sums.clone()
+    old[SHIFTED].addcmul_(down, old[TOTAL])
+    old.mul_(factor)
+    old[SQUARE].mul_(factor)
+    first = torch.zeros_like(total) if block.first is None else _first(e, block.first)
+    square = torch.linalg.vector_norm(e, dim=-1).square()
+    shifted_sum = shifted.mul_(e).sum(-1)
+    new = torch.stack([total, shifted_sum, square, further["distance"], further["close"], first])
+    return Running(maximum, old.add_(new))
 
 
-def _add(running: Running, e: Tensor, shifted: Tensor, block: Keys, *, total: Tensor) -> Running:
-    running = running._replace(
-        total=running.total + total,
-        shifted=running.shifted + (shifted * e).sum(-1),
-        square=running.square + torch.linalg.vector_norm(e, dim=-1).square(),
-    )
-    if block.first is None:
-        return running
-    here = (block.first >= 0) & (block.first < e.shape[-1])
-    index = block.first.clamp(0, e.shape[-1] - 1)[:, None, None, :, None]
-    found = e.gather(-1, index.expand(*e.shape[:-1], 1))[..., 0]
-    return running._replace(first=running.first + found * here[:, None, None])
+def _first(e: Tensor, first: Tensor) -> Tensor:
+    """The first token's e, where this block holds it."""
+    here = (first >= 0) & (first < e.shape[-1])
+    index = first.clamp(0, e.shape[-1] - 1)[:, None, None, :, None]
+    return e.gather(-1, index.expand(*e.shape[:-1], 1))[..., 0] * here[:, None, None]

@@ -61,13 +61,15 @@ class Plan:
 
     def _edges(self, low: int, high: int) -> list[int]:
         """Cuts where the mask or nearness changes if positions ascend; where they do not, any cut is as right."""
-        back, ahead, positions = self.mask.lookback, self.mask.lookahead, self.keys.low
-        edges = {0, len(self.keys), bisect_right(positions, low - self.near)}
-        edges.add(bisect_left(positions, high + 1 + (self.near - 1 if ahead is None else min(ahead, self.near - 1))))
+        back, ahead, near, positions = self.mask.lookback, self.mask.lookahead, self.near, self.keys.low
+        edges = {0, len(self.keys), bisect_right(positions, low - near)}
+        if ahead is None or ahead >= near:
+            edges.add(bisect_left(positions, high + near))
+        if ahead is not None:
+            edges.add(bisect_right(positions, high + ahead))
+            edges |= {bisect_right(positions, low + ahead)} if ahead >= near else set()
         if back is not None:
             edges |= {bisect_left(positions, low - back), bisect_left(positions, high - back)}
-        if ahead is not None:
-            edges |= {bisect_right(positions, low + ahead), bisect_right(positions, high + ahead)}
         return sorted(edges)
 
     def _admits(self, queries: slice, keys: slice) -> tuple[bool, bool]:

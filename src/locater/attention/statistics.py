@@ -72,7 +72,7 @@ def materialised(
     near: int = NEAR,
     sink: Int[Tensor, "*#batch #heads queries"] | None = None,
 ) -> Statistics:
-    """All statistics from the whole matrix of logits: O(T²) memory. `sink` is each query's first token, key 0 if None."""
+    """All statistics from the whole matrix of logits, O(T²) memory. `sink` is each query's first token, else key 0."""
     logits = logits.masked_fill(~admitted, -torch.inf)
     num_keys = admitted.expand_as(logits).sum(-1)
     p = logits.softmax(-1)

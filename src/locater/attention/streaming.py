@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from ..projections import widen
-from .fold import Keys, Running, absorb_far, absorb_near, start
+from .fold import CLOSE, DISTANCE, FIRST, SHIFTED, SQUARE, TOTAL, UNIT, Block, Running, absorb_far, absorb_near, start
 from .masks import Mask
 from .plan import KeyBlock, Plan
 from .statistics import NEAR, Statistics, finish
@@ -65,17 +65,17 @@ def stream(
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
     room = widen(queries.new_empty(0)).new_empty
-    sums = Running(*(room(grouped.shape[:-1]) for _ in Running._fields))
+    whole = Running(room(grouped.shape[:-1]), room(6, *grouped.shape[:-1]))
     num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
     for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
         part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks)
         for rows in _slices(queries.shape[2], blocks.queries):
             found, admitted = part.rows(rows, bias, heads)
-            for place, values in zip(sums, found, strict=True):
-                place[batch, groups, :, rows] = values
+            whole.maximum[batch, groups, :, rows] = found.maximum
+            whole.sums[:, batch, groups, :, rows] = found.sums
             num_keys[batch, groups, :, rows] = admitted
-    return _statistics(Running(*(values.flatten(1, 2) for values in sums)), num_keys.flatten(1, 2), mask)
+    return _statistics(whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2), mask)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class _Part:
 
     def rows(self, rows: slice, bias: Bias | None, heads: slice) -> tuple[Running, Tensor]:
         """The sums of one block of queries over all its keys, and how many keys each query has."""
-        queries = widen(self.queries[..., rows, :]) * self.scale
+        queries = widen(self.queries[..., rows, :]) * (self.scale / UNIT)
         running = start(queries)
         num_keys = torch.zeros((), dtype=torch.long, device=queries.device)
         for block in self.plan.key_blocks(rows):
@@ -110,7 +110,7 @@ class _Part:
         return running, num_keys
 
     def _absorb(
-        self, running: Running, queries: Tensor, keys: Tensor, rows: slice, block: KeyBlock, extra: Keys
+        self, running: Running, queries: Tensor, keys: Tensor, rows: slice, block: KeyBlock, extra: Block
     ) -> Running:
         if block.side == 0:
             distance = self.mask.distance(rows, block.keys).abs().to(queries)
@@ -122,7 +122,7 @@ class _Part:
         offset, inner = offset.to(queries), inner.to(queries)
         return self.blocks.far(running, queries, keys, extra, self.softcap, offset, inner)
 
-    def _extra(self, rows: slice, block: KeyBlock, bias: Bias | None, heads: slice) -> Keys:
+    def _extra(self, rows: slice, block: KeyBlock, bias: Bias | None, heads: slice) -> Block:
         admitted = added = first = None
         groups = self.queries.shape[1]
         if block.masked:
@@ -134,20 +134,20 @@ class _Part:
             added = added.to(widen(self.queries[:0]))
         if self.first_range[0] < block.keys.stop and self.first_range[1] >= block.keys.start:
             first = self.first[:, rows] - block.keys.start
-        return Keys(admitted, added, first)
+        return Block(admitted, added, first)
 
 
-def _statistics(sums: Running, num_keys: Tensor, mask: Mask) -> Statistics:
+def _statistics(maximum: Tensor, sums: Tensor, num_keys: Tensor, mask: Mask) -> Statistics:
     if mask.query_valid is not None:
         num_keys = num_keys * mask.query_valid[:, None]
-    total = sums.total
+    total = sums[TOTAL]
     return finish(
-        entropy=(total.log() - sums.shifted / total).clamp(min=0),
-        max_logit=sums.maximum,
-        sink_mass=sums.first / total,
-        near_mass=sums.near / total,
-        mean_distance=sums.distance / total,
-        participation=total.square() / sums.square,
+        entropy=(total.log() - sums[SHIFTED] / total * UNIT).clamp(min=0),
+        max_logit=maximum * UNIT,
+        sink_mass=sums[FIRST] / total,
+        near_mass=sums[CLOSE] / total,
+        mean_distance=sums[DISTANCE] / total,
+        participation=total.square() / sums[SQUARE],
         num_keys=num_keys,
     )
 
