@@ -1,0 +1,162 @@
+"""All heads of a layer at once: from layer inputs to final queries and keys, and on to their statistics.
+
+Equal to `Head.logits` head by head, but every projection and every norm over a whole projection runs once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..errors import refuse
+from ..heads import Head
+from ..positions import Alibi, Buckets
+from ..projections import Projection, widen
+from .masks import Mask
+from .statistics import NEAR, Statistics
+from .streaming import Bias, Blocks, stream
+
+Positions = tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]
+
+
+def project(
+    projections: Sequence[Projection], x: Float[Tensor, "batch tokens d_model"]
+) -> Float[Tensor, "batch heads tokens d_head"]:
+    """norm(W x + b) of all projections of one side of a layer; 16-bit products are widened before any norm."""
+    rows = _rows(projections, x)
+    if (bias := _stack([one.bias for one in projections])) is not None:
+        rows = rows + bias.to(rows)
+    rows = widen(rows)
+    if projections[0].norm is not None:
+        rows = _normalise(projections, rows, x)
+        gain = _stack([one.norm and one.norm.gain for one in projections])
+        bias = _stack([one.norm and one.norm.bias for one in projections])
+        rows = rows if gain is None else rows * gain.to(rows)
+        rows = rows if bias is None else rows + bias.to(rows)
+    return rearrange(rows, "batch tokens heads d -> batch heads tokens d")
+
+
+def _stack(vectors: Sequence[Tensor | None]) -> Tensor | None:
+    """One row per head; None if the heads have none."""
+    present = [vector for vector in vectors if vector is not None]
+    assert len(present) in (0, len(vectors)), "heads of one layer are alike"
+    return torch.stack(present) if present else None
+
+
+def _rows(projections: Sequence[Projection], x: Tensor) -> Float[Tensor, "batch tokens heads d_head"]:
+    """W x; where W is low-rank, its first rows go through the inner norm, which the heads of a layer share."""
+    low_rank, num_heads = projections[0].low_rank, len(projections)
+    if low_rank is None:
+        weight = torch.cat([one.weight for one in projections])
+        return linear(x, weight.to(x)).unflatten(-1, (num_heads, -1))
+    all_up = replace(low_rank, up=torch.cat([one.low_rank.up for one in projections if one.low_rank]))
+    num_low = low_rank.up.shape[0]
+    direct = torch.cat([one.weight[num_low:] for one in projections])
+    parts = all_up(x), linear(x, direct.to(x))
+    return torch.cat([part.unflatten(-1, (num_heads, -1)) for part in parts if part.shape[-1]], -1)
+
+
+def _normalise(projections: Sequence[Projection], rows: Tensor, x: Tensor) -> Tensor:
+    """QK-norm without its gain and bias: over each head's rows, or over all heads' if its statistics run there."""
+    norm, whole = projections[0].norm, projections[0].whole
+    assert norm is not None
+    norm = replace(norm, gain=None, bias=None)
+    if whole is None:
+        return norm(rows)
+    over = linear(x, whole.weight.to(x), None if whole.bias is None else whole.bias.to(x))
+    return norm(rows.flatten(-2), over=widen(over)).unflatten(-1, rows.shape[-2:])
+
+
+def queries_and_keys(
+    heads: Sequence[Head],
+    x_query: Float[Tensor, "batch queries d_model"],
+    x_key: Float[Tensor, "batch keys d_key"],
+    positions: Positions | None = None,
+) -> tuple[Float[Tensor, "batch heads queries d_head"], Float[Tensor, "batch key_heads keys d_head"]]:
+    """Normed and rotated, not scaled. Heads that share a key get it once if they come in equal groups, in order."""
+    queries = project([head.query for head in heads], x_query)
+    keys = project([head.key for head in _key_heads(heads)], x_key)
+    rotary = heads[0].rotary
+    if rotary is None:
+        return queries, keys
+    counted = (torch.arange(x.shape[1], device=x.device)[None] for x in (x_query, x_key))
+    query_positions, key_positions = positions or counted
+    length = 1 + int(max(query_positions.max(), key_positions.max()))
+    queries = rotary.rotate(queries, query_positions[:, None], length=length)
+    return queries, rotary.rotate(keys, key_positions[:, None], length=length)
+
+
+def _key_heads(heads: Sequence[Head]) -> Sequence[Head]:
+    """One head per key where the grouping is regular; every head where it is not, or is not known."""
+    groups: dict[int | None, list[Head]] = {}
+    for head in heads:
+        groups.setdefault(head.key_index, []).append(head)
+    in_order = [head for group in groups.values() for head in group] == list(heads)
+    if None in groups or not in_order or len({len(group) for group in groups.values()}) > 1:
+        return heads
+    return [group[0] for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class LayerBias:
+    """The position biases of a layer's heads, stacked."""
+
+    heads: Sequence[Head]
+
+    def __call__(self, distance: Int[Tensor, "batch queries keys"]) -> Float[Tensor, "batch heads queries keys"]:
+        biases = [head.position_bias for head in self.heads]
+        slopes = [bias.slope for bias in biases if isinstance(bias, Alibi)]
+        if slopes:
+            return -torch.tensor(slopes, device=distance.device)[:, None, None] * distance[:, None]
+        buckets = [bias for bias in biases if isinstance(bias, Buckets)]
+        tables = torch.stack([bias.table for bias in buckets])
+        return tables[:, buckets[0].bucket(distance)].movedim(0, 1)
+
+
+@torch.no_grad()
+def observe(
+    heads: Sequence[Head],
+    x_query: Float[Tensor, "batch queries d_model"],
+    x_key: Float[Tensor, "batch keys d_key"],
+    *,
+    mask: Mask | None = None,
+    positions: Positions | None = None,
+    sample: Int[Tensor, " chosen"] | None = None,
+    near: int = NEAR,
+    blocks: Blocks | None = None,
+) -> Statistics:
+    """The statistics of a layer's heads on its inputs. Causality and window are the heads' own; `mask` adds the rest.
+
+    `positions` turn rotary heads only; `sample` names the queries to look at, all if None.
+    """
+    head = check(heads)
+    mask = replace(mask or Mask(), lookback=head.lookback, lookahead=head.lookahead)
+    mask = mask.counted(x_query.shape[1], x_key.shape[1], x_query.device)
+    if sample is not None:
+        x_query, mask = x_query[:, sample], mask.at(sample)
+        counted = torch.arange(x_key.shape[1], device=x_key.device)[None]
+        positions = (sample[None], counted) if positions is None else (positions[0][:, sample], positions[1])
+    queries, keys = queries_and_keys(heads, x_query, x_key, positions)
+    bias: Bias | None = None if head.position_bias is None else LayerBias(heads)
+    return stream(queries, keys, mask=mask, scale=head.scale, softcap=head.softcap, bias=bias, near=near, blocks=blocks)
+
+
+def check(heads: Sequence[Head]) -> Head:
+    """The first head, which speaks for all: heads of one layer differ in weights, slopes and tables only."""
+    if not heads:
+        raise refuse("at least one head", "none")
+    names = ("block", "layer", "scale", "rotary", "softcap", "lookback", "lookahead")
+    if len({tuple(getattr(head, name) for name in names) for head in heads}) > 1:
+        raise refuse("heads of one layer", "heads that differ in their layer, scale, rotary positions or window")
+    return heads[0]
+
+
+def sample_queries(num_queries: int, num_wanted: int, generator: torch.Generator) -> Int[Tensor, " chosen"] | None:
+    """That many queries drawn without replacement, in order; None if all are wanted."""
+    if num_wanted >= num_queries:
+        return None
+    return torch.randperm(num_queries, generator=generator)[:num_wanted].sort().values
