@@ -23,7 +23,7 @@ def whiten(
     query, key = working(query, key)
     if isinstance(covariance, (int, float)) and covariance == 1:
         return query, key
-    root = covariance_root(torch.as_tensor(covariance).to(query), query.shape[-1])
+    root = covariance_root(torch.as_tensor(covariance, dtype=query.dtype, device=query.device), query.shape[-1])
     if root.dim() == 2:
         return query @ root, key @ root
     return query * root, key * root

@@ -1,0 +1,190 @@
+"""`locater theory` and `locater demo`, as a user runs them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from command import locater
+
+CHECKED = [1, 6, 12, 18, 24]
+CLOSED = [0.092179, 0.141847, 0.523308, 0.880385, 0.648561]
+EXACT = [0.021766, 0.093056, 0.542209, 0.915946, 0.764977]
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    """The example of the design: 0.6 on the diagonal and an asymmetric ripple."""
+    i, j = np.mgrid[1:7, 1:7]
+    path = tmp_path / "A.npy"
+    np.save(path, 0.6 * (i == j) + 0.25 * np.sin(3 * i + 7 * j))
+    return path
+
+
+def document(*arguments):
+    result = locater("theory", *arguments, "--json", "-")
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_check_values(matrix):
+    found = document("--matrix", matrix, "--length", 24, "--method", "all", "--walks", 40_000)
+    assert found["schema"] == "locater.theory/1"
+    assert found["temperature"] == pytest.approx(6**0.5)
+    profiles = found["profiles"]
+    for t, closed, exact in zip(CHECKED, CLOSED, EXACT, strict=True):
+        assert profiles["closed"][t - 1] == pytest.approx(closed, abs=5e-5)
+        assert profiles["exact"][t - 1] == pytest.approx(exact, abs=5e-5)
+        error = profiles["monte-carlo"]["standard_error"][t - 1]
+        assert profiles["monte-carlo"]["mean"][t - 1] == pytest.approx(exact, abs=4 * error + 2 / 40_000)
+    assert len(profiles["closed"]) == len(profiles["exact"]) == len(profiles["monte-carlo"]["mean"]) == 24
+    assert found["regime"] == "late"
+
+
+def test_factors_moments_and_matrix_agree(matrix, tmp_path):
+    a = np.load(matrix)
+    np.save(tmp_path / "Q.npy", a)
+    np.save(tmp_path / "K.npy", np.eye(6))
+    from_matrix = document("--matrix", matrix, "--length", 24)
+    from_factors = document("--query", tmp_path / "Q.npy", "--key", tmp_path / "K.npy", "--length", 24)
+    moments = ("--trace", np.trace(a), "--trace-of-square", np.trace(a @ a), "--frobenius-squared", (a * a).sum())
+    from_moments = document(*moments, "--temperature", 6**0.5, "--length", 24)
+    assert from_factors == from_matrix
+    assert from_moments["profiles"]["closed"] == pytest.approx(from_matrix["profiles"]["closed"], abs=1e-12)
+    assert (from_moments["xi"], from_moments["eta"]) == pytest.approx((from_matrix["xi"], from_matrix["eta"]))
+
+
+def test_temperature_of_factors_is_the_root_of_the_head(tmp_path):
+    generator = np.random.default_rng(0)
+    for name in "QK":
+        np.save(tmp_path / f"{name}.npy", generator.normal(size=(4, 9)))
+    assert document("--query", tmp_path / "Q.npy", "--key", tmp_path / "K.npy")["temperature"] == 2
+
+
+def test_covariance_moves_into_the_matrix(matrix, tmp_path):
+    np.save(tmp_path / "scaled.npy", 0.3 * np.load(matrix))
+    np.save(tmp_path / "S.npy", 0.3 * np.eye(6))
+    scaled = document("--matrix", tmp_path / "scaled.npy", "--length", 9)
+    for covariance in ("0.3", tmp_path / "S.npy"):
+        found = document("--matrix", matrix, "--length", 9, "--covariance", covariance)
+        assert found["profiles"]["closed"] == pytest.approx(scaled["profiles"]["closed"], abs=1e-12)
+
+
+def test_limit_is_approached(matrix):
+    found = document("--matrix", matrix, "--length", 4000, "--limit")
+    theta, limit = found["limit"]["theta"], found["limit"]["closed"]
+    for point, value in list(zip(theta, limit, strict=True))[1:]:
+        assert found["profiles"]["closed"][round(point * 4000) - 1] == pytest.approx(value, abs=2e-3)
+
+
+def test_what_is_printed_fits_a_terminal_of_80_columns(matrix):
+    result = locater("theory", "--matrix", matrix, "--length", 24, "--method", "all", "--limit")
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert result.out.startswith("late: recent tokens pass on their signal")
+    assert "0.092179" in result.out and "0.021766" in result.out and "█" in result.out
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures(matrix, tmp_path, suffix):
+    picture = tmp_path / f"deep/profile.{suffix}"
+    assert locater("theory", "--matrix", matrix, "--length", 24, "--limit", "--plot", picture).code == 0
+    start = picture.read_bytes()[:8]
+    assert start == (b"\x89PNG\r\n\x1a\n" if suffix == "png" else b"<?xml ve")
+
+
+MOMENTS = ("--trace", 3, "--trace-of-square", 4, "--frobenius-squared", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "give one of --matrix"),
+        (("--matrix", "A", *MOMENTS), 2, "give one of --matrix"),
+        (("--query", "A"), 2, "both --query and --key"),
+        (MOMENTS[:4], 2, "all three"),
+        ((*MOMENTS, "--temperature", 2, "--method", "exact"), 2, "needs the weights"),
+        ((*MOMENTS, "--temperature", 2, "--method", "monte-carlo"), 2, "needs the weights"),
+        (MOMENTS, 2, "give --temperature"),
+        ((*MOMENTS[:4], "--frobenius-squared", 1, "--temperature", 2), 1, "at least |tr A²|"),
+        (("--matrix", "A", "--method", "guess"), 2, "guess"),
+        (("--matrix", "A", "--length", 0), 1, "length of at least 1"),
+        (("--matrix", "A", "--temperature", 0), 1, "temperature above 0"),
+        (("--matrix", "A", "--temperature", "nan"), 1, "temperature above 0"),
+        (("--matrix", "missing.npy"), 1, "NumPy file at missing.npy"),
+        (("--matrix", "text.npy"), 1, "NumPy file"),
+        (("--matrix", "oblong.npy"), 1, "square matrix"),
+        (("--matrix", "nan.npy"), 1, "finite numbers"),
+        (("--matrix", "words.npy"), 1, "real matrix"),
+        (("--matrix", "A", "--plot", "picture.gif"), 1, ".png"),
+        (("--matrix", "A", "--covariance", -1), 1, "variances of at least 0"),
+        (("--matrix", "A", "--json", "/proc/nowhere/x.json"), 1, "place to write"),
+    ],
+    ids=lambda value: None if isinstance(value, tuple | int) else value,
+)
+def test_bad_input_is_one_sentence(matrix, tmp_path, monkeypatch, arguments, code, words):
+    monkeypatch.chdir(tmp_path)
+    np.save("oblong.npy", np.ones((2, 3)))
+    np.save("nan.npy", np.full((2, 2), np.nan))
+    np.save("words.npy", np.array([["a", "b"]]))
+    (tmp_path / "text.npy").write_text("not an array")
+    result = locater("theory", *(matrix if word == "A" else word for word in arguments))
+    assert result.code == code, result.err
+    assert words in result.err
+    assert "Traceback" not in result.err
+    if code == 1:
+        assert len(result.err.strip().splitlines()) == 1
+
+
+def test_help_does_not_import_torch():
+    """By looking at what is loaded, not at the clock."""
+    script = (
+        "import sys; sys.argv = ['locater', '--help']\n"
+        "from locater.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "theory" in result.stdout and "scan" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def diagram():
+    result = locater("theory", "--phase-diagram", "--json", "-")
+    assert result.code == 0, result.err
+    return json.loads(result.out), result.err
+
+
+def test_the_localized_region_avoids_both_collapses(diagram):
+    """The paper's claim, with a true softmax; and the plane does have both collapses to avoid."""
+    found, _ = diagram
+    inside, outside = found["summary"]["localized"], found["summary"]["elsewhere"]
+    assert inside["points"] > 50
+    assert inside["entropy_collapse"] == inside["rank_collapse"] == 0
+    assert outside["entropy_collapse"] > 50 and outside["rank_collapse"] > 20
+
+
+def test_the_corners_of_the_plane_are_what_the_theory_says(diagram):
+    found, printed = diagram
+    middle = len(found["trace_over_temperature"]) // 2
+    assert found["trace_over_temperature"][middle] == 0
+    assert found["regime"][0][middle] == "uniform"
+    assert found["rank_residual"][0][middle] < 0.1 and found["normalised_entropy"][0][middle] > 0.99
+    assert found["normalised_entropy"][-1][middle] < 0.1
+    assert {row[middle] for row in found["regime"]} <= {"uniform", "mixed", "no-signal"}
+    assert found["regime"][0][0] == found["regime"][0][-1] == "middle"
+    assert found["regime"][0][-4] == "late" and found["regime"][0][3] == "early"
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_demo_explains_and_draws(tmp_path):
+    result = locater("demo", "--out", tmp_path / "demo")
+    assert result.code == 0, result.err
+    assert "entropy collapse" in result.out and "late" in result.out
+    for name in ("one_head.png", "phase_diagram.png"):
+        assert (tmp_path / "demo" / name).stat().st_size > 10_000
