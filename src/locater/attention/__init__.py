@@ -1,0 +1,29 @@
+"""What inputs really get: attention statistics without the matrix, and the moments of layer inputs."""
+
+from .layers import observe, project, queries_and_keys, sample_queries
+from .masks import Mask
+from .moments import InputMoments, MomentsCollector
+from .representation import Rank, rank
+from .statistics import NAMES, NEAR, Mean, Statistics, materialised, mean_over_queries
+from .streaming import Blocks, compiled, stream
+
+__all__ = [
+    "NAMES",
+    "NEAR",
+    "Blocks",
+    "InputMoments",
+    "Mask",
+    "Mean",
+    "MomentsCollector",
+    "Rank",
+    "Statistics",
+    "compiled",
+    "materialised",
+    "mean_over_queries",
+    "observe",
+    "project",
+    "queries_and_keys",
+    "rank",
+    "sample_queries",
+    "stream",
+]

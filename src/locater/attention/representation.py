@@ -1,0 +1,68 @@
+"""How alike the tokens of a text are: measures of the rank of their representations X (tokens × d)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..projections import widen
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Four views of rank collapse, one number per text; NaN where a text has too few tokens.
+
+    Residual 0, cosine 1, ranks 1: all tokens are alike.
+    """
+
+    residual: Float[Tensor, " batch"]  # ‖X − 1x̄^T‖_F / ‖X‖_F
+    mean_cosine: Float[Tensor, " batch"]  # over all pairs of different tokens
+    stable_rank: Float[Tensor, " batch"]  # ‖X‖_F² / ‖X‖₂²
+    effective_rank: Float[Tensor, " batch"]  # exp of the entropy of the normalised singular values
+
+
+def rank(
+    x: Float[Tensor, "batch tokens d_model"], *, valid: Bool[Tensor, "batch tokens"] | None = None, most: int = 128
+) -> Rank:
+    """Residual and cosine over all valid tokens, O(T d); the ranks over at most `most` of them, evenly spaced.
+
+    Ranks are bounded by the number of tokens they are taken over: compare them at one `most` only. Their cost is one
+    eigenvalue problem of that size per text; singular values below √ε of the largest are lost in it.
+    """
+    x = widen(x)
+    valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+    x = x * valid[..., None]
+    count = valid.sum(-1)
+    square = x.square().sum((-2, -1))
+    centre = x.sum(-2) / count[:, None]
+    outside = ((x - centre[:, None]) * valid[..., None]).square().sum((-2, -1))
+    directions = torch.nn.functional.normalize(x, dim=-1)
+    pairs = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
+    singular = singular_values(_thinned(x, valid, most))
+    share = singular / singular.sum(-1, keepdim=True)
+    return Rank(
+        residual=(outside / square).sqrt(),
+        mean_cosine=(pairs / (count * (count - 1))).where(count > 1, torch.nan),
+        stable_rank=(singular.square().sum(-1) / singular.square().amax(-1)).to(x),
+        effective_rank=torch.special.entr(share).sum(-1).exp().to(x),
+    )
+
+
+def singular_values(x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch least"]:
+    """Through the smaller Gram matrix, in float64."""
+    x = x.double()
+    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+
+
+def _thinned(x: Tensor, valid: Tensor, most: int) -> Tensor:
+    """At most that many rows: the valid ones first in order, then evenly spaced; padding adds only zeros."""
+    count = int(valid.sum(-1).max())
+    order = torch.sort(valid.int(), dim=-1, descending=True, stable=True).indices[:, :count]
+    if count <= most:
+        return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
+    # Spaced within each text's own valid tokens; a text shorter than that keeps all of its own, and zeros.
+    every, number = torch.arange(most, device=x.device), valid.sum(-1, keepdim=True)
+    steps = (every * number // most).where(number > most, every)
+    return x.gather(1, order.gather(1, steps)[..., None].expand(-1, -1, x.shape[-1]))
