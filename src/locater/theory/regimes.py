@@ -12,7 +12,7 @@ NO_SIGNAL = 0.05
 FLAT = 0.8
 # An end of the context is low below this share of the maximum. A head whose eigenvalues average to zero keeps its ends
 # above √(1/7) = 0.38 of the maximum, at any scale, so such a head is never called localized; and at a small variance
-# ρ(1) falls through 1/3 where tr A passes 2λ, the border between late and middle.
+# ρ(1) falls through 1/3 just beyond tr A = 2λ, the border between late and middle.
 LOW = 1 / 3
 # Each end is this share of the context, and at least one token.
 END = 0.05
