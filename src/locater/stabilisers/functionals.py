@@ -78,7 +78,7 @@ class Frobenius(Quadratic):
 
 
 class Variance(Quadratic):
-    """η²(W − mI)/d = (η² − (tr W)²/d)/d with m = tr W/d: the eigenvalues' variance when W is symmetric, never negative."""
+    """η²(W − mI)/d = (η² − (tr W)²/d)/d with m = tr W/d: never negative, the eigenvalues' variance for symmetric W."""
 
     def weights(self, d_model: int) -> tuple[float, float, float]:
         return 1 / (3 * d_model), 2 / (3 * d_model), -1 / d_model**2

@@ -1,4 +1,4 @@
-"""Which input the heads are measured on: attention's own, or the normalised one, with the norm's gain in the weights."""
+"""Which input the heads are measured on: attention's own, or the normalised one, the norm's gain in the weights."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol

@@ -11,17 +11,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..modules import ModuleTensors
+from ..modules.tensors import named_modules
 
 SPACING = 2.0**24  # more than any weight has rows and columns
 
 
 @dataclass(frozen=True)
 class Place:
-    """One weight of a live module. `adapted` is the module that adds a low-rank update to it (LoRA), if any."""
+    """One weight of a live module, and the attention module that it serves.
+
+    `adapted` is the module that adds a low-rank update to it (LoRA), if any.
+    """
 
     name: str
     module: nn.Module
     attribute: str
+    attention: nn.Module
     adapted: Any = None
 
     def read(self) -> Tensor:
@@ -96,10 +101,14 @@ class Markers(ModuleTensors):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore
         adapters = {id(m.base_layer): m for m in self.model.modules() if hasattr(m, "lora_A")}
-        self.places = {}
+        modules = named_modules(self.model)
+        self.places: dict[str, Place] = {}
         for name, (module, attribute) in self.owners.items():
             plain = name.replace(".base_layer.", ".")
-            self.places[plain] = Place(plain, module, attribute, adapters.get(id(module)))
+            # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
+            owner = plain.rpartition(".")[0]
+            attention = modules.get(owner.rpartition(".")[0], module) if attribute == "weight" else module
+            self.places[plain] = Place(plain, module, attribute, attention, adapters.get(id(module)))
         self.owners = {name: (place.module, place.attribute) for name, place in self.places.items()}
         self.order = tuple(self.places.values())
         self.index = {name: number for number, name in enumerate(self.places)}

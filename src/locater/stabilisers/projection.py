@@ -73,5 +73,5 @@ def _check(multiple: PerHead, present: PerHead, targets: PerHead) -> None:
     now, wanted = float(present.flatten()[worst]), float(targets.flatten()[worst])
     if now != now:
         raise refuse("finite weights", "NaN", "the run has diverged: go back to a checkpoint")
-    remedy = "choose a nearer target, a WarmUp, or start from `initialise`"
+    remedy = "choose a nearer target, a WarmUp, or start from SpectralInitialisation"
     raise refuse("a target of tr W within reach", f"{wanted:.4g} where tr W = {now:.4g}", remedy)

@@ -120,9 +120,9 @@ def _axis(weight: Tensor, grid: Grid) -> tuple[str, int]:
     if not isinstance(weight, DTensor):
         return "gathered", -1
     sharded = [(n, placement) for n, placement in enumerate(weight.placements) if not isinstance(placement, Replicate)]
-    if len(sharded) != 1 or type(sharded[0][1]) is not Shard:
+    number, placement = sharded[0] if len(sharded) == 1 else (-1, None)
+    if type(placement) is not Shard:
         return "gathered", -1
-    number, placement = sharded[0]
     return ("rows" if placement.dim % 2 == grid.row_axis else "columns"), number
 
 
