@@ -30,28 +30,41 @@ class Method(StrEnum):
     all = "all"
 
 
+Matrix = Annotated[Path | None, typer.Option(metavar="A.npy", help="The d×d matrix A.")]
+Query = Annotated[Path | None, typer.Option(metavar="Q.npy", help="Query weights, d_h×d.")]
+Key = Annotated[Path | None, typer.Option(metavar="K.npy", help="Key weights, d_h×d.")]
+Trace = Annotated[float | None, typer.Option(help="tr A, instead of weights.")]
+TraceOfSquare = Annotated[float | None, typer.Option(help="tr A².")]
+FrobeniusSquared = Annotated[float | None, typer.Option(help="‖A‖² (Frobenius).")]
+Length = Annotated[int, typer.Option(help="T, the number of tokens.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="λ, which divides the logits; √d_h (√d for --matrix) unless given.")
+]
+Covariance = Annotated[str, typer.Option(metavar="S", help="Σ of the steps: a number, or a .npy of (d) or (d, d).")]
+Walks = Annotated[int, typer.Option(min=1, help="Random walks for Monte Carlo.")]
+Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")]
+PhaseDiagram = Annotated[
+    bool, typer.Option("--phase-diagram", help="Draw the plane eigenvalue mean × variance instead.")
+]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Save a picture (.png, .svg or .pdf).")]
+
+
 def theory(
-    matrix: Annotated[Path | None, typer.Option(metavar="A.npy", help="The d×d matrix A.")] = None,
-    query: Annotated[Path | None, typer.Option(metavar="Q.npy", help="Query weights, d_h×d.")] = None,
-    key: Annotated[Path | None, typer.Option(metavar="K.npy", help="Key weights, d_h×d.")] = None,
-    trace: Annotated[float | None, typer.Option(help="tr A, instead of weights.")] = None,
-    trace_of_square: Annotated[float | None, typer.Option(help="tr A².")] = None,
-    frobenius_squared: Annotated[float | None, typer.Option(help="‖A‖² (Frobenius).")] = None,
-    length: Annotated[int, typer.Option(help="T, the number of tokens.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option(help="λ, which divides the logits; √d_h (√d for --matrix) unless given.")
-    ] = None,
-    covariance: Annotated[
-        str, typer.Option(metavar="S", help="Σ of the walk's steps: a number, or a .npy of (d) or (d, d).")
-    ] = "1",
-    method: Annotated[Method, typer.Option(help="How to compute the probability.")] = Method.closed,
-    walks: Annotated[int, typer.Option(help="Random walks for Monte Carlo.")] = 20_000,
+    matrix: Matrix = None,
+    query: Query = None,
+    key: Key = None,
+    trace: Trace = None,
+    trace_of_square: TraceOfSquare = None,
+    frobenius_squared: FrobeniusSquared = None,
+    length: Length = 128,
+    temperature: Temperature = None,
+    covariance: Covariance = "1",
+    method: Annotated[Method, typer.Option(metavar="NAME", help="closed, exact, monte-carlo or all.")] = Method.closed,
+    walks: Walks = 20_000,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    limit: Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")] = False,
-    phase_diagram: Annotated[
-        bool, typer.Option("--phase-diagram", help="Draw the plane eigenvalue mean × variance instead.")
-    ] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Save a picture (.png, .svg or .pdf).")] = None,
+    limit: Limit = False,
+    phase_diagram: PhaseDiagram = False,
+    plot: Plot = None,
     json: JsonPath = None,
 ) -> None:
     """Which tokens pass on a signal: the propagation probability of each token of a random walk."""
@@ -59,43 +72,41 @@ def theory(
         from .phase_diagram import run
 
         return run(seed=seed, plot=plot, json=json)
-    moments_given = [value is not None for value in (trace, trace_of_square, frobenius_squared)]
-    sources = [matrix is not None, query is not None or key is not None, any(moments_given)]
-    if sum(sources) != 1:
+    moments = (trace, trace_of_square, frobenius_squared)
+    by_moments = any(moment is not None for moment in moments)
+    if (matrix is not None) + (query is not None or key is not None) + by_moments != 1:
         raise BadArguments("give one of --matrix, --query with --key, or the three moments (or --phase-diagram)")
-    if any(moments_given):
-        if not all(moments_given):
-            raise BadArguments("give all three of --trace, --trace-of-square and --frobenius-squared")
-        _refuse_more_than_moments(method, temperature)
-        from ..studies.profile import profile_of_moments
-
-        given = (trace, trace_of_square, frobenius_squared)
-        document = profile_of_moments(*given, length=length, temperature=temperature, limit=limit)
+    options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
+    if by_moments:
+        document = _of_moments(moments, method, options)
     else:
-        from ..studies.profile import profile_of_weights
-
-        document = profile_of_weights(
-            *(_load_matrix(matrix) if matrix else _load_pair(query, key)),
-            methods=[one.value for one in Method if method in (one, Method.all) and one is not Method.all],
-            length=length,
-            temperature=temperature,
-            covariance=_covariance(covariance),
-            num_walks=walks,
-            seed=seed,
-            limit=limit,
-        )
-    _show(document, plot, json)
-    return None
+        weights = _load_matrix(matrix) if matrix else _load_pair(query, key)
+        options |= dict(covariance=_covariance(covariance), num_walks=walks, seed=seed)
+        document = _of_weights(weights, method, options)
+    return _show(document, plot, json)
 
 
-def _refuse_more_than_moments(method: Method, temperature: float | None) -> None:
+def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict[str, Any]) -> dict[str, Any]:
+    from ..studies.profile import profile_of_moments
+
+    given = [moment for moment in moments if moment is not None]
+    if len(given) < 3:
+        raise BadArguments("give all three of --trace, --trace-of-square and --frobenius-squared")
     if method is not Method.closed:
         raise BadArguments(
             f"--method {method.value} needs the weights: three moments fix the closed form only; "
             "give --matrix or --query with --key, or use --method closed"
         )
-    if temperature is None:
+    if options["temperature"] is None:
         raise BadArguments("three moments do not tell d_h, so give --temperature (λ, as a rule √d_h)")
+    return profile_of_moments(*given, **options)
+
+
+def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> dict[str, Any]:
+    from ..studies.profile import METHODS, profile_of_weights
+
+    methods = METHODS if method is Method.all else [method.value]
+    return profile_of_weights(*weights, methods=methods, **options)
 
 
 def _load_matrix(path: Path) -> "tuple[Tensor, Tensor]":
