@@ -50,8 +50,8 @@ def absorb_far(
     keys: Float[Tensor, "batch groups keys d_head"],
     block: Block,
     softcap: float | None,
-    offset: Float[Tensor, "batch queries"],
-    inner: Float[Tensor, "batch keys"],
+    offset: Float[Tensor, "#batch queries"],
+    inner: Float[Tensor, "#batch keys"],
 ) -> Running:
     """A block all on one side and not near: |i − j| = offset_i + inner_j, so two columns of a product give its sums."""
     e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
@@ -67,7 +67,7 @@ def absorb_near(
     keys: Float[Tensor, "batch groups keys d_head"],
     block: Block,
     softcap: float | None,
-    distance: Float[Tensor, "batch queries keys"],
+    distance: Float[Tensor, "#batch queries keys"],
     near: int,
 ) -> Running:
     """Any block: distances one by one."""

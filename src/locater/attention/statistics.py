@@ -52,16 +52,18 @@ class Mean:
 
 
 def mean_over_queries(numbers: PerQuery, *, seen: float = 1.0) -> Mean:
-    """The mean of the finite entries per head; `seen` is the share of the queries that these are a sample of.
+    """The mean of the entries that are not NaN per head; `seen` is the share of the queries that these are a sample of.
 
-    standard error = √((1 − seen) s² / count), s² the sample's variance: zero when every query was seen.
+    The texts of a batch share the draw, so a draw counts once: with the sum s_i and the count c_i of query i over the
+    texts, error² = (1 − seen) · q/(q − 1) · Σ (s_i − c_i · mean)² / (Σ c_i)², zero when every query was seen.
     """
-    rows = numbers.movedim(-2, 0).flatten(1)
-    valid = ~rows.isnan()
-    count = valid.sum(-1)
-    value = rows.nansum(-1) / count
-    square = (rows - value[:, None]).square().nansum(-1) / (count - 1).clamp(min=1)
-    return Mean(value, count, (square * max(0.0, 1 - seen) / count).sqrt())
+    numbers = numbers.reshape(-1, *numbers.shape[-2:])
+    sums, counts = numbers.nansum(0), (~numbers.isnan()).sum(0)
+    count = counts.sum(-1)
+    value = sums.sum(-1) / count
+    num_queries = numbers.shape[-1]
+    square = (sums - counts * value[:, None]).square().sum(-1) * num_queries / max(1, num_queries - 1)
+    return Mean(value, count, (square * max(0.0, 1 - seen)).sqrt() / count)
 
 
 def materialised(
