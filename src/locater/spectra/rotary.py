@@ -59,15 +59,19 @@ def rotary_forms(products: Grams, pairs: Int[Tensor, "pairs 2"]) -> RotaryForms:
     Every B is zero outside one diagonal block, so each entry is a sum over one block of an elementwise product:
     O(d_h²) per head for all of them.
     """
-    order = _order(pairs.to(products.core.device), products.core.shape[-1])
-    core, query, key = (product[..., order, :][..., order] for product in products)
-    crossed, count = core.mT, len(pairs)
-    turned_key = -_quarter_turn(key, count)
-    diagonals = [part.diagonal(dim1=-2, dim2=-1) for part in (crossed, _quarter_turn(crossed, count))]
+    count, size = len(pairs), products.core.shape[-1]
+    order = _order(pairs.to(products.core.device), size)
+    if not torch.equal(order, torch.arange(size, device=order.device)):  # interleaved pairs, or rows that do not turn
+        products = Grams(*(product[..., order, :][..., order] for product in products))
+    core, query, key = products
+    crossed = core.mT.contiguous()
+    halves = crossed[..., :count, count : 2 * count], crossed[..., count : 2 * count, :count]
+    turned = torch.sub(*(half.diagonal(dim1=-2, dim2=-1) for half in halves))
+    plain = _pair_sums(core.diagonal(dim1=-2, dim2=-1), count)
     return RotaryForms(
-        torch.cat([_pair_sums(diagonal, count) for diagonal in diagonals], dim=-1),
-        _block_form(crossed, crossed, turned=_quarter_turn(crossed, count), count=count),
-        _block_form(query, key, turned=turned_key, count=count),
+        torch.cat([plain, turned, turned.new_zeros(*turned.shape[:-1], 1)], dim=-1),
+        _block_form(crossed, core, turn=1, count=count),
+        _block_form(query, key, turn=-1, count=count),  # both are their own transpose, and B^T = −B for a turn
     )
 
 
@@ -81,12 +85,6 @@ def _order(pairs: Int[Tensor, "pairs 2"], d_head: int) -> Int[Tensor, " d_head"]
     return torch.cat([named, free.nonzero()[:, 0]])
 
 
-def _quarter_turn(matrix: Float[Tensor, "*batch rows columns"], count: int) -> Float[Tensor, "*batch rows columns"]:
-    """J X: the first row of each pair becomes minus the second, the second the first, the rest zero."""
-    first, second, rest = matrix[..., :count, :], matrix[..., count : 2 * count, :], matrix[..., 2 * count :, :]
-    return torch.cat([-second, first, torch.zeros_like(rest)], dim=-2)
-
-
 def _pair_sums(values: Float[Tensor, "*batch rows"], count: int) -> Float[Tensor, "*batch groups"]:
     """Sum the last axis over the two rows of each pair, and over all rows that do not turn."""
     rest = values[..., 2 * count :].sum(-1, keepdim=True)
@@ -97,14 +95,31 @@ def _block_form(
     left: Float[Tensor, "*#batch d_head d_head"],
     right: Float[Tensor, "*#batch d_head d_head"],
     *,
-    turned: Float[Tensor, "*#batch d_head d_head"],
+    turn: int,
     count: int,
 ) -> Float[Tensor, "*batch terms terms"]:
-    """tr(X L Y R) for X, Y among all B, given R and the `turned` R that a quarter turn for Y leaves."""
+    """tr(X L Y R^T) for X, Y among all B, where a quarter turn for Y counts `turn` times.
 
-    def sums(one: Tensor, other: Tensor) -> Tensor:
-        return _pair_sums(_pair_sums(one * other.mT, count).mT, count).mT
+    In 2×2 blocks, over first and second rows of the pairs, a quarter turn exchanges halves and changes one sign.
+    """
+    first, second, rest = slice(count), slice(count, 2 * count), slice(2 * count, None)
+    plain = _row_sums(left[..., first] * right[..., first] + left[..., second] * right[..., second], count)
+    alone = _row_sums((left[..., rest] * right[..., rest]).sum(-1, keepdim=True), count)
+    mixed = _row_sums(left[..., second] * right[..., first] - left[..., first] * right[..., second], count) * turn
+    both = (
+        left[..., first, second] * right[..., second, first]
+        + left[..., second, first] * right[..., first, second]
+        - left[..., first, first] * right[..., second, second]
+        - left[..., second, second] * right[..., first, first]
+    ) * turn
+    form = plain.new_zeros(*plain.shape[:-2], 2 * count + 2, 2 * count + 2)
+    form[..., : count + 1, :count], form[..., : count + 1, count : count + 1] = plain, alone
+    form[..., : count + 1, count + 1 : -1], form[..., count + 1 : -1, : count + 1] = mixed, mixed.mT
+    form[..., count + 1 : -1, count + 1 : -1] = both
+    return form
 
-    plain, mixed = sums(left, right), sums(left, turned)
-    both = sums(_quarter_turn(left, count), turned)
-    return torch.cat([torch.cat([plain, mixed], -1), torch.cat([mixed.mT, both], -1)], dim=-2)
+
+def _row_sums(values: Float[Tensor, "*batch rows columns"], count: int) -> Float[Tensor, "*batch groups columns"]:
+    """`_pair_sums` over rows instead, without a transposed copy."""
+    pairs = values[..., :count, :] + values[..., count : 2 * count, :]
+    return torch.cat([pairs, values[..., 2 * count :, :].sum(-2, keepdim=True)], dim=-2)

@@ -15,8 +15,8 @@ from .problem import Problem, prepare
 from .softmax import on_slope
 from .walks import Estimate
 
-# Largest number of Gram entries held at once in float64; larger blocks leave the cache and are slower.
-ENTRIES_AT_ONCE = 2**19
+# Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.
+ENTRIES_AT_ONCE = 2**17
 
 
 def profile(
@@ -61,45 +61,57 @@ def from_grams(
     """The same from products that are at hand already, for Σ = I."""
     if positions is None:
         positions = torch.arange(1, length + 1, device=products.core.device)
-    series = _Series(length, temperature, positions, frequencies=frequencies, amplitude=amplitude)
-    parts = [series.probabilities(rotary_forms(part, pairs)) for part in _in_parts(products)]
-    return torch.cat(parts).reshape(*products.core.shape[:-2], len(positions))
+    series = Series(length, positions, frequencies=frequencies, amplitude=amplitude)
+    return series.profile(products, pairs=pairs, temperature=temperature)
 
 
-class _Series:
-    """What the profile needs of z(Δ), for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
+class Series:
+    """What the profile needs of z(Δ), the same for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
 
-    def __init__(self, length: int, temperature: float, positions: Tensor, *, frequencies: Tensor, amplitude: float):
+    def __init__(
+        self,
+        length: int,
+        positions: Int[Tensor, " positions"],
+        *,
+        frequencies: Float[Tensor, " pairs"],
+        amplitude: float = 1.0,
+    ):
         if bool(((positions < 1) | (positions > length)).any()):
             raise refuse(f"positions from 1 to {length}", positions.tolist())
         offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=positions.device)
         terms = rotation(offsets, frequencies, amplitude=amplitude)
         suffix = terms.flip(0).cumsum(0).flip(0) / length
         prefix = suffix.cumsum(0)
-        self.length, self.temperature = length, temperature
+        self.length = length
         self.count = positions.double()[:, None]
         self.here, self.until = terms[positions - 1], prefix[positions - 1]
         self.total = self.count * self.here - prefix[-1]
         self.squares = suffix.mT @ suffix
 
-    def probabilities(self, forms: RotaryForms) -> Float[Tensor, "heads positions"]:
+    def profile(
+        self, products: Grams, *, pairs: Int[Tensor, "pairs 2"], temperature: float
+    ) -> Float[Tensor, "*batch positions"]:
+        """ρ_t of every head: O(d_h²) for its forms, then O(P d_h²)."""
+        parts = [self._probabilities(rotary_forms(part, pairs), temperature) for part in _in_parts(products)]
+        return torch.cat(parts).reshape(*products.core.shape[:-2], len(self.count))
+
+    def _probabilities(self, forms: RotaryForms, temperature: float) -> Float[Tensor, "heads positions"]:
         """P(−1 < ω_t − ω̄ < T−1) of some heads. Σ_i ‖C_i‖² = t a^T F a − 2 a^T F Σ_{i≤t} b_i + Σ_i b_i^T F b_i."""
-        mean = forms.trace @ self.total.mT
-        here = self.here @ forms.norm
-        norms = (here * (self.count * self.here - 2 * self.until)).sum(-1)
-        norms = norms + (forms.norm * self.squares).sum((-2, -1))[:, None]
-        variance = self.length * norms + (self.total @ forms.square * self.total).sum(-1)
-        upper = (self.length - 1) * self.temperature
-        return between(-self.temperature, upper, mean=mean, variance=variance)
+        trace, square, norm = (form.double() for form in forms)  # the sums over the context cancel
+        mean = trace @ self.total.mT
+        norms = (self.here @ norm * (self.count * self.here - 2 * self.until)).sum(-1)
+        norms = norms + (norm * self.squares).sum((-2, -1))[:, None]
+        variance = self.length * norms + (self.total @ square * self.total).sum(-1)
+        return between(-temperature, (self.length - 1) * temperature, mean=mean, variance=variance)
 
 
 def _in_parts(products: Grams) -> Iterator[Grams]:
-    """The products of some heads at a time, in float64: the sums over the context cancel."""
+    """The products of some heads at a time."""
     batch, size = products.core.shape[:-2], products.core.shape[-1]
     flat = [product.expand(*batch, size, size).reshape(-1, size, size) for product in products]
     at_once = max(1, ENTRIES_AT_ONCE // size**2)
     for part in zip(*(product.split(at_once) for product in flat), strict=True):
-        yield Grams(*(product.double() for product in part))
+        yield Grams(*part)
 
 
 def monte_carlo(
