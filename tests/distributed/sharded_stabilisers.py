@@ -1,4 +1,4 @@
-"""Run by torchrun: LocAteR on sharded models against the same on one process; prints a line per case, exits 1 on any gap."""
+"""Run by torchrun: LocAteR on sharded models against the same on one process; exits 1 on any gap."""
 
 import copy
 import os
@@ -96,7 +96,13 @@ def cases(world: int):
     yield "FSDP2, fused (in, out), rows", gpt2, fsdp_columns, mesh, "whole"
     yield "tensor parallel", llama, tensor_parallel, mesh, "heads"
     if world == 4:
-        yield "FSDP2 × tensor parallel", llama, both, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "whole"
+        yield (
+            "FSDP2 × tensor parallel",
+            llama,
+            both,
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+            "whole",
+        )
 
 
 def main() -> int:

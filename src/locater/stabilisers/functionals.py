@@ -5,7 +5,7 @@ With M = W_K W_Q^T, G_Q = W_Q W_Q^T, G_K = W_K W_K^T everything here is of size 
 
 import warnings
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ class Setting(NamedTuple):
     rotary: Rotary | None = None
 
 
+@runtime_checkable
 class Functional(Protocol):
     """value(grams) per head, and its slope: the derivative by each of the three Gram matrices."""
 

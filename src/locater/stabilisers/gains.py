@@ -1,7 +1,7 @@
 """Which input the heads are measured on: attention's own, or the normalised one, the norm's gain in the weights."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from ..modules import layers
 from .pairs import Pair
 
 
+@runtime_checkable
 class Inputs(Protocol):
     """The gain that multiplies the columns of each pair's weights; None for none."""
 

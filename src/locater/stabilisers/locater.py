@@ -114,7 +114,7 @@ class LocAteR(Stabiliser):
 
     def _project(self, number: int, pair: Pair) -> None:
         weights = pair.weights()
-        if not all(weight.is_leaf for weight in weights):
+        if not pair.is_stored:
             raise refuse("plain parameters to project", f"computed ones in {pair.name}", "hold the mean by Penalty(…)")
         part = part_of(pair, weights)
         targets = self.targets(number)
@@ -127,7 +127,7 @@ class LocAteR(Stabiliser):
         rates = learning_rates(optimizer)
         for pair in self.pairs:
             for grid, weight in zip((pair.query, pair.key), pair.weights(), strict=False):
-                if weight.is_leaf and weight.requires_grad:
+                if grid.place.is_stored and weight.requires_grad:
                     learning_rate(rates, weight, grid.place.name)
 
     @staticmethod

@@ -4,7 +4,7 @@ Targets are of tr W in units of λ, the number that logits are divided by: the b
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import refuse
 
 
+@runtime_checkable
 class Target(Protocol):
     """The wanted tr W / λ of every head after a number of steps, given what it was at the start."""
 

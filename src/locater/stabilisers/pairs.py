@@ -34,6 +34,11 @@ class Pair:
         return self.query.place.identity == self.key.place.identity
 
     @property
+    def is_stored(self) -> bool:
+        """Whether both weights are parameters themselves."""
+        return self.query.place.is_stored and self.key.place.is_stored
+
+    @property
     def is_grouped(self) -> bool:
         return self.query.num_heads > 1
 

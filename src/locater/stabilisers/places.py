@@ -46,6 +46,11 @@ class Place:
         return (id(self.module), self.attribute) if stored is None else (id(stored), "")
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the weight is a parameter itself, not computed from others."""
+        return self.module._parameters.get(self.attribute) is not None and (self.adapted is None or self.adapted.merged)
+
+    @property
     def is_trained(self) -> bool:
         return self.read().requires_grad
 
@@ -69,7 +74,7 @@ class Grid:
         row, column = matrix.stride()
         size = (self.num_groups, self.num_heads, self.d_head, matrix.shape[1])
         steps = (self.group_step * row, self.head_step * row, row, column)
-        return matrix.as_strided(size, steps, matrix.storage_offset() + self.first * row)
+        return matrix[self.first :].as_strided(size, steps)
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ temperature as in Henry et al. 2020 (arXiv 2010.04245).
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from .slots import Call, Slots
 SUBMODULE = "qk_norm"
 
 
+@runtime_checkable
 class Kind(Protocol):
     """What is learned for a module's heads, and the changed call."""
 

@@ -23,7 +23,7 @@ def shrink(pair: Pair, terms: Terms, rates: dict[int, float]) -> Bool[Tensor, ""
     grams = part.complete(gram_matrices(*terms.fold(part)))
     finite = torch.isfinite(trace(grams.query).sum() + trace(grams.key).sum())
     slope = terms.slope(grams, part)
-    if not all(weight.is_leaf for weight in weights):
+    if not pair.is_stored:
         _hand_on(pair, weights, gradient(part, slope, terms), rates)
         return finite
     by_query, by_key = head_gradients(part, slope, terms)

@@ -105,6 +105,7 @@ class Slots:
             self.called.add(name)
             return handler(name, call)
 
+        @torch.compiler.disable  # the compiler misses some kernels under a function mode, which would bypass the slot
         @functools.wraps(before)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _Intercept(handle):

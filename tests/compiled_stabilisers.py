@@ -1,0 +1,23 @@
+"""Run on its own: the penalty inside a compiled loss, its gradient against the eager one; exits 1 on a gap."""
+
+import torch
+
+from locater.stabilisers import Constant, LocAteR, Penalty
+from stabiliser_models import OwnAttention
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = OwnAttention().double()
+locater = LocAteR(model, strength=0.5, mean=Penalty(0.3, Constant(1.0)), heads=model.heads)
+x = torch.randn(2, 5, 16, dtype=torch.float64)
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() + locater.penalty()
+
+
+parameters = list(model.parameters())
+expected = torch.autograd.grad(loss(x), parameters)
+found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(x), parameters)
+for one, other in zip(found, expected, strict=True):
+    torch.testing.assert_close(one, other)
