@@ -9,12 +9,12 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 # Lowest first; names on one line do not import each other.
 LAYERS = [
     {"errors"},
-    {"records", "positions", "projections", "spectra"},
+    {"records", "positions", "projections", "spectra", "shape", "cross_entropy"},
     {"heads", "theory"},
     {"attention", "analysis", "families"},
     {"checkpoints", "modules", "findings", "conditions", "embedded_text"},
-    {"scan", "stabilisers", "monitor"},
-    {"compare", "predict", "integrations"},
+    {"scan", "stabilisers", "monitor", "model", "data"},
+    {"compare", "predict", "integrations", "training"},
     {"studies", "report"},
     {"cli"},
 ]

@@ -3,12 +3,12 @@
 from collections.abc import Collection
 
 from ..errors import refuse
-from . import encoders, gemma, gpt, hybrid, latent, llama, seq2seq, torch_native, vision
+from . import encoders, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
 from .config import Config
 from .schema import Family
 from .unknown import unknown_layout
 
-TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native)
+TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, own)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 
 
