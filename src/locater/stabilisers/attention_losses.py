@@ -29,15 +29,16 @@ class AttentionLoss(Stabiliser):
 
     def _attend(self, name: str, call: Call) -> Tensor:
         logits = call.masked(call.raw())
-        recomputing = torch._C._current_graph_task_id() != -1
-        if torch.is_grad_enabled() and not recomputing:
+        if torch.is_grad_enabled():
             some = (logits > -torch.inf).any(-1)
-            self.gathered.setdefault(name, []).append(self.number(logits).where(some, 0.0).sum() / some.sum())
+            mean = self.number(logits).where(some, 0.0).sum() / some.sum()
+            # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
+            if torch._C._current_graph_task_id() == -1:
+                self.gathered.setdefault(name, []).append(mean)
         return call.finish(logits)
 
     def penalty(self) -> Float[Tensor, ""]:
-        """What the passes since the last call have gathered; refuses if none has."""
-        self.slots.check()
+        """What the passes since the last call have gathered."""
         means = {name: torch.stack(values).mean() for name, values in self.gathered.items()}
         self.gathered.clear()
         if not means:

@@ -56,7 +56,6 @@ class QKClip(Stabiliser):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.slots.check()
         for largest in self.largest.values():
             if dist.is_initialized():
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

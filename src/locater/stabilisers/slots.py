@@ -91,12 +91,11 @@ class Slots:
         while self.undo:
             self.undo.pop()()
 
-    def check(self) -> None:
-        """Refuses a model whose attention does not pass through the slot."""
-        missing = [name for name in self.names.values() if name not in self.called]
-        if missing:
-            remedy = "load the model with attn_implementation='sdpa', need_weights=False, and run it before"
-            raise refuse("attention through scaled_dot_product_attention", f"none in {missing[0]}", remedy)
+    def check(self, name: str) -> None:
+        """Refuses a module whose attention does not pass through the slot: the stabiliser would do nothing."""
+        if name not in self.called:
+            remedy = "load the model with attn_implementation='sdpa', or call it with need_weights=False"
+            raise refuse("attention through scaled_dot_product_attention", f"another way in {name}", remedy)
 
     def _wrap(self, module: nn.Module, name: str, handler: Handler) -> None:
         before, own = module.forward, "forward" in module.__dict__
@@ -109,7 +108,9 @@ class Slots:
         @functools.wraps(before)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with _Intercept(handle):
-                return before(*args, **kwargs)
+                found = before(*args, **kwargs)
+            self.check(name)
+            return found
 
         module.forward = forward  # type: ignore[method-assign]
         # A module with a hook is not bypassed by the fused encoder layer of torch.
