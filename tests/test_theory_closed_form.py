@@ -63,3 +63,19 @@ def test_the_limit_wants_shares_of_the_context():
 def test_certain_values_are_inside_or_not():
     mean, none = torch.tensor([-1.0, 0.0, 1.0, 2.0], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     assert closed_form.between(-1.0, 2.0, mean=mean, variance=none).tolist() == [0, 1, 1, 0]
+
+
+def test_a_bias_of_the_logits_moves_the_mean_only():
+    """Against walks simulated here, with ALiBi's slope added to every logit; d_h is large, so the Gaussian fits."""
+    size, length, slope, walks = 48, 16, 0.2, 20_000
+    generator = torch.Generator().manual_seed(0)
+    matrix = 0.02 * torch.randn(size, size, generator=generator, dtype=torch.float64)
+    tokens = torch.randn(walks, length, size, generator=generator, dtype=torch.float64).cumsum(1)
+    bias = -slope * torch.arange(length - 1, -1, -1, dtype=torch.float64)
+    logits = torch.einsum("wtd,de,we->wt", tokens, matrix, tokens[:, -1]) / size**0.5 + bias
+    centred = logits - logits.mean(1, keepdim=True)
+    simulated = ((centred > -1) & (centred < length - 1)).double().mean(0)
+    found = moments(matrix, torch.eye(size, dtype=torch.float64))
+    plain, biased = (closed_form.from_moments(found, length=length, bias=one) for one in (None, bias))
+    assert (biased - simulated).abs().max() < 0.03
+    assert (plain - simulated).abs().max() > 0.2

@@ -25,21 +25,37 @@ def profile(
     return from_moments(moments(problem.query, problem.key), length=length, temperature=problem.temperature)
 
 
-def from_moments(found: Moments, *, length: int, temperature: float | None = None) -> Float[Tensor, "*batch {length}"]:
-    """The profile of heads of which only the three moments are known."""
+def from_moments(
+    found: Moments,
+    *,
+    length: int,
+    temperature: float | None = None,
+    bias: Float[Tensor, "*#batch {length}"] | None = None,
+) -> Float[Tensor, "*batch {length}"]:
+    """The profile of heads of which only the three moments are known; `bias` is what positions add to the logits."""
     positions = torch.arange(1, check_length(length) + 1, dtype=torch.float64, device=found.trace.device)
-    return at(positions, found, length=length, temperature=temperature)
+    shift = None if bias is None else bias.double() - bias.double().mean(-1, keepdim=True)
+    return at(positions, found, length=length, temperature=temperature, shift=shift)
 
 
 def at(
-    positions: Float[Tensor, " positions"], found: Moments, *, length: int, temperature: float | None = None
+    positions: Float[Tensor, " positions"],
+    found: Moments,
+    *,
+    length: int,
+    temperature: float | None = None,
+    shift: Float[Tensor, "*#batch positions"] | None = None,
 ) -> Float[Tensor, "*batch positions"]:
-    """ρ_t = Φ((T−1−μ)/√v) − Φ((−1−μ)/√v), μ = Σc tr A/λ, v = [(Σc)² tr A² + T‖c‖²‖A‖²]/λ², at any real t."""
+    """ρ_t = Φ((T−1−μ)/√v) − Φ((−1−μ)/√v), μ = Σc tr A/λ, v = [(Σc)² tr A² + T‖c‖²‖A‖²]/λ², at any real t.
+
+    A bias b_t of the logits moves μ by `shift` = b_t − b̄ and leaves v alone.
+    """
     total, squares = walk_weights(positions, length)
-    mean = total * _column(found.trace)
-    variance = total.square() * _column(found.trace_of_square) + squares * _column(found.frobenius_squared)
     scale = check_temperature(temperature, found.d_head)
-    return between(-scale, (length - 1) * scale, mean=mean, variance=variance)
+    mean = total * _column(found.trace)
+    mean = mean if shift is None else mean + scale * shift
+    variance = total.square() * _column(found.trace_of_square) + squares * _column(found.frobenius_squared)
+    return between(-scale, (length - 1) * scale, mean=mean, variance=variance.expand_as(mean))
 
 
 def limit(
