@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from locater.attention import NAMES, Blocks, Mask, materialised, mean_over_queries, sample_queries, stream
+from locater.attention import NAMES, Blocks, Mask, Rule, materialised, mean_over_queries, sample_queries, stream
 from locater.errors import Refusal
 
 SMALL = Blocks(queries=8, keys=8, logits=300)  # so that the smallest input has many blocks and parts
@@ -39,6 +39,8 @@ def masks(batch, heads, queries, keys, seed):
     dense = torch.rand(batch, heads, queries, keys, generator=generator) < 0.5
     yield "dense per head", Mask(dense=dense)
     yield "dense for all heads", Mask(dense=dense[:, :1], lookahead=0)
+    odd = Rule(lambda b, h, q, k: (3 * q + k + h + 2 * b) % 5 > 1, *map(torch.arange, (batch, heads, queries)))
+    yield "rule", Mask(rule=odd)
     if not same:
         offset = torch.arange(queries)[None] + keys - queries
         yield "causal, queries at the end", Mask(lookahead=0, query_positions=offset)
@@ -74,7 +76,7 @@ def reference(queries, keys, mask, *, scale, softcap=None, bias=None, near=16):
     (batch, heads, num_queries, _), num_keys = queries.shape, keys.shape[2]
     logits = queries.double() @ keys.double().repeat_interleave(heads // keys.shape[1], 1).mT * scale
     mask = mask.counted(num_queries, num_keys, logits.device)
-    everything = slice(None), slice(None)
+    everything = slice(0, num_queries), slice(0, num_keys)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:

@@ -1,7 +1,7 @@
 """What inputs really get: attention statistics without the matrix, and the moments of layer inputs."""
 
 from .layers import observe, project, queries_and_keys, sample_queries
-from .masks import Mask
+from .masks import Mask, Rule
 from .moments import InputMoments, MomentsCollector
 from .representation import Rank, rank
 from .statistics import NAMES, NEAR, Mean, Statistics, materialised, mean_over_queries
@@ -16,6 +16,7 @@ __all__ = [
     "Mean",
     "MomentsCollector",
     "Rank",
+    "Rule",
     "Statistics",
     "compiled",
     "materialised",

@@ -3,6 +3,7 @@
 A mask answers for whole blocks first, from the extremes of positions and segments, so that blocks can be skipped.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,11 +12,30 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class Rule:
+    """A mask as FlexAttention writes it: admitted(sequence, head, query, key) by index, on tensors that broadcast."""
+
+    admitted: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    sequences: Int[Tensor, " batch"]
+    heads: Int[Tensor, " heads"]
+    queries: Int[Tensor, " queries"]
+
+    def block(self, queries: slice, keys: slice) -> Bool[Tensor, "batch heads queries_here keys_here"]:
+        index = torch.arange(keys.start, keys.stop, device=self.queries.device)
+        sequences, heads = self.sequences[:, None, None, None], self.heads[:, None, None]
+        found = self.admitted(sequences, heads, self.queries[queries][:, None], index)
+        return found.expand(len(self.sequences), len(self.heads), -1, -1)
+
+    def part(self, batch: slice, heads: slice) -> "Rule":
+        return replace(self, sequences=self.sequences[batch], heads=self.heads[heads])
+
+
+@dataclass(frozen=True, eq=False)
 class Mask:
     """A key is admitted if it is valid, of the query's segment, and −lookahead ≤ query − key position ≤ lookback.
 
-    Causal is `lookahead=0`, a window of w keys `lookback=w−1`. Positions count from 0 unless given. `dense` must admit
-    the key too. Queries that are not valid (padding) get no statistics.
+    Causal is `lookahead=0`, a window of w keys `lookback=w−1`. Positions count from 0 unless given. `dense` and `rule`
+    must admit the key too. Queries that are not valid (padding) get no statistics.
     """
 
     lookback: int | None = None
@@ -27,6 +47,7 @@ class Mask:
     query_segments: Int[Tensor, "#batch queries"] | None = None
     key_segments: Int[Tensor, "#batch keys"] | None = None
     dense: Bool[Tensor, "#batch #heads queries keys"] | None = None
+    rule: Rule | None = None
 
     def counted(self, num_queries: int, num_keys: int, device: torch.device) -> "Mask":
         """The same mask with its positions spelled out."""
@@ -39,12 +60,15 @@ class Mask:
         """The mask of some of the queries."""
         names = ("query_positions", "query_valid", "query_segments")
         chosen = {name: _columns(getattr(self, name), queries) for name in names}
-        return replace(self, **chosen, dense=None if self.dense is None else self.dense[..., queries, :])
+        dense = None if self.dense is None else self.dense[..., queries, :]
+        rule = None if self.rule is None else replace(self.rule, queries=self.rule.queries[queries])
+        return replace(self, **chosen, dense=dense, rule=rule)
 
     def part(self, batch: slice, heads: slice) -> "Mask":
         """The mask of some of the batch's sequences and heads."""
         names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and len(value) > 1]
-        some = replace(self, **{name: getattr(self, name)[batch] for name in names})
+        rule = None if self.rule is None else self.rule.part(batch, heads)
+        some = replace(self, rule=rule, **{name: getattr(self, name)[batch] for name in names})
         if some.dense is None or some.dense.shape[1] == 1:
             return some
         return replace(some, dense=some.dense[:, heads])
@@ -71,6 +95,7 @@ class Mask:
         if self.query_segments is not None and self.key_segments is not None:
             admitted = admitted & (self.query_segments[:, queries, None] == self.key_segments[:, None, keys])
         admitted = admitted[:, None]
+        admitted = admitted if self.rule is None else admitted & self.rule.block(queries, keys)
         return admitted if self.dense is None else admitted & self.dense[:, :, queries, keys]
 
     def first_keys(self) -> Int[Tensor, "batch queries"]:

@@ -76,7 +76,7 @@ class Plan:
         """Whether any pair may be admitted, and whether some pair may not be."""
         nearest, farthest = self._distances(queries, keys)
         back, ahead = self.mask.lookback, self.mask.lookahead
-        masked = self.mask.dense is not None
+        masked = self.mask.dense is not None or self.mask.rule is not None
         if back is not None:
             if nearest > back:
                 return False, True

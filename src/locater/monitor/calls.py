@@ -1,0 +1,144 @@
+"""From the arguments of an attention module's call to what its heads may see: mask, padding, documents, positions."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Mask, Rule
+from ..heads import Block
+
+Positions = tuple[Tensor, Tensor]
+SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask", "attention_mask", "mask")
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, as far as the signature tells."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return dict(kwargs)
+    further = bound.pop("kwargs", {})
+    return {**bound, **further} if isinstance(further, Mapping) else dict(bound)
+
+
+@dataclass
+class Call:
+    """One call of an attention module: the inputs of its query and key projections as they come by."""
+
+    given: dict[str, Any]
+    is_flash: bool = False
+    x_query: Tensor | None = None
+    x_key: Tensor | None = None
+    key_valid: Tensor | None = None
+    has_cached_keys: bool = False
+
+
+def has_cached_keys(given: Mapping[str, Any], module: nn.Module) -> bool:
+    """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the call."""
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    if hasattr(cache, "get_seq_length"):
+        return int(cache.get_seq_length(getattr(module, "layer_idx", 0) or 0)) > 0
+    return cache is not None
+
+
+def read_mask(
+    call: Call, whole: Mapping[str, Any], block: Block, heads: tuple[int, ...]
+) -> tuple[Mask, Positions | None]:
+    """Everything but causality and window, which the heads know. `whole` are the arguments of the model's own call.
+
+    What the attention module itself was given is what its kernel obeys; the model's padding says besides which
+    queries are only padding.
+    """
+    assert call.x_query is not None and call.x_key is not None
+    batch, num_queries, num_keys = len(call.x_query), call.x_query.shape[1], call.x_key.shape[1]
+    given = next((call.given[name] for name in _names(block) if call.given.get(name) is not None), None)
+    dense, key_valid = _dense(given, num_queries, num_keys)
+    dense = dense if dense is None or dense.shape[1] == 1 else dense[:, list(heads)]
+    query_padding, key_padding = _padding(whole, block)
+    query_valid = _fitting(query_padding, batch, num_queries)
+    padded = _fitting(key_padding, batch, num_keys)
+    key_valid = _both(_both(key_valid, padded), call.key_valid)
+    positions = _positions(call, whole, block)
+    # Packed documents: the model's mask already parts them, flash kernels do by positions; the others then do not.
+    parted = dense is not None or hasattr(given, "mask_mod") or call.is_flash
+    segments = _documents(positions) if parted and query_padding is None and key_valid is None else None
+    mask = Mask(query_valid=query_valid, key_valid=key_valid, dense=dense, rule=_rule(given, call.x_query, heads))
+    if segments is not None:
+        mask = replace(mask, query_segments=segments, key_segments=segments)
+    return mask, None if positions is None else (positions, positions)
+
+
+def _rule(given: object, x_query: Tensor, heads: tuple[int, ...]) -> Rule | None:
+    """A FlexAttention block mask's own rule."""
+    if not hasattr(given, "mask_mod"):
+        return None
+    texts, queries = (torch.arange(number, device=x_query.device) for number in x_query.shape[:2])
+    chosen = torch.tensor(heads, device=x_query.device)
+    return Rule(given.mask_mod, texts, chosen, queries)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one & other
+
+
+def _names(block: Block) -> tuple[str, ...]:
+    return CROSS_NAMES if block == "cross" else SELF_NAMES
+
+
+def _dense(given: object, num_queries: int, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """A mask per pair of tokens, or one per key, in whatever form the kernel takes it."""
+    if not isinstance(given, Tensor):
+        return None, None
+    admitted = given > torch.finfo(given.dtype).min / 2 if given.is_floating_point() else given.bool()
+    admitted = admitted[..., :num_keys]
+    if admitted.dim() == 2:
+        return None, (admitted if admitted.shape[-1] == num_keys else None)
+    admitted = admitted[:, None] if admitted.dim() == 3 else admitted
+    if num_queries == num_keys == admitted.shape[-2] and not bool(admitted.diagonal(dim1=-2, dim2=-1).any()):
+        admitted = ~admitted  # MPT's masks say what is forbidden; no other forbids every token itself
+    if admitted.shape[-2] == 1 and admitted.shape[1] == 1 and num_queries > 1:
+        return None, admitted[:, 0, 0]
+    return (admitted if admitted.shape[-2:] == (num_queries, num_keys) else None), None
+
+
+def _padding(whole: Mapping[str, Any], block: Block) -> tuple[object, object]:
+    """The model's masks of the queries' and of the keys' tokens."""
+    two_sided = any(name.startswith("decoder_") for name in whole)
+    own, encoder = whole.get("attention_mask"), whole.get("encoder_attention_mask")
+    if block == "vision":
+        return None, None
+    if block == "encoder":
+        return own, own
+    if block == "decoder":
+        decoder = whole.get("decoder_attention_mask") if two_sided else own
+        return decoder, decoder
+    return (whole.get("decoder_attention_mask"), own) if two_sided else (own, encoder)
+
+
+def _fitting(padding: object, batch: int, num_tokens: int) -> Tensor | None:
+    if not isinstance(padding, Tensor) or tuple(padding.shape) != (batch, num_tokens):
+        return None
+    return padding.bool()
+
+
+def _positions(call: Call, whole: Mapping[str, Any], block: Block) -> Tensor | None:
+    """Position ids that were given; the models count from 0 where none are."""
+    given = call.given.get("position_ids", whole.get("position_ids"))
+    if block == "cross" or not isinstance(given, Tensor):
+        return None
+    given = given[0] if given.dim() == 3 else given  # one row each for time, height and width: alike for text
+    assert call.x_query is not None
+    return given if given.dim() == 2 and given.shape[1] == call.x_query.shape[1] else None
+
+
+def _documents(positions: Tensor | None) -> Tensor | None:
+    """Packed texts: a new one begins wherever positions do not go on."""
+    if positions is None:
+        return None
+    starts = torch.nn.functional.pad(positions.diff(dim=-1) != 1, (1, 0))
+    return starts.cumsum(-1) if bool(starts.any()) else None

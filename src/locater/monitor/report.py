@@ -1,0 +1,141 @@
+"""What a monitor found: per layer and head, with metrics to log, alarms, and what it left out."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..attention import NAMES
+from ..heads import Block
+from .tally import (
+    CLUSTERS,
+    COUNT,
+    COUNT_SQUARE,
+    LOG_KEYS,
+    LOOKED_AT,
+    PASSES,
+    RANKS,
+    SUM,
+    SUM_COUNT,
+    SUM_SQUARE,
+    THERE,
+    WITH_ONE_KEY,
+    WITHOUT_KEYS,
+    Tally,
+)
+
+PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer: the mean over queries of every statistic of every head, `max_logit` the largest of all queries."""
+
+    block: Block
+    layer: int
+    heads: tuple[int, ...]
+    statistics: dict[str, tuple[float, ...]]  # NaN where no query had any
+    standard_errors: dict[str, tuple[float, ...]]  # 0 where every query was looked at
+    ranks: dict[str, float]
+    num_queries: int  # looked at, over all texts
+    share_of_queries: float
+    rows_without_keys: int  # left out of every mean: padding, or fully masked
+    rows_with_one_key: int  # left out of the normalised entropy
+    num_passes: int
+    log_keys: float  # the mean over queries of log n: what thresholds are measured in
+
+    @classmethod
+    def of(cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally) -> "LayerReport":
+        counts = tally.counts.tolist()
+        sums, found = tally.statistics[..., SUM], tally.statistics[..., COUNT]
+        values = dict(zip(NAMES, (sums / found).tolist(), strict=True))
+        values["max_logit"] = [value if math.isfinite(value) else math.nan for value in tally.maximum.tolist()]
+        seen = counts[LOOKED_AT] / max(1.0, counts[THERE])
+        errors = dict(zip(NAMES, _errors(tally, seen), strict=True))
+        errors.pop("max_logit")  # the largest of a sample has no such error: it is a lower bound
+        names = [name for name in NAMES if block != "cross" or name not in PLACELESS]
+        ranks = {name: float(total / count) for name, (total, count) in zip(RANKS, tally.ranks, strict=True) if count}
+        rows = max(1.0, counts[LOOKED_AT])
+        return cls(
+            block, layer, heads,
+            {name: tuple(values[name]) for name in names},
+            {name: tuple(errors[name]) for name in names if name in errors},
+            ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]),
+            int(counts[PASSES]), counts[LOG_KEYS] / rows,
+        )  # fmt: skip
+
+    def mean(self, name: str) -> float:
+        """Over the heads that have it; of `max_logit` the largest."""
+        known = [value for value in self.statistics[name] if not math.isnan(value)]
+        if not known:
+            return math.nan
+        return max(known) if name == "max_logit" else sum(known) / len(known)
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: value for name, value in vars(self).items() if not isinstance(value, dict)}
+        return {
+            **plain,
+            "heads": list(self.heads),
+            "statistics": {name: [_known(value) for value in values] for name, values in self.statistics.items()},
+            "standard_errors": {n: [_known(value) for value in values] for n, values in self.standard_errors.items()},
+            "ranks": {name: _known(value) for name, value in self.ranks.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """`training` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong, and a remedy."""
+
+    step: int
+    training: tuple[LayerReport, ...]
+    evaluation: tuple[LayerReport, ...] = ()
+    alarms: tuple[Any, ...] = ()
+    notes: tuple[str, ...] = ()
+    per_head: bool = field(default=False, repr=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names and numbers for a logger: `attn/layer_03/entropy`, and `attn_eval/…`; heads only on request."""
+        found = dict(_metrics(self.training, "attn", self.per_head))
+        found |= dict(_metrics(self.evaluation, "attn_eval", self.per_head))
+        return found | {"attn/alarms": float(len(self.alarms))}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "locater.monitor/1",
+            "step": self.step,
+            "training": [layer.to_json() for layer in self.training],
+            "evaluation": [layer.to_json() for layer in self.evaluation],
+            "alarms": [alarm.to_json() for alarm in self.alarms],
+            "notes": list(self.notes),
+        }
+
+    def summary(self) -> str:
+        """The alarms and notes in plain words."""
+        return "\n".join([*map(str, self.alarms), *self.notes]) or "nothing to report"
+
+
+def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> Iterator[tuple[str, float]]:
+    several = len({layer.block for layer in layers}) > 1
+    for layer in layers:
+        place = f"{prefix}/{layer.block}/" if several else f"{prefix}/"
+        place += f"layer_{layer.layer:02d}"
+        numbers = {name: layer.mean(name) for name in layer.statistics} | layer.ranks
+        if per_head:
+            for name, values in layer.statistics.items():
+                numbers |= {f"head_{head:02d}/{name}": v for head, v in zip(layer.heads, values, strict=True)}
+        yield from ((f"{place}/{name}", value) for name, value in numbers.items() if not math.isnan(value))
+
+
+def _errors(tally: Tally, seen: float) -> list[list[float]]:
+    """The standard error of each mean, by draws: see `attention.mean_over_queries`."""
+    parts = tally.statistics.unbind(-1)
+    value = parts[SUM] / parts[COUNT]
+    square = parts[SUM_SQUARE] - 2 * value * parts[SUM_COUNT] + value.square() * parts[COUNT_SQUARE]
+    draws = float(tally.counts[CLUSTERS])
+    square = square.clamp(min=0) * draws / max(1.0, draws - 1) * max(0.0, 1 - seen)
+    return (square.sqrt() / parts[COUNT]).tolist()
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,128 @@
+"""Where reports go: one small interface, and five places behind it. Each library is imported when its sink is made."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import refuse
+from .report import LayerReport, Report
+
+COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
+
+
+class Sink(Protocol):
+    """Anything that takes reports."""
+
+    def write(self, report: Report) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line per report, with every head; the file is appended to, and complete after every line."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, report: Report) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(report.to_json(), allow_nan=False) + "\n")
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Scalars, and the alarms as text, through a `SummaryWriter`: a directory's, or one that is given."""
+
+    def __init__(self, directory: str | Path | None = None, *, writer: Any = None):
+        if writer is None:
+            try:
+                module = importlib.import_module("torch.utils.tensorboard")
+            except ImportError:
+                raise _missing("tensorboard", 'pip install "locater[tensorboard]"') from None
+            writer = module.SummaryWriter(log_dir=None if directory is None else str(directory))
+        self.writer = writer
+
+    def write(self, report: Report) -> None:
+        for name, value in report.metrics().items():
+            self.writer.add_scalar(name, value, report.step)
+        if report.alarms:
+            self.writer.add_text("attn/alarms", "\n\n".join(map(str, report.alarms)), report.step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Run:
+    """Libraries with `log(metrics)` on a run: one that is given, or the current one.
+
+    The step is a metric of its own: these libraries drop what comes with a step before their latest.
+    """
+
+    library: str
+
+    def __init__(self, run: Any = None):
+        if run is None:
+            try:
+                run = importlib.import_module(self.library)
+            except ImportError:
+                raise _missing(self.library, f"pip install {self.library}") from None
+        self.run = run
+
+    def write(self, report: Report) -> None:
+        self.run.log({**report.metrics(), "attn/step": report.step})
+
+    def close(self) -> None: ...  # the run belongs to the user
+
+
+class WeightsAndBiases(_Run):
+    """Scalars to the run under way, or to the one given."""
+
+    library = "wandb"
+
+
+class Trackio(_Run):
+    """Scalars to the run under way, or to the one given."""
+
+    library = "trackio"
+
+
+class Terminal:
+    """A table of the layers, and the alarms beneath it."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+
+    def write(self, report: Report) -> None:
+        for mode, layers in (("training", report.training), ("evaluation", report.evaluation)):
+            if layers:
+                self.console.print(_table(layers, f"attention in {mode}, step {report.step}"))
+        for alarm in report.alarms:
+            self.console.print(f"[bold red]alarm[/] {alarm}")
+        for note in report.notes:
+            self.console.print(f"[dim]{note}[/]")
+
+    def close(self) -> None: ...
+
+
+def _table(layers: tuple[LayerReport, ...], title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=(0, 1))
+    table.add_column("layer")
+    for name in (*COLUMNS, "residual"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for layer in layers:
+        numbers = [layer.mean(name) if name in layer.statistics else math.nan for name in COLUMNS]
+        numbers.append(layer.ranks.get("residual", math.nan))
+        cells = ("–" if math.isnan(number) else f"{number:.3f}" for number in numbers)
+        table.add_row(f"{layer.block} {layer.layer}", *cells)
+    return table
+
+
+def _missing(library: str, remedy: str):
+    return refuse(f"{library} to be installed", "no such module", f"install it with: {remedy}")

@@ -1,0 +1,89 @@
+"""Sums over everything observed of one layer: small, mergeable, one vector per layer for one reduction per report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..attention import NAMES, Rank, Statistics
+
+RANKS: tuple[str, ...] = tuple(field.name for field in fields(Rank))
+# Per statistic and head, over draws i of a query with sum s and count c over the texts of a batch.
+SUM, COUNT, SUM_SQUARE, SUM_COUNT, COUNT_SQUARE = range(5)
+# Per layer: queries looked at, queries there were, queries without a key and with one, passes seen, Σ log n.
+LOOKED_AT, THERE, WITHOUT_KEYS, WITH_ONE_KEY, PASSES, LOG_KEYS, CLUSTERS = range(7)
+
+
+@dataclass
+class Tally:
+    """What is known of one layer so far."""
+
+    statistics: Tensor  # (statistic, head, 5)
+    counts: Tensor  # (7,)
+    ranks: Tensor  # (measure, 2): sum and count
+    maximum: Tensor  # (head,): the largest logit
+
+    @classmethod
+    def empty(cls, num_heads: int, device: torch.device | str = "cpu") -> "Tally":
+        new = torch.zeros(len(NAMES), num_heads, 5, dtype=_wide(device), device=device)
+        ranks = new.new_zeros(len(RANKS), 2)
+        return cls(new, new.new_zeros(7), ranks, new.new_full((num_heads,), -math.inf))
+
+    def add(self, found: Statistics, *, num_there: int, rank: Rank | None) -> None:
+        """Take in one observation; nothing is brought to the CPU."""
+        for index, (_, numbers) in enumerate(found.numbers()):
+            sums, counts = numbers.nansum(0).to(self.statistics), (~numbers.isnan()).sum(0).to(self.statistics)
+            parts = (sums, counts, sums.square(), sums * counts, counts.square())
+            self.statistics[index] += torch.stack(parts, -1).sum(1)
+        largest = found.max_logit.nan_to_num(-math.inf).amax((0, 2)).to(self.maximum)
+        self.maximum = torch.maximum(self.maximum, largest)
+        num_keys = found.num_keys[:, 0]
+        log_keys = num_keys.clamp(min=1).to(self.counts).log().sum()
+        looked, without, one = num_keys.numel(), (num_keys == 0).sum(), (num_keys == 1).sum()
+        self.counts += torch.stack([torch.as_tensor(value).to(self.counts) for value in (
+            looked, num_there, without, one, 1, log_keys, num_keys.shape[-1])])  # fmt: skip
+        if rank is not None:
+            for index, name in enumerate(RANKS):
+                values = getattr(rank, name)
+                self.ranks[index, 0] += values.nansum().to(self.ranks)
+                self.ranks[index, 1] += (~values.isnan()).sum()
+
+    @property
+    def has_seen_any(self) -> bool:
+        return bool(self.counts[PASSES] > 0)
+
+    def vector(self) -> Tensor:
+        return torch.cat([part.flatten() for part in (self.statistics, self.counts, self.ranks, self.maximum)])
+
+    @classmethod
+    def of_vectors(cls, rows: Tensor, num_heads: int) -> "Tally":
+        """One tally of several, each a row: sums add up, the largest logit is the largest of all."""
+        model = cls.empty(num_heads)
+        sizes = [part.numel() for part in (model.statistics, model.counts, model.ranks, model.maximum)]
+        statistics, counts, ranks, maximum = rows.cpu().split(sizes, -1)
+        return cls(
+            statistics.sum(0).view_as(model.statistics),
+            counts.sum(0),
+            ranks.sum(0).view_as(model.ranks),
+            maximum.amax(0),
+        )
+
+
+def merge(tallies: Sequence[Tally], group: dist.ProcessGroup | None = None) -> list[Tally]:
+    """The same tallies over all processes, by one collective call; alone, only brought to the CPU."""
+    vectors = [tally.vector() for tally in tallies]
+    whole = torch.cat(vectors)[None]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        everyone = [torch.empty_like(whole) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, whole, group=group)
+        whole = torch.cat(everyone)
+    parts = whole.cpu().split([len(vector) for vector in vectors], -1)
+    return [Tally.of_vectors(rows, len(tally.maximum)) for rows, tally in zip(parts, tallies, strict=True)]
+
+
+def _wide(device: torch.device | str) -> torch.dtype:
+    """float64 where there is any."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64

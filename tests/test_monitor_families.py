@@ -1,0 +1,107 @@
+"""The monitor on models that run under `sdpa` against what the same weights' own eager attention shows."""
+
+from functools import reduce
+
+import pytest
+import torch
+
+from family_cases import CASES
+from locater.attention import materialised
+from locater.monitor import AttentionMonitor
+
+WANTED = (
+    "gpt2", "gpt2-cross", "llama", "mistral", "qwen2-layer-types", "qwen3", "gemma2", "gemma3", "olmo2", "cohere2",
+    "phi3", "smollm3", "bloom", "mpt", "gpt-neox", "opt", "bert", "bert-decoder", "modernbert", "albert",
+    "distilbert", "t5", "bart", "whisper", "deepseek-v2", "deepseek-v3", "granite-moe-hybrid", "vit",
+)  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+ATTRIBUTES = {
+    "decoder": ("decoder_attentions", "attentions"),
+    "encoder": ("encoder_attentions", "text_model_output.attentions", "attentions"),
+    "cross": ("cross_attentions",),
+    "vision": ("vision_model_output.attentions", "attentions"),
+}
+FROM_PROBABILITIES = ("entropy", "normalised_entropy", "sink_mass", "near_mass", "mean_distance", "participation")
+
+
+def pair(case):
+    """The same weights, once under sdpa and once with attention to be seen; some models have no sdpa of their own."""
+    eager = case.build()
+    config = type(eager.config).from_dict(eager.config.to_dict())
+    try:
+        fused = type(eager)._from_config(config, attn_implementation="sdpa")
+    except ValueError:
+        fused = type(eager)._from_config(config, attn_implementation="eager")
+    fused = fused.float()
+    fused.load_state_dict(eager.state_dict())
+    return eager.eval(), fused.eval()
+
+
+def padded(inputs):
+    """The second text is shorter, where the model takes a mask at all."""
+    if "input_ids" not in inputs:
+        return inputs, None
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, -4:] = 0
+    return inputs | {"attention_mask": mask}, mask.bool()
+
+
+def own_attentions(model, inputs, block):
+    with torch.no_grad():
+        output = model(**inputs, output_attentions=True)
+    for path in ATTRIBUTES[block]:
+        if (found := reduce(lambda part, name: getattr(part, name, None), path.split("."), output)) is not None:
+            return [attention for attention in found if attention is not None]
+    raise AssertionError(block)
+
+
+def of_probabilities(attention, *, near, query_valid, first=0):
+    """The statistics of a matrix of probabilities: keys of probability 0 are those that were not admitted."""
+    admitted = attention > 0
+    if query_valid is not None:
+        admitted = admitted & query_valid[:, None, :, None]
+    distance = torch.arange(attention.shape[-2])[:, None] - torch.arange(attention.shape[-1])
+    found = materialised(attention.double().log(), admitted, distance[None, None], near=near)
+    return {name: numbers for name, numbers in found.numbers() if name in FROM_PROBABILITIES}
+
+
+def assert_same(layer, attention, *, near, query_valid):
+    expected = of_probabilities(attention, near=near, query_valid=query_valid)
+    for name, numbers in expected.items():
+        if name not in layer.statistics:
+            assert layer.block == "cross"
+            continue
+        theirs = numbers.nanmean((0, 2))
+        size = attention.shape[-1] if name in ("mean_distance", "participation") else 1
+        torch.testing.assert_close(
+            torch.tensor(layer.statistics[name], dtype=torch.float64) / size, theirs / size, atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", [name for name in WANTED if name in BY_NAME])
+def test_statistics_are_those_of_the_models_own_attention(name, padding):
+    case = BY_NAME[name]
+    eager, fused = pair(case)
+    inputs, valid = case.inputs(eager.config), None
+    if padding:
+        inputs, valid = padded(inputs)
+        if valid is None:
+            pytest.skip("takes no padding")
+    with AttentionMonitor(fused, every=1, near=4) as monitor, torch.no_grad():
+        fused(**inputs)
+        report = monitor.report()
+    assert not report.training and not report.notes
+    blocks = {layer.block for layer in report.evaluation}
+    for block in blocks:
+        attentions = own_attentions(eager, inputs, block)
+        layers = [layer for layer in report.evaluation if layer.block == block]
+        assert len(layers) == len(attentions)
+        two_sided = "decoder_input_ids" in inputs
+        query_valid = None if (two_sided and block != "encoder") else valid
+        for layer, attention in zip(layers, attentions, strict=True):
+            assert_same(layer, attention, near=4, query_valid=query_valid)
+
+
+def test_at_least_twelve_families_are_held_against_their_models():
+    assert len([name for name in WANTED if name in BY_NAME]) >= 20
