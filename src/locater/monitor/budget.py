@@ -32,7 +32,7 @@ class Budget:
             return 0
         price = num_texts * len(heads) * keys_per_query(heads[0], num_keys)
         wanted = min(num_queries, max(LEAST_QUERIES, int(left / 2 / price)))
-        self.spent[layer] += wanted * price
+        self.spent[layer] += round(wanted * price)
         return wanted
 
 

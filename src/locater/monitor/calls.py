@@ -13,7 +13,7 @@ from ..heads import Block
 
 Positions = tuple[Tensor, Tensor]
 SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask", "attention_mask", "mask")
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("past_key_values", "past_key_value")
 
 
 def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,19 +35,16 @@ class Call:
     x_query: Tensor | None = None
     x_key: Tensor | None = None
     key_valid: Tensor | None = None
-    has_cached_keys: bool = False
 
 
-def has_cached_keys(given: Mapping[str, Any], module: nn.Module) -> bool:
-    """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the call."""
-    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-    if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length(getattr(module, "layer_idx", 0) or 0)) > 0
-    return cache is not None
+def has_cached_keys(whole: Mapping[str, Any]) -> bool:
+    """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the model's call."""
+    cache: Any = next((whole[name] for name in CACHES if whole.get(name) is not None), None)
+    return int(cache.get_seq_length()) > 0 if hasattr(cache, "get_seq_length") else cache is not None
 
 
 def read_mask(
-    call: Call, whole: Mapping[str, Any], block: Block, heads: tuple[int, ...]
+    call: Call, whole: Mapping[str, Any], block: Block, heads: tuple[int, ...], *, is_causal: bool
 ) -> tuple[Mask, Positions | None]:
     """Everything but causality and window, which the heads know. `whole` are the arguments of the model's own call.
 
@@ -56,8 +53,9 @@ def read_mask(
     """
     assert call.x_query is not None and call.x_key is not None
     batch, num_queries, num_keys = len(call.x_query), call.x_query.shape[1], call.x_key.shape[1]
-    given = next((call.given[name] for name in _names(block) if call.given.get(name) is not None), None)
+    given = next((call.given[name] for name in _names(block) if name in call.given), None)
     dense, key_valid = _dense(given, num_queries, num_keys)
+    dense = ~dense if dense is not None and is_causal and _says_what_is_forbidden(dense) else dense
     dense = dense if dense is None or dense.shape[1] == 1 else dense[:, list(heads)]
     query_padding, key_padding = _padding(whole, block)
     query_valid = _fitting(query_padding, batch, num_queries)
@@ -99,11 +97,14 @@ def _dense(given: object, num_queries: int, num_keys: int) -> tuple[Tensor | Non
     if admitted.dim() == 2:
         return None, (admitted if admitted.shape[-1] == num_keys else None)
     admitted = admitted[:, None] if admitted.dim() == 3 else admitted
-    if num_queries == num_keys == admitted.shape[-2] and not bool(admitted.diagonal(dim1=-2, dim2=-1).any()):
-        admitted = ~admitted  # MPT's masks say what is forbidden; no other forbids every token itself
     if admitted.shape[-2] == 1 and admitted.shape[1] == 1 and num_queries > 1:
         return None, admitted[:, 0, 0]
     return (admitted if admitted.shape[-2:] == (num_queries, num_keys) else None), None
+
+
+def _says_what_is_forbidden(dense: Tensor) -> bool:
+    """MPT's masks: every first token may not see the last, and not every token may see itself."""
+    return bool(dense[..., 0, -1].all() & ~dense.diagonal(dim1=-2, dim2=-1).all()) and dense.shape[-1] > 1
 
 
 def _padding(whole: Mapping[str, Any], block: Block) -> tuple[object, object]:

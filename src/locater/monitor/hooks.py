@@ -39,7 +39,7 @@ class Hooks:
         self.observe = observe
         self.wanted: Callable[[], bool] = lambda: True
         self.whole: dict[str, Any] = {}
-        self.num_cached = 0
+        self.has_cached_keys, self.num_cached = False, 0
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, Owner] = {}
         for site in sites:
@@ -76,6 +76,7 @@ class Hooks:
     def _begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._looking():
             self.whole = arguments(module, args, kwargs)
+            self.has_cached_keys = has_cached_keys(self.whole)
             for owner in self.owners.values():
                 owner.num_calls = 0
 
@@ -87,7 +88,7 @@ class Hooks:
             given = arguments(module, args, kwargs)
             config = getattr(module, "config", None)
             is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
-            owner.call = Call(given, is_flash, has_cached_keys=has_cached_keys(given, module))
+            owner.call = Call(given, is_flash)
             if isinstance(module, nn.MultiheadAttention):
                 _unpack(owner.call, module)
 
@@ -109,7 +110,7 @@ class Hooks:
                 return
             site = owner.sites[owner.num_calls % len(owner.sites)]
             owner.num_calls += 1
-            if site.block != "cross" and call.has_cached_keys:
+            if site.block != "cross" and self.has_cached_keys:
                 self.num_cached += 1
             else:
                 self.observe(site, call, self.whole)
@@ -128,7 +129,7 @@ def owner_name(site: Site) -> str:
 
 def _hidden(hook: Callable[..., None]) -> Callable[..., None]:
     """Compiled models step out of their graph for it."""
-    return torch.compiler.disable(hook)
+    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
 def _unpack(call: Call, module: nn.MultiheadAttention) -> None:

@@ -168,7 +168,7 @@ class AttentionMonitor:
         sample = sample_queries(num_queries, num_wanted, self.generator)
         sample = None if sample is None else sample.to(call.x_query.device)
         with torch.no_grad(), torch.autocast(call.x_query.device.type, enabled=False):
-            mask, positions = read_mask(call, whole, site.block, indices)
+            mask, positions = read_mask(call, whole, site.block, indices, is_causal=heads[0].lookahead == 0)
             found = observe(
                 heads, call.x_query, call.x_key,
                 mask=mask, positions=positions, sample=sample, near=self.near, blocks=self.blocks,
