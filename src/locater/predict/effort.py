@@ -1,0 +1,42 @@
+"""How much text a prediction reads, and how closely the moments are kept."""
+
+from dataclasses import dataclass
+
+from ..errors import refuse
+from .numbers import FIRST_QUERY
+
+WIDEST = 1024  # inputs wider than this get a covariance of this rank, unless told otherwise
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Windows of `window` tokens: `calibration` of them for the moments, `test` others to measure.
+
+    `rank` bounds the rank of the covariance, `lag_rank` that of each lagged one: O(rank²) numbers per layer, and
+    O(lag_rank²) per lag. `texts` are drawn from the moments for each layer. `batch` windows are run at once.
+    """
+
+    window: int = 256
+    calibration: int = 24
+    test: int = 8
+    rank: int | None = None
+    lag_rank: int = 128
+    texts: int = 4
+    batch: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.window <= FIRST_QUERY:
+            raise refuse(f"windows of more than {FIRST_QUERY} tokens", self.window, "earlier queries are not counted")
+        if min(self.calibration, self.test, self.texts, self.batch) < 1:
+            raise refuse("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
+        if self.lag_rank < 1 or (self.rank is not None and self.rank < 1):
+            raise refuse("ranks of at least 1", f"{self.rank} and {self.lag_rank}")
+
+    def ranks(self, d_model: int, num_windows: int) -> tuple[int | None, int | None]:
+        """Ranks for inputs this wide, None for full; a basis needs more tokens than its rank in the first batch."""
+        most = max(1, min(self.batch, num_windows) * self.window // 2)
+        rank = min(self.rank or WIDEST, most)
+        lag_rank = min(self.lag_rank, most)
+        full = d_model <= (self.rank or WIDEST)
+        return (None if full else rank), (None if d_model <= self.lag_rank else lag_rank)

@@ -1,0 +1,85 @@
+"""What a head does with its logits, in the four numbers that are predicted and measured, and its profile."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..attention.statistics import NEAR
+from ..heads import Head
+
+FIRST_QUERY = 64  # earlier queries have few keys: all of them are near
+NAMES = ("near_mass", "normalised_entropy", "sink_mass", "mean_distance")
+
+
+def distance_bins(length: int) -> list[tuple[int, int]]:
+    """Spans of distance that double: 0, 1, 2 to 3, 4 to 7, …
+
+    >>> distance_bins(6)
+    [(0, 0), (1, 1), (2, 3), (4, 5)]
+    """
+    edges = [0, *(2**power for power in range(length.bit_length()) if 2**power < length), length]
+    return [(low, high - 1) for low, high in zip(edges, edges[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Means over queries `FIRST_QUERY` and later, of all texts.
+
+    `near_mass` leaves the first token out: the mass on the other keys at a distance below 16, over the mass on all
+    other keys. Entropy (over log n), sink mass (the first token's) and distance are over all keys, the first included.
+    `profile` is the share of the mass on other keys than the first, `logits` their mean logit, by `distance_bins`.
+    """
+
+    near_mass: float
+    normalised_entropy: float
+    sink_mass: float
+    mean_distance: float
+    profile: tuple[float, ...]
+    logits: tuple[float, ...]
+
+    def to_json(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in NAMES}
+
+
+class Gatherer:
+    """The numbers of one head, from its logits on one text after another. O(T²) memory for one text and head."""
+
+    def __init__(self, head: Head, length: int):
+        positions = torch.arange(length)
+        queries = positions[min(FIRST_QUERY, length - 1) :]
+        self.queries = queries
+        self.admitted: Bool[Tensor, "queries keys"] = head.admits(queries, positions)
+        self.distance = (queries[:, None] - positions).abs()
+        self.num_keys = self.admitted.sum(-1)
+        self.bins = torch.tensor([low for low, _ in distance_bins(length)])
+        self.bin_of = torch.bucketize(self.distance[:, 1:].contiguous(), self.bins, right=True) - 1
+        self.found: list[Tensor] = []
+
+    def logits(self, head: Head, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch queries keys"]:
+        """The head's logits of the queries that count."""
+        return head.logits(x[:, self.queries], x, (self.queries, torch.arange(x.shape[1])))
+
+    def add(self, logits: Float[Tensor, "batch queries keys"]) -> None:
+        """Take in the logits of the chosen queries for all keys."""
+        p = logits.masked_fill(~self.admitted, -torch.inf).softmax(-1)
+        entropy = torch.special.entr(p).sum(-1) / self.num_keys.clamp(min=2).log()
+        mean_distance = (p * self.distance).sum(-1)
+        # 1 − p loses all digits where the first token takes nearly everything; the sum of the others does not.
+        others = p[..., 1:] / p[..., 1:].sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+        near = (others * (self.distance[:, 1:] < NEAR)).sum(-1)
+        four = torch.stack([near, entropy, p[..., 0], mean_distance]).mean((1, 2))
+        profile = self._by_distance(others.mean(0)) / len(self.queries)
+        counted = self.admitted[:, 1:].to(p)
+        mean_logit = self._by_distance(logits[..., 1:].mean(0) * counted) / self._by_distance(counted).clamp(min=1)
+        self.found.append(torch.cat([four, profile, mean_logit]))
+
+    def _by_distance(self, values: Float[Tensor, "queries others"]) -> Float[Tensor, " bins"]:
+        return values.new_zeros(len(self.bins)).index_add(0, self.bin_of.flatten(), values.flatten())
+
+    def numbers(self) -> Numbers:
+        mean = torch.stack(self.found).mean(0).tolist()
+        num_bins = len(self.bins)
+        return Numbers(*mean[:4], profile=tuple(mean[4 : 4 + num_bins]), logits=tuple(mean[4 + num_bins :]))
+

@@ -1,0 +1,81 @@
+"""Calibrate, predict, measure: the model is run once over each window, and its layers' inputs are never kept."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..families import Layer
+from .effort import Effort
+from .expected import lag_shift
+from .inputs import Inputs, InputsCollector
+from .language_model import run
+from .numbers import Gatherer, Numbers
+from .positions import position_offsets, without_offsets
+from .sampling import Sampler
+from .terms import Terms
+from .windows import Windows
+
+Step = Callable[[int], None]  # told how many steps were done
+
+
+def calibrate(
+    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
+) -> list[Inputs]:
+    """The moments of every layer's inputs over the calibration windows."""
+    length, num_windows = windows.length, len(windows.calibration)
+    collectors = []
+    for layer in layers:
+        rank, lag_rank = effort.ranks(layer.heads[0].d_model, num_windows)
+        alone = windows.alone
+        collectors.append(InputsCollector(alone=alone, terms=terms, rank=rank, lag_rank=lag_rank, length=length))
+    for ids in windows.calibration.split(effort.batch):
+        run(model, layers, ids, lambda number, x: collectors[number].add(x))
+        step(len(ids))
+    return [collector.inputs() for collector in collectors]
+
+
+@torch.no_grad()
+def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
+    """What each head of a layer does on texts drawn from the moments of its inputs."""
+    generator = torch.Generator().manual_seed(effort.seed)
+    offsets = position_offsets(inputs) if terms.positions else None
+    x, ordinary = Sampler.of(inputs, offsets=offsets).draw(effort.texts, generator)
+    lagged = inputs.lagged if inputs.lagged is None or offsets is None else without_offsets(inputs.lagged, offsets)
+    found = []
+    for head in layer.heads:
+        gatherer = Gatherer(head, inputs.length)
+        shift = None if lagged is None else lag_shift(head, lagged, x[ordinary], length=inputs.length)
+        for text, plain in zip(x.split(1), ordinary, strict=True):
+            logits = gatherer.logits(head, text)
+            gatherer.add(logits if shift is None else logits + between(shift, plain, gatherer.queries))
+        found.append(gatherer.numbers())
+    return found
+
+
+def between(
+    shift: Float[Tensor, " distances"], ordinary: Tensor, queries: Int[Tensor, " queries"]
+) -> Float[Tensor, "queries keys"]:
+    """The shift of every pair of ordinary tokens; others are drawn from moments of their own and have no lags."""
+    positions = torch.arange(len(ordinary))
+    by_distance = shift[queries[:, None] - positions + len(ordinary) - 1]
+    return by_distance * (ordinary[queries, None] & ordinary)
+
+
+def measure(
+    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, step: Step
+) -> list[list[Numbers]]:
+    """What each head does on the test windows."""
+    gatherers = [[Gatherer(head, windows.length) for head in layer.heads] for layer in layers]
+
+    @torch.no_grad()
+    def take(number: int, x: Tensor) -> None:
+        for gatherer, head in zip(gatherers[number], layers[number].heads, strict=True):
+            for text in x.float().split(1):
+                gatherer.add(gatherer.logits(head, text))
+
+    for ids in windows.test.split(effort.batch):
+        run(model, layers, ids, take)
+        step(len(ids))
+    return [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]

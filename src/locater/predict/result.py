@@ -1,0 +1,120 @@
+"""`Prediction`: every head as predicted and as measured, side by side."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import refuse
+from .agreement import bias, mean_absolute_error, spearman
+from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
+
+WORDS = {
+    "near_mass": "mass on the last 16 keys",
+    "normalised_entropy": "entropy",
+    "sink_mass": "mass on the first token",
+    "mean_distance": "mean distance",
+}
+
+
+@dataclass(frozen=True)
+class HeadPrediction:
+    """One head: what its weights and the moments of its inputs predict, and what it does on text not seen before."""
+
+    block: str
+    layer: int
+    head: int
+    predicted: Numbers
+    measured: Numbers
+
+    def to_json(self) -> dict[str, Any]:
+        document = {"block": self.block, "layer": self.layer, "head": self.head}
+        document |= {"predicted": self.predicted.to_json(), "measured": self.measured.to_json()}
+        profiles = {"predicted": list(self.predicted.profile), "measured": list(self.measured.profile)}
+        logits = {"predicted": list(self.predicted.logits), "measured": list(self.measured.logits)}
+        return document | {"attention_profile": profiles, "logit_profile": logits}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """All heads of a model, and how well prediction and measurement agree."""
+
+    source: str
+    text: str
+    length: int
+    calibration_windows: int
+    test_windows: int
+    heads: tuple[HeadPrediction, ...]
+    left_out: tuple[str, ...] = ()
+
+    def pairs(self, name: str) -> tuple[list[float], list[float]]:
+        """Predicted and measured values of one number, head by head."""
+        return [getattr(h.predicted, name) for h in self.heads], [getattr(h.measured, name) for h in self.heads]
+
+    def agreement(self, measure: Callable[[list[float], list[float]], Any]) -> dict[str, Any]:
+        return {name: measure(*self.pairs(name)) for name in NAMES}
+
+    @property
+    def spearman(self) -> dict[str, float | None]:
+        return self.agreement(spearman)
+
+    @property
+    def calibration_error(self) -> dict[str, float]:
+        """The mean absolute difference."""
+        return self.agreement(mean_absolute_error)
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        return {"calibration": self.calibration_windows * self.length, "test": self.test_windows * self.length}
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `locater predict --json` writes."""
+        return {
+            "schema": "locater.predict/1",
+            "source": self.source,
+            "text": self.text,
+            "window": self.length,
+            "first_query": FIRST_QUERY,
+            "windows": {"calibration": self.calibration_windows, "test": self.test_windows},
+            "tokens": self.tokens,
+            "spearman": self.spearman,
+            "calibration_error": self.calibration_error,
+            "bias": self.agreement(bias),
+            "distance_bins": [list(span) for span in distance_bins(self.length)],
+            "left_out": list(self.left_out),
+            "heads": [head.to_json() for head in self.heads],
+        }
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame, a row per head, with columns such as `predicted_near_mass`."""
+        try:
+            import pandas
+        except ImportError:
+            raise refuse("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+        rows = []
+        for head in self.heads:
+            sides = {"predicted": head.predicted, "measured": head.measured}
+            numbers = {f"{side}_{name}": getattr(of, name) for side, of in sides.items() for name in NAMES}
+            rows.append({"block": head.block, "layer": head.layer, "head": head.head, **numbers})
+        return pandas.DataFrame(rows)
+
+    def summary(self) -> str:
+        """The agreement in plain words, and the heads that are predicted worst."""
+        tokens = self.tokens
+        lines = [
+            f"{self.source}: {len(self.heads)} heads predicted from {tokens['calibration']} tokens, "
+            f"measured on {tokens['test']} others ({self.test_windows} windows of {self.length})"
+        ]
+        for name, error in self.calibration_error.items():
+            rho = self.spearman[name]
+            ranked = "does not vary" if rho is None else f"Spearman {rho:.2f}"
+            lines.append(f"{WORDS[name]}: {ranked}, off by {error:.3g} on average")
+        for head in self.worst(3):
+            lines.append(
+                f"{head.block} {head.layer}.{head.head}: near mass predicted {head.predicted.near_mass:.2f}, "
+                f"measured {head.measured.near_mass:.2f}"
+            )
+        return "\n".join([*lines, *(f"left out: {sentence}" for sentence in self.left_out)])
+
+    def worst(self, count: int) -> list[HeadPrediction]:
+        """The heads whose near mass is predicted worst."""
+        return sorted(self.heads, key=lambda head: -abs(head.predicted.near_mass - head.measured.near_mass))[:count]
