@@ -165,10 +165,28 @@ def pull_back(
 
     Works on any subset of the columns, so a rank that holds some needs no others. Cost: four d_h×d_h×d products.
     """
-    queries, keys = query.flatten(1, 2), key[:, 0]
-    by_query = (slope.core.mT.flatten(1, 2) @ keys).unflatten(1, query.shape[1:3])
-    own = slope.query.expand(*query.shape[:2], -1, -1).flatten(0, 1)
-    by_query.flatten(0, 1).baddbmm_(own, query.flatten(0, 1), alpha=2)
-    by_key = slope.core.transpose(1, 2).flatten(2) @ queries
-    by_key.baddbmm_(slope.key.sum(1), keys, alpha=2)
-    return by_query, by_key[:, None]
+    by_core = slope.core.mT.flatten(1, 2)  # all heads of a group above each other
+    by_query = _times(by_core, key[:, 0]).unflatten(1, query.shape[1:3])
+    by_key = _times(by_core.mT, query.flatten(1, 2))[:, None]
+    own = slope.query.expand(*query.shape[:2], -1, -1)
+    for heads in range(query.shape[1]):
+        _add_twice(by_query[:, heads], own[:, heads], query[:, heads])
+    _add_twice(by_key[:, 0], slope.key.sum(1), key[:, 0])
+    return by_query, by_key
+
+
+def _times(
+    small: Float[Tensor, "batch m n"], wide: Float[Tensor, "batch n columns"]
+) -> Float[Tensor, "batch m columns"]:
+    """A product that lies in memory as the weights do, or adding it to them would cost as much as making it."""
+    return small @ wide if wide.stride(-1) == 1 else (wide.mT @ small.mT).mT
+
+
+def _add_twice(
+    total: Float[Tensor, "batch m columns"], small: Float[Tensor, "batch m n"], wide: Float[Tensor, "batch n columns"]
+) -> None:
+    """total += 2·small·wide, in place."""
+    if wide.stride(-1) == 1:
+        total.baddbmm_(small, wide, alpha=2)
+    else:
+        total.mT.baddbmm_(wide.mT, small.mT, alpha=2)

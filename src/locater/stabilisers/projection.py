@@ -54,7 +54,8 @@ def _measure(
     part: Part, by_query: Tensor, by_key: Tensor, square: Tensor | None, *, moves: tuple[bool, bool]
 ) -> tuple[PerHead, PerHead, PerHead]:
     """tr W, the squared length of the directions that count, and the directions' product; one message for all."""
-    present, product = _sums(part.query, by_query), _sums(by_query, by_key if square is None else by_key * square)
+    present = _sums(part.query, by_query)
+    product = present if square is None else _sums(by_query, by_key * square)
     length = moves[0] * _sums(by_query, by_query) + moves[1] * _sums(by_key, by_key)
     found = torch.stack(torch.broadcast_tensors(present, length, product))
     present, length, product = part.complete_sums(found).unbind(0)
@@ -62,8 +63,8 @@ def _measure(
 
 
 def _sums(left: Tensor, right: Tensor) -> PerHead:
-    """Σ L∘R for every head, accumulated in float64: the trace is small against its terms."""
-    return (left * right).sum((-2, -1), dtype=torch.float64)
+    """Σ L∘R for every head, the rows added up in float64: the trace is small against its terms."""
+    return (left * right).sum(-1).double().sum(-1)
 
 
 def _check(multiple: PerHead, present: PerHead, targets: PerHead) -> None:
