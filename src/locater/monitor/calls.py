@@ -18,10 +18,11 @@ CACHES = ("past_key_values", "past_key_value")
 
 def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by name, as far as the signature tells."""
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    try:  # the class's own signature: wrappers put in front of a single module often hide it
+        bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
     except (TypeError, ValueError):
         return dict(kwargs)
+    bound.pop("self", None)
     further = bound.pop("kwargs", {})
     return {**bound, **further} if isinstance(further, Mapping) else dict(bound)
 

@@ -22,6 +22,7 @@ from .notes import make_notes
 from .report import LayerReport, Report
 from .sinks import Sink
 from .tally import Tally, merge
+from .tensors import WholeTensors
 
 RANK_TEXTS = 4  # texts of a batch whose representations are measured
 Key = tuple[int, bool]  # a site's index, and whether the model was in training mode
@@ -59,7 +60,7 @@ class AttentionMonitor:
         self.thresholds, self.sinks = thresholds or Thresholds(), tuple(sinks)
         self.blocks, self.group = blocks, group
         self.heads = None if heads is None else tuple(sorted(set(heads)))
-        self.sites = self._chosen(sites(model, heads=attention), layers)
+        self.sites = self._chosen(sites(model, heads=attention, tensors=WholeTensors(model)), layers)
         self.num_steps = 0
         self.generator = torch.Generator().manual_seed(0)
         self.hooks: Hooks | None = None
