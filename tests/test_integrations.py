@@ -1,0 +1,141 @@
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from locater.integrations import hf, lightning
+from locater.stabilisers import Projection, QKClip, WarmUp
+from stabiliser_models import llama
+
+TESTS = Path(__file__).parent
+EXAMPLES = {
+    "plain_loop": "qk/layer_01/trace 0.500",
+    "penalty_in_loss": "qk/layer_00/trace 1.0",
+    "hf_trainer": "qk/layer_01/trace 0.500",
+    "lightning_trainer": "qk/layer_01/trace 1.000",
+    "sharded_loop": "qk/layer_01/trace 0.500",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_runs_and_holds_the_trace(name, capsys):
+    path = TESTS.parent / "examples" / f"{name}.py"
+    runpy.run_path(str(path), run_name="__main__")
+    assert EXAMPLES[name] in capsys.readouterr().out
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+def test_every_example_is_tested():
+    stabilisers = [p.stem for p in (TESTS.parent / "examples").glob("*.py") if "locater.stabilisers" in p.read_text()]
+    assert set(stabilisers) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharded_models_train_as_one_process_does(world):
+    """DDP, FSDP2 by rows and by columns, tensor parallelism, and with four processes FSDP2 with tensor parallelism."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    script = TESTS / "distributed" / "sharded_stabilisers.py"
+    done = subprocess.run(
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAILED"))]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    assert len(lines) == 6 + (world == 4)
+    assert all(line.startswith("ok") for line in lines)
+
+
+def hf_run(folder: Path, *, resume: bool = False, stop: int | None = None) -> tuple[nn.Module, hf.StabiliserCallback]:
+    torch.manual_seed(0)
+    model = llama()
+    generator = torch.Generator().manual_seed(1)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 40, (32, 8), generator=generator)]
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        bf16=True,
+        save_steps=3,
+        logging_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+    )
+    callback = hf.LocAteRCallback(strength=1e-2, mean=Projection(WarmUp(0.2, steps=6)))
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
+    logged = [entry for entry in trainer.state.log_history if "qk/layer_00/xi" in entry]
+    assert [entry["step"] for entry in logged] == [3, 6]
+    return model, callback
+
+
+def test_the_trainer_of_transformers_resumes_to_the_bit(tmp_path):
+    whole, callback = hf_run(tmp_path)
+    assert callback.stabiliser.steps == 6
+    assert callback.stabiliser.metrics()["qk/layer_00/trace"] == pytest.approx(0.2, rel=1e-4)
+    resumed, callback = hf_run(tmp_path, resume=True)
+    assert callback.stabiliser.steps == 6
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_step_that_mixed_precision_skipped_is_skipped():
+    class Counting(QKClip):
+        steps = 0
+
+        def step(self):
+            self.steps += 1
+
+    callback = hf.StabiliserCallback(lambda model, optimizer: Counting(model))
+    callback.stabiliser = Counting(llama())
+    for skipped in (True, False):
+        optimizer = type("Wrapped", (), {"step_was_skipped": skipped})()
+        callback.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert callback.stabiliser.steps == 1
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+
+    def training_step(self, batch):
+        return self.encoder(batch).square().mean() * batch.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def lightning_run(steps: int, *, checkpoint: Path | None = None) -> tuple[Regression, lightning.Trainer]:
+    torch.manual_seed(0)
+    module = Regression()
+    callback = lightning.LocAteRCallback(model="encoder", strength=1e-2, mean=Projection(WarmUp(0.3, steps=8)))
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", log_every_n_steps=2, callbacks=[callback], **quiet)
+    data = torch.randn(16, 4, 16, generator=torch.Generator().manual_seed(2))
+    trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=checkpoint, weights_only=False)
+    assert callback.stabiliser.steps == steps
+    assert "qk/layer_00/xi" in trainer.callback_metrics
+    return module, trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_lightning_resumes_to_the_bit(tmp_path):
+    whole, _ = lightning_run(8)
+    _, half = lightning_run(4)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, _ = lightning_run(8, checkpoint=tmp_path / "half.ckpt")
+    for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
