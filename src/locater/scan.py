@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from . import checkpoints
-from .analysis import HeadRow, analyse
+from . import checkpoints, modules
+from .analysis import Analysis, HeadRow, Settings, Workers, analyse, workers
 from .errors import Refusal, refuse
-from .families import Config, Model, open_model, read_layout, spans
+from .families import Config, Family, Layer, Model, Places, build, open_model, read_layout, spans
+from .theory.problem import check_length, check_temperature
 
 DEFAULT_LENGTH = 1024
 Source = str | PathLike[str] | nn.Module
@@ -31,13 +32,14 @@ class Scan:
 
     def to_json(self) -> dict[str, Any]:
         """The document that `locater scan --json` writes."""
+        refused = {"refused": list(self.refused)} if self.refused else {}
         return {
             "schema": "locater.scan/1",
             "source": self.source,
             "family": self.family,
             "format": self.format,
             "coverage": self.coverage,
-            "refused": list(self.refused),
+            **refused,
             "heads": [row.to_json() for row in self.heads],
         }
 
@@ -47,7 +49,7 @@ class Scan:
             import pandas
         except ImportError:
             raise refuse("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
-        return pandas.DataFrame([row.to_json() for row in self.heads])
+        return pandas.DataFrame([row.to_record() for row in self.heads])
 
     def summary(self) -> str:
         """The findings in plain words."""
@@ -74,38 +76,88 @@ def scan(
     `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. Cost: three
     d_h×d×d_h products and the eigenvalues of one d_h×d_h matrix per head.
     """
+    settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues)
+    family = None if layout is None else read_layout(layout)
     with ExitStack() as stack:
-        name, form, model = _open(source, stack, adapter=adapter, layout=layout, allow_pickle=allow_pickle)
-        wanted = _wanted(model, layers)
-        total = sum(len(wanted.intersection(places.layers)) for places in model.places)
-        rows: list[HeadRow] = []
-        refused: list[str] = []
-        for done, layer in enumerate(model.layers(wanted)):
+        if isinstance(source, nn.Module):
+            opened = _open_live(source, family)
+        else:
+            checkpoint = stack.enter_context(checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle))
+            opened = _open_stored(fspath(source), checkpoint, family)
+        found, refused = _analyse(opened, _wanted(opened, layers), settings, progress)
+    rows = tuple(sorted(found, key=HeadRow.order))
+    return Scan(opened.source, opened.family, opened.format, opened.coverage, rows, tuple(refused))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source before anything is read: what it is, and how to read each attention module, with its layer's number."""
+
+    source: str
+    family: str
+    format: str
+    coverage: str
+    modules: list[tuple[int, Callable[[], Layer]]]
+
+
+def _open_stored(source: str, checkpoint: checkpoints.Checkpoint, family: Family | None) -> _Opened:
+    model = open_model(Config(checkpoint.config), checkpoint, family=family)
+    return _Opened(source, model.family, checkpoint.format, model.coverage, _of_model(model))
+
+
+def _open_live(module: nn.Module, family: Family | None) -> _Opened:
+    """By the table of its family where its config names one, else by the kinds of its modules."""
+    name, config = type(module).__name__, Config(modules.settings(module))
+    if family is not None or config.get("model_type") is not None:
+        model = open_model(config, modules.ModuleTensors(module), family=family)
+        return _Opened(name, model.family, "module", model.coverage, _of_model(model))
+    sites = modules.sites(module)
+    missing = [site.query_name for site in sites if site.num_heads == 0]
+    coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
+    readers = [(site.number, site.build) for site in sites]
+    return _Opened(name, "modules", "module", coverage if missing else "COMPLETE", readers)
+
+
+def _of_model(model: Model) -> list[tuple[int, Callable[[], Layer]]]:
+    def reader(places: Places, layer: int) -> Callable[[], Layer]:
+        return lambda: next(build(places, [layer]))
+
+    return [(layer, reader(places, layer)) for places in model.places for layer in places.layers]
+
+
+def _analyse(
+    opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None
+) -> tuple[list[HeadRow], list[str]]:
+    readers = [read for layer, read in opened.modules if layer in wanted]
+    rows: list[HeadRow] = []
+    refused: list[str] = []
+    with workers() as threads:
+        for done, read in enumerate(readers):
             if progress:
-                progress(done, total)
-            refused += layer.refused
-            rows += analyse(layer.heads, length=length, temperature=temperature, raw=raw, keep_eigenvalues=eigenvalues)
+                progress(done, len(readers))
+            found = _analyse_layer(read(), settings, threads)
+            rows += found.rows
+            refused += found.refused
     if not rows:
         raise Refusal(refused[0])
-    return Scan(name, model.family, form, model.coverage, tuple(sorted(rows, key=HeadRow.order)), tuple(refused))
+    return rows, refused
 
 
-def _open(source: Source, stack: ExitStack, *, adapter: Any, layout: Any, allow_pickle: bool) -> tuple[str, str, Model]:
-    """The source's name, its format, and the model in it."""
-    family = None if layout is None else read_layout(layout)
-    if isinstance(source, nn.Module):
-        from . import modules
-
-        return type(source).__name__, "module", modules.open_module(source, family=family)
-    checkpoint = stack.enter_context(checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle))
-    return fspath(source), checkpoint.format, open_model(Config(checkpoint.config), checkpoint, family=family)
+def _analyse_layer(layer: Layer, settings: Settings, threads: Workers) -> Analysis:
+    """In a function of its own, so that a layer's weights are let go before the next are read."""
+    found = analyse(layer.heads, settings, threads)
+    return Analysis(found.rows, [*layer.refused, *found.refused])
 
 
-def _wanted(model: Model, layers: Iterable[int] | None) -> frozenset[int]:
-    known = frozenset(layer for places in model.places for layer in places.layers)
+def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:
+    known = frozenset(layer for layer, _ in opened.modules)
     if layers is None:
         return known
     wanted = frozenset(layers)
-    if not wanted <= known:
-        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)))
+    if not wanted or not wanted <= known:
+        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
     return wanted
+
+
+def _checked(temperature: float | None) -> float | None:
+    return None if temperature is None else check_temperature(temperature, 1)

@@ -7,11 +7,13 @@ from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import refuse
+from .bytes import ByteSource, check_range
 
 Rows = tuple[int, int]
 
@@ -81,10 +83,18 @@ def view_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> S
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def row_span(shape: tuple[int, ...], itemsize: int, rows: Rows | None) -> tuple[int, int, tuple[int, ...]]:
-    """First byte, number of bytes and shape of the rows of a tensor stored row after row."""
+def read_tensor(source: ByteSource, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shaped[Tensor, "..."]:
+    """The tensor whose bytes lie in the source from `start` on, row after row."""
+    length = math.prod(shape) * dtype.itemsize
+    check_range(source, start, length)
+    # numpy's memory is not zeroed first, and lies in large pages: half the time of a bytearray.
+    data = numpy.empty(length, numpy.uint8)
+    source.readinto(start, data.data)
+    return torch.from_numpy(data).view(dtype).reshape(shape) if length else torch.empty(shape, dtype=dtype)
+
+
+def row_span(shape: tuple[int, ...], itemsize: int, rows: Rows | None) -> tuple[int, tuple[int, ...]]:
+    """First byte and shape of the rows of a tensor stored row after row."""
     if rows is None:
-        return 0, math.prod(shape) * itemsize, shape
-    row_bytes = math.prod(shape[1:]) * itemsize
-    taken = rows[1] - rows[0]
-    return rows[0] * row_bytes, taken * row_bytes, (taken, *shape[1:])
+        return 0, shape
+    return rows[0] * math.prod(shape[1:]) * itemsize, (rows[1] - rows[0], *shape[1:])

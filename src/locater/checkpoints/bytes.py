@@ -26,6 +26,10 @@ class ByteSource(Protocol):
         """Exactly these bytes; fails in a sentence when the file does not hold them."""
         ...
 
+    def readinto(self, start: int, view: memoryview) -> None:
+        """Fill the view with the bytes from `start` on; fails as `read` does."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -54,7 +58,11 @@ class LocalBytes:
     def read(self, start: int, length: int) -> bytearray:
         check_range(self, start, length)
         data = bytearray(length)
-        view = memoryview(data)
+        self.readinto(start, memoryview(data))
+        return data
+
+    def readinto(self, start: int, view: memoryview) -> None:
+        check_range(self, start, len(view))
         with reading(self.name), self.path.open("rb", buffering=0) as file:
             file.seek(start)
             # One call may return less than asked, and never more than 2 GiB on Linux.
@@ -62,7 +70,6 @@ class LocalBytes:
                 view = view[count:]
         if view:
             raise refuse(f"{self.size} bytes in {self.name}", "fewer", "the file changed while it was read")
-        return data
 
     def close(self) -> None:
         pass
@@ -95,6 +102,10 @@ class Part:
     def read(self, start: int, length: int) -> bytearray:
         check_range(self, start, length)
         return self.source.read(self.start + start, length)
+
+    def readinto(self, start: int, view: memoryview) -> None:
+        check_range(self, start, len(view))
+        self.source.readinto(self.start + start, view)
 
     def close(self) -> None:
         pass

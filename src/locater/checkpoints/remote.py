@@ -35,6 +35,9 @@ class RemoteBytes:
             )
         return data
 
+    def readinto(self, start: int, view: memoryview) -> None:
+        view[:] = self.read(start, len(view))
+
     def close(self) -> None:
         self.file.close()
 

@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import refuse
-from .base import Checkpoint, Entry, Rows, row_span, view_bytes
+from .base import Checkpoint, Entry, Rows, read_tensor, row_span
 from .bytes import ByteSource, check_range
 from .document import MAX_BYTES, parse_object
 
@@ -59,8 +59,8 @@ class SafetensorsFile(Checkpoint):
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         item = self.stored[name]
-        start, length, shape = row_span(item.entry.shape, item.entry.dtype.itemsize, rows)
-        return view_bytes(self.source.read(item.start + start, length), item.entry.dtype, shape)
+        start, shape = row_span(item.entry.shape, item.entry.dtype.itemsize, rows)
+        return read_tensor(self.source, item.start + start, item.entry.dtype, shape)
 
     def close(self) -> None:
         self.source.close()

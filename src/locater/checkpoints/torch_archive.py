@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import Refusal, refuse
-from .base import Rows, row_span, view_bytes
+from .base import Rows, read_tensor, row_span
 from .bytes import ByteSource, Part, Stream, check_range
 from .pickles import load_pickle
 from .torch_tensors import ADMITTED, Storage, View, storage_from
@@ -38,9 +38,9 @@ class Archive:
         itemsize, place = view.entry.dtype.itemsize, self.places[view.storage.key]
         start = self._data_start(place) + view.offset * itemsize
         if view.is_contiguous:
-            skipped, length, shape = row_span(view.entry.shape, itemsize, rows)
-            return view_bytes(self.source.read(start + skipped, length), view.entry.dtype, shape)
-        numbers = view_bytes(self.source.read(start, view.extent * itemsize), view.entry.dtype, (view.extent,))
+            skipped, shape = row_span(view.entry.shape, itemsize, rows)
+            return read_tensor(self.source, start + skipped, view.entry.dtype, shape)
+        numbers = read_tensor(self.source, start, view.entry.dtype, (view.extent,))
         whole = numbers.as_strided(view.entry.shape, view.stride)
         return (whole if rows is None else whole[rows[0] : rows[1]]).contiguous()
 

@@ -147,7 +147,7 @@ def _save(found: "Scan", *, json: Path | None, csv: Path | None, parquet: Path |
 
     if json:
         write_json(found.to_json(), json)
-    rows = [row.to_json() for row in found.heads]
+    rows = [row.to_record() for row in found.heads]
     if csv:
         write_csv(rows, csv)
     if parquet:

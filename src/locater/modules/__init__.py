@@ -14,7 +14,7 @@ from .explicit import Explicit, describe, explicit_row
 from .rows import Found, search
 from .tensors import ModuleTensors, named_modules, settings
 
-__all__ = ["ModuleTensors", "Site", "layers", "sites"]
+__all__ = ["ModuleTensors", "Site", "layers", "settings", "sites"]
 
 
 def layers(

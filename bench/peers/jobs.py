@@ -1,0 +1,125 @@
+"""One tool on one checkpoint, in a process of its own: `python jobs.py TOOL FOLDER` prints what it cost, as JSON.
+
+The imports are made before the clock starts; what they cost is measured apart.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "WANDB_MODE": "disabled"}
+
+
+def locater() -> Callable[[Path], int]:
+    import torch
+
+    from locater.scan import scan
+
+    torch.set_num_threads(1)
+    return lambda folder: len(scan(folder).heads)
+
+
+def bare() -> Callable[[Path], int]:
+    """What anyone would write: open, core product, eigenvalues; nothing checked, nothing folded, nothing predicted."""
+    import torch
+    from safetensors import safe_open
+
+    torch.set_num_threads(1)
+
+    def weights(folder: Path, config: dict):
+        index = folder / "model.safetensors.index.json"
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        for file in files:
+            with safe_open(folder / file, "pt") as opened:
+                for name in opened.keys():
+                    if name.endswith("attn.c_attn.weight"):
+                        query, key, _ = opened.get_tensor(name).float().T.chunk(3)
+                        yield query, key
+                    elif name.endswith("q_proj.weight"):
+                        yield opened.get_tensor(name).float(), opened.get_tensor(name.replace("q_proj", "k_proj")).float()
+
+    def run(folder: Path) -> int:
+        config, count = json.loads((folder / "config.json").read_text()), 0
+        heads = config.get("n_head") or config["num_attention_heads"]
+        keys = config.get("num_key_value_heads", heads)
+        for query, key in weights(folder, config):
+            d_head = query.shape[0] // heads
+            for head in range(heads):
+                at = head * keys // heads * d_head
+                core = key[at : at + d_head] @ query[head * d_head : (head + 1) * d_head].T
+                values = torch.linalg.eigvals(core)
+                assert len(values) == d_head
+                count += 1
+        return count
+
+    return run
+
+
+def weightwatcher() -> Callable[[Path], int]:
+    """Only the query and key layers."""
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("ignore")
+    import weightwatcher as library
+
+    torch.set_num_threads(1)
+
+    def run(folder: Path) -> int:
+        watcher = library.WeightWatcher(model=str(folder), log_level="ERROR")
+        described = watcher.describe()
+        wanted = described[described["longname" if "longname" in described else "name"].str.contains("q_proj|k_proj")]
+        details = watcher.analyze(plot=False, layers=[int(number) for number in wanted["layer_id"]])
+        return len(details)
+
+    return run
+
+
+def transformer_lens() -> Callable[[Path], int]:
+    import torch
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.set_num_threads(1)
+
+    def run(folder: Path) -> int:
+        from tokenizers import Tokenizer, models
+
+        vocabulary = {"<s>": 0, "</s>": 1, "a": 2}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")),
+            bos_token="<s>", eos_token="</s>", pad_token="</s>",
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, tokenizer=tokenizer)
+        return bridge.QK.eigenvalues.shape[:2].numel()
+
+    return run
+
+
+TOOLS = {"locater": locater, "bare": bare, "weightwatcher": weightwatcher, "transformer-lens": transformer_lens}
+
+
+def peak() -> int:
+    """The process's peak memory so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(tool: str, folder: Path) -> dict[str, float]:
+    run = TOOLS[tool]()
+    imports = dict(import_cpu=time.process_time(), import_peak=peak())
+    cpu, wall = time.process_time(), time.perf_counter()
+    heads = run(folder)
+    cost = dict(cpu=time.process_time() - cpu, wall=time.perf_counter() - wall, peak=peak(), heads=heads)
+    return imports | cost | dict(total_cpu=time.process_time())
+
+
+if __name__ == "__main__":
+    found = measure(sys.argv[1], Path(sys.argv[2]))
+    print(json.dumps(found), flush=True)

@@ -1,0 +1,130 @@
+"""The heads of one layer, as rows: taken in chunks of one shape, so that work is batched and memory bounded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from ..errors import Refusal, refuse
+from ..heads import Head
+from ..positions import Rotary
+from ..spectra import Grams, Moments, moments_of, spread
+from ..theory import closed_form, regimes
+from ..theory.rotary import Series
+from .linear import Linear
+from .products import chunks, products
+from .rows import HeadRow
+from .workers import ALONE, Workers
+
+# Positions at which a rotary profile is evaluated: enough to tell its shape, and bounded for any length.
+NUM_POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The rows of some heads; a head whose numbers overflow is a sentence in `refused`, the others are still there."""
+
+    rows: list[HeadRow] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of every head: `temperature` replaces its own λ, `raw` leaves the input norm's gain out."""
+
+    length: int
+    temperature: float | None = None
+    raw: bool = False
+    keep_eigenvalues: bool = False
+
+    def temperature_of(self, head: Head) -> float:
+        return head.temperature if self.temperature is None else self.temperature
+
+
+def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
+    """The spectrum and the profile of every head, in order. Cost: per head three d_h×d×d_h products and eigenvalues."""
+    parts = chunks(heads, parts=workers.count)
+    return _joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
+
+
+def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
+    heads = [head for group in groups for head in group]
+    try:
+        return Analysis(_rows(groups, settings))
+    except Refusal as reason:
+        if len(heads) > 1:  # find out which of them it is
+            return _joined([_analyse_chunk([[head]], settings=settings) for head in heads])
+        return Analysis([], [f"{heads[0].block} layer {heads[0].layer}, head {heads[0].index}: {reason}"])
+
+
+def _joined(parts: Sequence[Analysis]) -> Analysis:
+    return Analysis([row for part in parts for row in part.rows], [line for part in parts for line in part.refused])
+
+
+def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
+    grams = products(groups, raw=settings.raw)
+    found = moments_of(grams, d_model=groups[0][0].d_model)
+    values = _eigenvalues(grams.core).flatten(0, 1)
+    profiles = _profiles(groups, grams, found, settings)
+    columns = _columns(found) | {
+        "spread": spread(values, found.d_model).tolist(),
+        "localisation": regimes.localisation(profiles).tolist(),
+        "regime": regimes.classify_all(profiles),
+    }
+    heads = [head for group in groups for head in group]
+    pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
+    cells = (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+    return [
+        HeadRow(
+            block=head.block,
+            layer=head.layer,
+            head=head.index,
+            key_head=head.index if head.key_index is None else head.key_index,
+            d_model=head.d_model,
+            d_head=head.d_head,
+            temperature=settings.temperature_of(head),
+            eigenvalues=own_pairs,
+            **own_cells,
+        )
+        for head, own_pairs, own_cells in zip(heads, pairs, cells, strict=True)
+    ]
+
+
+def _eigenvalues(core: Tensor) -> Tensor:
+    try:
+        return torch.linalg.eigvals(core)
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+        raise refuse("a core whose eigenvalues can be computed", "one that does not converge") from None
+
+
+def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: Settings) -> Tensor:
+    """ρ over the context for every head of a chunk, by the closed form, with its rotary positions and norms."""
+    head = groups[0][0]
+    if not (head.query.is_linear and head.key.is_linear):
+        grams = products(groups, raw=settings.raw, linear=Linear(raw=settings.raw))
+        found = moments_of(grams, d_model=head.d_model)
+    temperature = settings.temperature_of(head)
+    if head.rotary is None:
+        return closed_form.from_moments(found, length=settings.length, temperature=temperature).flatten(0, 1)
+    series, pairs = _series(head.rotary, settings.length)
+    return series.profile(grams, pairs=pairs, temperature=temperature).flatten(0, 1)
+
+
+@lru_cache(maxsize=8)
+def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
+    """What the profiles of all heads with these positions share, and the pairs."""
+    positions = torch.linspace(1, length, min(length, NUM_POSITIONS)).round().long()
+    return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
+
+
+def _columns(found: Moments) -> dict[str, list]:
+    names = ("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero")
+    return {name: getattr(found, name).flatten().tolist() for name in (*names, "xi", "eta")}
+
+
+def _pairs(values: Tensor) -> tuple[tuple[float, float], ...]:
+    """Real and imaginary parts, the largest first, so that equal spectra read alike."""
+    order = values.abs().argsort(descending=True, stable=True)
+    return tuple((value.real, value.imag) for value in values[order].tolist())

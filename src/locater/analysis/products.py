@@ -1,0 +1,93 @@
+"""The Gram products of many heads. Weights are widened and folded in one small buffer, a group of heads at a time:
+nothing as large as a layer is copied, and what is multiplied is still in the cache.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ..heads import Head
+from ..projections import Norm, widen
+from ..spectra import Grams
+from .linear import Linear
+
+# Weights held in float32 at a time, and entries of each kind of Gram matrix analysed together.
+BUFFER_BYTES = 16 * 2**20
+GRAM_ENTRIES = 2**20
+
+
+def chunks(heads: Sequence[Head], *, parts: int = 1) -> Iterator[list[list[Head]]]:
+    """Groups of heads that share a key, as many at a time as the budget and one common shape allow.
+
+    With `parts`, no chunk holds more than that share of the groups.
+    """
+    for _, alike in groupby(_groups(heads), key=lambda group: (len(group), group[0].d_head, group[0].d_model)):
+        groups = list(alike)
+        at_once = max(1, GRAM_ENTRIES // (len(groups[0]) * groups[0][0].d_head ** 2))
+        at_once = min(at_once, -(-len(groups) // parts))
+        for start in range(0, len(groups), at_once):
+            yield groups[start : start + at_once]
+
+
+def _groups(heads: Sequence[Head]) -> Iterator[list[Head]]:
+    for _, group in groupby(heads, key=lambda head: (id(head.key), id(head.query.input_norm))):
+        members = list(group)
+        at_once = max(1, BUFFER_BYTES // (4 * members[0].query.weight.numel()) - 1)
+        for start in range(0, len(members), at_once):
+            yield members[start : start + at_once]
+
+
+def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None) -> Grams:
+    """Core and query Gram as (groups, heads, d_h, d_h), key Gram as (groups, 1, d_h, d_h).
+
+    `raw` takes the weights as stored, else the input norm's gain is folded in; `linear` puts the norms behind the
+    projections into them.
+    """
+    first, num_heads = groups[0][0], len(groups[0])
+    dtype, size = widen(first.query.weight[:0]).dtype, first.d_head
+    buffer = _buffer(1 + num_heads, first.query.weight, dtype)
+    core, query, key = (torch.empty(len(groups), n, size, size, dtype=dtype) for n in (num_heads, num_heads, 1))
+    for number, group in enumerate(groups):
+        _fill(buffer, group, raw=raw, linear=linear)
+        with_key = (buffer[0] @ buffer.flatten(0, 1).mT).unflatten(1, (-1, size)).transpose(0, 1)
+        key[number], core[number] = with_key[:1], with_key[1:]
+        torch.bmm(buffer[1:], buffer[1:].mT, out=query[number])
+    found = Grams(core, query, key)
+    return found if raw else _amplified(found, first)
+
+
+def _buffer(count: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for as many weights, in the order in which this one is stored: a transposing copy is slow."""
+    rows, columns = count * weight.shape[0], weight.shape[1]
+    stored_transposed = weight.stride(0) < weight.stride(1)
+    flat = torch.empty(columns, rows, dtype=dtype).mT if stored_transposed else torch.empty(rows, columns, dtype=dtype)
+    return flat.unflatten(0, (count, -1))
+
+
+def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None) -> None:
+    """The key, then the queries."""
+    projections = [group[0].key, *(head.query for head in group)]
+    for rows, projection in zip(buffer, projections, strict=True):
+        rows.copy_(projection.weight.detach())
+    if not raw:
+        _fold(buffer[:1], group[0].key.input_norm)
+        _fold(buffer[1:], group[0].query.input_norm)
+    if linear is not None:
+        for rows, projection in zip(buffer, projections, strict=True):
+            linear.apply(rows, projection)
+
+
+def _fold(weights: Tensor, norm: Norm | None) -> None:
+    if norm is not None and norm.gain is not None:
+        weights *= norm.gain.detach().to(weights)
+
+
+def _amplified(found: Grams, head: Head) -> Grams:
+    """At offset 0 rotary positions do nothing but multiply the rows that turn by the amplitude."""
+    if head.rotary is None or head.rotary.amplitude == 1:
+        return found
+    rows = found.core.new_ones(head.d_head)
+    rows[head.rotary.pairs.flatten()] = head.rotary.amplitude
+    return Grams(*(product * rows[:, None] * rows for product in found))

@@ -1,0 +1,48 @@
+"""What a scan says of one head."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..heads import BLOCKS
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """The moments of W = W_K^T W_Q, where `variance` may be negative and `spread` may not; `temperature` is λ."""
+
+    block: str
+    layer: int
+    head: int
+    key_head: int
+    d_model: int
+    d_head: int
+    temperature: float
+    trace: float
+    trace_of_square: float
+    frobenius_squared: float
+    mean: float
+    variance: float
+    mean_nonzero: float
+    variance_nonzero: float
+    spread: float
+    xi: float
+    eta: float
+    localisation: float
+    regime: str
+    eigenvalues: tuple[tuple[float, float], ...] | None = None
+
+    def order(self) -> tuple[int, int, int]:
+        return BLOCKS.index(self.block), self.layer, self.head  # pyright: ignore[reportArgumentType]
+
+    def to_record(self) -> dict[str, Any]:
+        """All columns, for tables; eigenvalues only where they were kept."""
+        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.eigenvalues is None:
+            del record["eigenvalues"]
+        return record
+
+    def to_json(self) -> dict[str, Any]:
+        """The columns of the schema locater.scan/1."""
+        record = self.to_record()
+        del record["temperature"]
+        return record
