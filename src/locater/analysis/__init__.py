@@ -1,6 +1,6 @@
 """Heads to rows: the spectrum of each head, and the regime that the theory reads off it."""
 
-from .analyse import Analysis, Settings, analyse
+from .layer import Analysis, Settings, analyse
 from .rows import HeadRow
 from .workers import Workers, workers
 
