@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import refuse
 from ..modules import Site
 from .calls import Call, arguments, has_cached_keys
+from .tensors import whole
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 
@@ -99,7 +100,7 @@ class Hooks:
             given = args[0] if args else next(iter(kwargs.values()), None)
             if owner.call is not None and isinstance(given, Tensor):
                 for attribute in attributes:
-                    setattr(owner.call, attribute, given.detach())
+                    setattr(owner.call, attribute, whole(given.detach()))
 
         return capture
 

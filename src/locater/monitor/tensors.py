@@ -16,6 +16,10 @@ class WholeTensors(ModuleTensors):
         return tuple(super().read(name).shape)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Shaped[Tensor, "..."]:
-        tensor = super().read(name).detach()
-        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
+        tensor = whole(super().read(name).detach())
         return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore

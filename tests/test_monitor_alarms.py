@@ -1,0 +1,98 @@
+"""Alarms on models made to be wrong, and silence on one that is not."""
+
+import math
+
+import pytest
+import torch
+
+from locater.monitor import AttentionMonitor, Thresholds
+from locater.monitor.alarms import find_alarms
+from test_monitor import TOKENS, gpt2, llama, watch
+
+LONG = torch.randint(0, 50, (2, 60), generator=torch.Generator().manual_seed(3))
+
+
+def kinds(report):
+    return {(alarm.kind, alarm.layer, alarm.head) for alarm in report.alarms}
+
+
+def scale_head(model, layer, head, factor):
+    attention = model.model.layers[layer].self_attn
+    with torch.no_grad():
+        attention.q_proj.weight.unflatten(0, (4, -1))[head] *= factor
+
+
+def test_a_healthy_model_raises_none():
+    model = llama()
+    assert not watch(model, lambda: model(LONG)).alarms
+
+
+def test_entropy_collapse_and_logit_explosion_name_the_head():
+    model = llama()
+    scale_head(model, 1, 2, 1e4)
+    report = watch(model, lambda: model(LONG))
+    assert kinds(report) == {("entropy collapse", 1, 2), ("logit explosion", 1, 2)}
+    collapse = next(alarm for alarm in report.alarms if alarm.kind == "entropy collapse")
+    assert collapse.figure < collapse.threshold == 0.02
+    assert str(collapse).startswith("entropy collapse in decoder layer 1, head 2: normalised entropy 0.0")
+    assert "; try " in str(collapse) and "QK-norm" in collapse.remedy
+    assert report.metrics()["attn/alarms"] == 2 and str(collapse) in report.summary()
+
+
+def test_a_head_of_equal_logits_is_dead():
+    model = llama()
+    scale_head(model, 0, 1, 1e-6)
+    report = watch(model, lambda: model(LONG))
+    assert kinds(report) == {("dead head (uniform)", 0, 1)}
+
+
+def test_a_head_that_rests_on_the_first_token_is_dead():
+    """Queries that do not depend on the text, and keys that only know whether they are the first."""
+    model = gpt2().eval()
+    with torch.no_grad():
+        attention, size = model.transformer.h[0].attn.c_attn, 8
+        model.transformer.h[0].ln_1.weight.fill_(1)
+        attention.weight[:, :size] = 0
+        attention.bias[:size] = 0
+        attention.bias[0] = 30.0
+        model.transformer.wpe.weight[:, 5] = -1.0
+        model.transformer.wpe.weight[0, 5] = 30.0
+        attention.weight[:, 32] = 0
+        attention.weight[5, 32] = 2.0
+    report = watch(model, lambda: model(LONG), thresholds=Thresholds(entropy_collapse=None, logit_explosion=None))
+    assert ("dead head (sink)", 0, 0) in kinds(report)
+    assert all(alarm.mode == "evaluation" for alarm in report.alarms)
+
+
+def test_tokens_that_are_alike_are_rank_collapse():
+    model = gpt2().eval()
+    with torch.no_grad():
+        model.transformer.wte.weight[:] = model.transformer.wte.weight[:1] + 1e-3 * torch.randn(50, 32)
+        model.transformer.wpe.weight.zero_()
+    report = watch(model, lambda: model(LONG))
+    collapse = [alarm for alarm in report.alarms if alarm.kind == "rank collapse"]
+    assert collapse and collapse[0].head is None and "mean cosine" in collapse[0].meaning
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_thresholds_do_not_depend_on_length(repeats):
+    """Uniform over a fixed share of the keys, or ten times log n: the same verdict at any length."""
+    model = llama()
+    report = watch(model, lambda: model(LONG.repeat(1, repeats)))
+    (layer, _) = report.training
+    limit = 10 * layer.log_keys
+    strict = Thresholds(logit_explosion=max(layer.statistics["max_logit"]) / layer.log_keys * 1.01)
+    assert not [alarm for alarm in find_alarms([layer], strict) if alarm.kind == "logit explosion"]
+    looser = Thresholds(logit_explosion=max(layer.statistics["max_logit"]) / layer.log_keys * 0.99)
+    assert [alarm for alarm in find_alarms([layer], looser) if alarm.kind == "logit explosion"]
+    assert math.isclose(layer.log_keys, sum(math.log(n) for n in range(1, 60 * repeats + 1)) / (60 * repeats))
+    assert limit > 20
+
+
+def test_alarms_can_be_switched_off():
+    model = llama()
+    scale_head(model, 1, 2, 1e4)
+    none = Thresholds(None, None, None, None, None)
+    with AttentionMonitor(model, every=1, thresholds=none) as monitor:
+        model(TOKENS)
+        assert not monitor.report().alarms
