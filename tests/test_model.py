@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from family_cases.base import shake
 from locater import modules
-from locater.analysis import analyse
 from locater.cross_entropy import linear_cross_entropy
 from locater.errors import Refusal
 from locater.model import LanguageModel, WalkModel, WalkShape
+from locater.scan import scan
 from locater.shape import SHAPES, Shape
 from locater.stabilisers import Constant, LocAteR, Projection
 
@@ -154,7 +154,7 @@ def test_stabilisers_hold_its_heads():
     locater = LocAteR(model, strength=1e-3, mean=Projection(Constant(0.5)))
     locater.penalty().backward()
     locater.step()
-    rows = [row for layer in modules.layers(model) for row in analyse(layer.heads, length=12, raw=True)]
+    rows = scan(model, raw=True).heads
     assert len(rows) == 8
     for row in rows:
         assert row.trace / row.temperature == pytest.approx(0.5, abs=1e-4)

@@ -9,8 +9,9 @@ from .compare import compare
 from .demo import demo
 from .scan import scan
 from .theory import theory
+from .train import train
 
-VERBS = {"scan": scan, "compare": compare, "theory": theory, "demo": demo}
+VERBS = {"scan": scan, "compare": compare, "theory": theory, "train": train, "demo": demo}
 
 app = typer.Typer(
     name="locater",

@@ -1,0 +1,148 @@
+"""`locater train`: the paper's experiment and small language models, with or without LocAteR.
+
+The options are the fields of the config's dataclasses, each documented where it is declared.
+"""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..errors import BadArguments
+from ..training.config import GROUPS, PRESETS, make_config
+from .output import JsonPath, console_for, table
+
+if TYPE_CHECKING:
+    from ..training.run import Outcome
+
+PANELS = {
+    "data": "Data",
+    "shape": "Model",
+    "optimiser": "Optimiser",
+    "stabiliser": "LocAteR",
+    "loop": "Loop",
+}
+
+
+def train(
+    preset: Annotated[str, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}.")] = "paper",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder.")] = None,
+    stop_after: Annotated[int | None, typer.Option(min=1, help="Stop at this step, to resume later.")] = None,
+    json: JsonPath = None,
+    **overrides: Any,
+) -> None:
+    """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    console = console_for(json)
+    if (resume is None) == (out is None):
+        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
+    if resume is not None and given:
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise BadArguments(f"--resume takes the run's own config: leave out {named}")
+    config = None if out is None else make_config(preset, **given)
+    from ..training import run
+
+    say = Console(stderr=True, highlight=False).print
+    if config is not None and out is not None:
+        outcome = run.start(config, out, stop_after=stop_after, say=say)
+    else:
+        assert resume is not None
+        outcome = run.resume(resume, stop_after=stop_after, say=say)
+    _report(console, outcome, json)
+
+
+def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
+    """What was reached, and how to go on; a signal is passed on as the exit code that shells give it."""
+    from ..records import write_json
+
+    if not outcome.is_first:
+        return
+    row = outcome.validation or {}
+    console.print(f"step {outcome.step} of {outcome.num_steps}" + ("" if outcome.is_done else ", stopped"))
+    for name in ("loss", "perplexity", "entropy"):
+        if name in row:
+            console.print(f"validation {name} {row[name]:.4f} (step {row['step']})")
+    if row.get("heads"):
+        console.print(_heads(row["heads"]))
+    if "propagation" in row:
+        console.print(_propagation(row["propagation"]))
+    console.print(f"model: {outcome.folder / 'model'} (locater scan {outcome.folder / 'model'})", soft_wrap=True)
+    if not outcome.is_done:
+        console.print(f"continue with: locater train --resume {outcome.folder}", soft_wrap=True)
+    if json:
+        write_json(outcome.to_json(), json)
+    if outcome.signal is not None:
+        raise typer.Exit(128 + outcome.signal)
+
+
+def _heads(rows: list[dict[str, Any]]) -> Any:
+    columns = {"tr W/λ": "trace", "η/λ": "eta", "ξ": "xi", "local": "localisation", "entropy": "normalised_entropy"}
+    per_unit = ("trace", "eta")
+    body = []
+    for row in rows[:16]:
+        numbers = [
+            row.get(name, float("nan")) / (row["temperature"] if name in per_unit else 1) for name in columns.values()
+        ]
+        body.append([f"{row['layer']}.{row['head']}", *(f"{number:.3f}" for number in numbers), row["regime"]])
+    return table(["head", *columns, "regime"], body, words=["regime"])
+
+
+def _propagation(found: dict[str, list[float]]) -> Any:
+    """Some positions of the walk: how often a gradient passed, and what the theory says."""
+    length = len(found["measured"])
+    positions = sorted({round(1 + (length - 1) * n / 7) for n in range(8)})
+    body = [
+        [
+            str(t),
+            f"{found['measured'][t - 1]:.3f} ± {found['standard_error'][t - 1]:.3f}",
+            *(f"{found[name][t - 1]:.3f}" for name in ("exact", "closed")),
+        ]
+        for t in positions
+    ]
+    return table(["t", "gradient passes", "exact ρ", "closed ρ"], body)
+
+
+def _with_options(function: Any) -> Any:
+    """The function with one keyword for every field of the config; None means that the preset decides."""
+    own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    hints = {one.name: one.annotation for one in own}
+    further = []
+    for group, kind in GROUPS.items():
+        for one in fields(kind):
+            if one.init:
+                hints[one.name] = _annotation(one, PANELS[group])
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                further.append(inspect.Parameter(one.name, keyword, default=None, annotation=hints[one.name]))
+    function.__signature__ = inspect.Signature([*own, *further])
+    function.__annotations__ = hints
+    return function
+
+
+def _annotation(one: Any, panel: str) -> Any:
+    help = one.metadata["help"]
+    flag = "--" + one.name.replace("_", "-")
+    if one.type is bool:
+        names = [f"{flag}/--no-{flag[2:]}"]
+        return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
+    choices = getattr(one.type, "__args__", None)
+    kind = str if choices else one.type
+    metavar = "|".join(choices) if choices else None
+    check = _among(choices) if choices else None
+    options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
+    return Annotated[kind | None, typer.Option(flag, **options)]
+
+
+def _among(choices: tuple[str, ...]) -> Any:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+train = _with_options(train)

@@ -1,0 +1,85 @@
+"""From what `--data` names to batches."""
+
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import Refusal, refuse
+from ..records import write
+from .batches import Batches, Walks, Windows
+from .cache import Tokens, cache_folder, tokenise
+from .options import DataOptions
+from .text import Corpus, held_out, read_corpus, read_text
+
+WALK, EMBEDDED, WIKITEXT, AUTO = "random-walk", "embedded", "wikitext-2", "auto"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches, the tokens behind them (none for walks), and the options with `auto` decided."""
+
+    options: DataOptions
+    batches: Batches
+    tokens: Tokens | None
+
+    @property
+    def identity(self) -> str:
+        return self.tokens.identity if self.tokens else WALK
+
+
+def open_data(options: DataOptions, *, length: int, seed: int, say: Say = lambda sentence: None) -> Data:
+    """Read and tokenise. `say` hears what the user should know, such as a fall-back."""
+    if options.data == WALK:
+        return Data(options, Walks(options.walk_width, length, seed), None)
+    options, corpus = _corpus(options, say)
+    tokens = tokenise(corpus, options)
+    return Data(options, Windows(tokens.train, tokens.valid, length, seed), tokens)
+
+
+def _corpus(options: DataOptions, say: Say) -> tuple[DataOptions, Corpus]:
+    match options.data:
+        case "embedded":
+            return options, embedded()
+        case "wikitext-2":
+            return options, download()
+        case "auto":
+            try:
+                say("looking for WikiText-2 on the Hugging Face hub …")
+                return replace(options, data=WIKITEXT), download()
+            except Refusal as reason:
+                say(f"WikiText-2 was not found ({reason}): training on Python's own documentation instead")
+                return replace(options, data=EMBEDDED), embedded()
+    path = Path(options.data).expanduser()
+    return replace(options, data=str(path.resolve())), read_corpus(path)
+
+
+def embedded() -> Corpus:
+    """The documentation of Python's standard library, which every machine has; kept, since reading it takes seconds."""
+    from .. import embedded_text
+
+    identity = hashlib.sha256(f"{sys.version} {sysconfig.get_path('stdlib')}".encode()).hexdigest()[:16]
+    path = cache_folder() / f"embedded-{identity}.txt"
+    if not path.exists():
+        text = embedded_text.embedded_text()
+        write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return held_out("the embedded text", read_text(path))
+
+
+def download() -> Corpus:
+    """WikiText-2 at word level, through `datasets`."""
+    remedy = "name a folder with train.txt and valid.txt by --data PATH"
+    try:
+        from datasets import DownloadConfig, load_dataset
+    except ImportError:
+        raise refuse("the package datasets, to download WikiText-2", "none", remedy) from None
+    try:
+        config = DownloadConfig(max_retries=0)
+        found = load_dataset("Salesforce/wikitext", "wikitext-2-v1", download_config=config)
+    except Exception as reason:  # whatever a hub, a proxy or a disk may do
+        raise refuse("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
+    train, valid = ("".join(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
+    return Corpus(WIKITEXT, train, valid)

@@ -1,0 +1,147 @@
+"""What a run is: dataclasses whose fields are the command's options; knows no torch, so that help is quick."""
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from ..data.options import DataOptions
+from ..errors import BadArguments, refuse
+from ..shape import SHAPES, Shape, option
+
+
+@dataclass(frozen=True)
+class OptimiserOptions:
+    """Adam and its learning rate."""
+
+    optimizer: Literal["adam", "adamw"] = option("adam", "AdamW decouples weight decay.")
+    learning_rate: float = option(1e-3, "The highest learning rate.")
+    schedule: Literal["inverse-sqrt", "cosine", "constant"] = option("inverse-sqrt", "What follows the warm-up.")
+    warmup: int = option(200, "Steps of linear warm-up.")
+    final_share: float = option(0.1, "What cosine leaves of the learning rate at the end.")
+    beta1: float = option(0.9, "Decay of Adam's first moment.")
+    beta2: float = option(0.98, "Decay of Adam's second moment.")
+    weight_decay: float = option(0.0, "Weight decay of matrices; gains and biases have none.")
+    clip: float = option(1.0, "Longest gradient; 0: not clipped.")
+
+    def __post_init__(self):
+        if not 0 < self.learning_rate < float("inf"):
+            raise refuse("a learning rate above 0", self.learning_rate)
+        if self.warmup < 0 or self.clip < 0 or self.weight_decay < 0 or not 0 <= self.final_share <= 1:
+            raise refuse("warm-up, clipping and weight decay of at least 0, a final share in [0, 1]", asdict(self))
+
+
+@dataclass(frozen=True)
+class StabiliserOptions:
+    """LocAteR: κ Σ η² beside the loss, and what becomes of the mean."""
+
+    strength: float = option(0.0, "κ of LocAteR; 0 with a free mean: none.")
+    mean: str = option("free", "Mean of the eigenvalues: free, initial, or a target for tr W in units of λ.")
+    hold: Literal["projection", "penalty"] = option("projection", "Hold the mean exactly, or by a penalty.")
+    mean_weight: float = option(1.0, "Weight of that penalty, on ((tr W − target)/λ)².")
+    mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
+    decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
+
+    def __post_init__(self):
+        if self.mean not in ("free", "initial"):
+            try:
+                float(self.mean)
+            except ValueError:
+                raise refuse("a mean that is free, initial or a number", repr(self.mean)) from None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.strength != 0 or self.mean != "free"
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How long, how often, on what."""
+
+    steps: int = option(2000, "Steps of the optimiser.")
+    epochs: float = option(0.0, "Passes over the data, instead of steps.")
+    batch: int = option(16, "Texts in a step, over all processes.")
+    accumulate: int = option(1, "Parts in which each process takes its share of a step.")
+    seed: int = option(0, "Seed of everything random.")
+    validate_every: int = option(500, "Steps between validations; one more follows the last step.")
+    validation_windows: int = option(0, "Texts to validate on; 0: all.")
+    save_every: int = option(500, "Steps between checkpoints.")
+    log_every: int = option(10, "Steps between lines of metrics.")
+    precision: Literal["auto", "float32", "bf16"] = option("auto", "bf16: autocast; auto: where a GPU has it.")
+    compile: bool = option(False, "Compile the model first.")
+    parallel: Literal["ddp", "fsdp"] = option("ddp", "Under torchrun: replicate the model, or shard it (FSDP2).")
+    device: str = option("auto", "cpu, cuda, …; auto: a GPU if there is one.")
+    tensorboard: bool = option(False, "Also write TensorBoard files into the run's folder.")
+
+    def __post_init__(self):
+        for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise refuse(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))
+        if self.epochs < 0 or self.validation_windows < 0 or self.seed < 0:
+            raise refuse("epochs, validation windows and a seed of at least 0", asdict(self))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run; saved with it as `config.json`."""
+
+    preset: str = "paper"
+    shape: Shape = field(default_factory=Shape)
+    data: DataOptions = field(default_factory=DataOptions)
+    optimiser: OptimiserOptions = field(default_factory=OptimiserOptions)
+    stabiliser: StabiliserOptions = field(default_factory=StabiliserOptions)
+    loop: LoopOptions = field(default_factory=LoopOptions)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: dict[str, Any]) -> "Config":
+        """What `to_dict` gave; refuses fields of another version."""
+        try:
+            groups = {name: _group(kind, document[name]) for name, kind in GROUPS.items()}
+            return cls(document["preset"], **groups)
+        except (KeyError, TypeError) as reason:
+            raise refuse("the config of a run of this version", f"{reason}") from None
+
+
+GROUPS: dict[str, type] = {
+    "data": DataOptions,
+    "shape": Shape,
+    "optimiser": OptimiserOptions,
+    "stabiliser": StabiliserOptions,
+    "loop": LoopOptions,
+}
+
+
+def _group(kind: type, values: dict[str, Any]) -> Any:
+    return kind(**{name: value for name, value in values.items() if name != "model_type"})
+
+
+PRESETS = {
+    # The paper's experiment: words of WikiText-2, Adam with an inverse square root schedule as in fairseq.
+    "paper": Config("paper", SHAPES["paper"], DataOptions(data="auto", tokenizer="words")),
+    "small": Config(
+        "small",
+        SHAPES["small"],
+        optimiser=OptimiserOptions(optimizer="adamw", schedule="cosine", weight_decay=0.1),
+    ),
+    "gpt2": Config(
+        "gpt2",
+        SHAPES["gpt2"],
+        optimiser=OptimiserOptions(
+            "adamw", learning_rate=6e-4, schedule="cosine", warmup=700, beta2=0.95, weight_decay=0.1
+        ),
+        loop=LoopOptions(steps=20_000, batch=64, accumulate=8),
+    ),
+}
+
+
+def make_config(preset: str, **overrides: Any) -> Config:
+    """A preset with some fields changed, whatever group they stand in."""
+    if preset not in PRESETS:
+        raise BadArguments(f"--preset expects one of {', '.join(PRESETS)}, got {preset!r}")
+    config = PRESETS[preset]
+    for group, kind in GROUPS.items():
+        changed = {one.name: overrides.pop(one.name) for one in fields(kind) if one.name in overrides}
+        config = replace(config, **{group: replace(getattr(config, group), **changed)}) if changed else config
+    assert not overrides, f"no such options: {overrides}"
+    return config

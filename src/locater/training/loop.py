@@ -1,0 +1,190 @@
+"""The loop itself. Data, learning rate and random numbers are functions of the step: a state is weights and moments."""
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from ..data.sources import Data
+from ..errors import Refusal, refuse
+from ..modules.tensors import unwrap
+from .config import Config
+from .health import diagnose
+from .metrics import Metrics
+from .parts import make_model, make_optimizer, make_stabiliser
+from .processes import Processes, spread, unsynchronised, whole
+from .schedule import learning_rate
+from .store import Store, optimiser_state, parameters_of
+from .validation import validate
+
+Tell = Callable[[int, float, float], None]
+
+
+class Diverged(Refusal):
+    """The loss or its gradient is not finite."""
+
+
+class Trainer:
+    """A run in a folder, at the step of its last checkpoint; `advance` moves it on."""
+
+    def __init__(self, config: Config, data: Data, folder: Path, processes: Processes) -> None:
+        self.config, self.data, self.processes, self.folder = config, data, processes, folder
+        loop = config.loop
+        self.share = processes.share(loop.batch, loop.accumulate)
+        self.num_steps = math.ceil(loop.epochs * data.batches.num_training / loop.batch) or loop.steps
+        model = make_model(config, data).to(processes.device)
+        self.model = spread(model, processes=processes, sharded=loop.parallel == "fsdp")
+        self.module: nn.Module = unwrap(self.model)
+        self.optimizer = make_optimizer(self.module, config.optimiser)
+        self.stabiliser = make_stabiliser(self.module, config.stabiliser, self.optimizer)
+        self.store = Store(folder / "checkpoints", processes)
+        self.step, self.best, self.loss_sum, self.loss_count = 0, math.inf, 0.0, 0
+        self._restore()
+        if loop.compile:
+            self.module.compile()
+        self.metrics = Metrics(folder, step=self.step, tensorboard=loop.tensorboard, is_first=processes.is_first)
+        self.since = time.perf_counter(), self.step
+
+    def advance(self, until: int, *, tell: Tell = lambda *_: None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Train to that step; whether it got there, and was not asked to stop. Saves where it ends."""
+        loop = self.config.loop
+        until = min(until, self.num_steps)
+        while self.step < until:
+            self._train()
+            at_end, stopping = self.step == self.num_steps, self.processes.any(stop())
+            if self.step % loop.log_every == 0 or at_end:
+                self._log(tell)
+            improved = self._validate() if self.step % loop.validate_every == 0 or at_end else False
+            if improved or stopping or self.step == until or self.step % loop.save_every == 0:
+                self.save(best=improved)
+            if stopping:
+                return False
+        return True
+
+    def save(self, *, best: bool = False) -> None:
+        """A checkpoint of this step; an interrupted interval of metrics is part of it."""
+        small = {
+            "step": self.step,
+            "best": self.best if math.isfinite(self.best) else None,
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+            "data": self.data.identity,
+        }
+        self.store.save(self._state(), small, best=best)
+
+    def _state(self) -> dict[str, Any]:
+        parameters = parameters_of(self.module)
+        moments = optimiser_state(self.optimizer, parameters)
+        return {"model": parameters, "optimiser": moments, "stabiliser": self.stabiliser.state_dict()}
+
+    def _restore(self) -> None:
+        """From the last checkpoint, if there is one; a run that was killed before starts again from its seed."""
+        small = self.store.small()
+        if not small:
+            return
+        if small["data"] != self.data.identity:
+            raise refuse("the data that this run began with", "other data", "restore it, or start a new run")
+        state = self._state()
+        self.store.load(state)
+        self.stabiliser.load_state_dict(state["stabiliser"])
+        self.step, self.best = small["step"], math.inf if small["best"] is None else small["best"]
+        self.loss_sum, self.loss_count = small["loss_sum"], small["loss_count"]
+
+    def _train(self) -> None:
+        """One step of the optimiser, then of the stabiliser."""
+        torch.manual_seed(_mixed(self.config.loop.seed, self.step, self.processes.rank))
+        rate = learning_rate(self.step, self.config.optimiser, num_steps=self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        loss = self._backward()
+        norm = self._clip()
+        if not (math.isfinite(norm) and (self.processes.count > 1 or math.isfinite(loss))):
+            raise self._diverged(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.stabiliser.step()
+        self.step += 1
+        self.loss_sum, self.loss_count, self.norm = self.loss_sum + loss, self.loss_count + 1, norm
+
+    def _backward(self) -> float:
+        """Gradients of this process's share, part by part; the penalty goes with the last."""
+        parts, total = self.config.loop.accumulate, 0.0
+        for part in range(parts):
+            last = part == parts - 1
+            with unsynchronised(self.model, last=last):
+                with self._precision():
+                    loss = self.model(*self._batch(part))
+                objective = loss / parts + self.stabiliser.penalty() if last else loss / parts
+                objective.backward()
+            total += float(loss.detach()) / parts
+        return total
+
+    def _batch(self, part: int) -> tuple[Tensor, ...]:
+        loop, rank = self.config.loop, self.processes.rank
+        first = self.step * loop.batch + (rank * loop.accumulate + part) * self.share
+        return tuple(one.to(self.processes.device) for one in self.data.batches.training(first, self.share))
+
+    def _precision(self) -> torch.autocast:
+        device = self.processes.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=uses_bf16(self.config.loop.precision, device))
+
+    def _clip(self) -> float:
+        """The length of the whole gradient, cut to what the config allows."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        longest = self.config.optimiser.clip or math.inf
+        return float(whole(nn.utils.clip_grad_norm_(parameters, longest)))
+
+    def _diverged(self, loss: float) -> Diverged:
+        """Nothing was stepped since the state at hand; it is kept if it still gives a finite loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        place = "this batch" if self.processes.count > 1 else diagnose(self.module, self._batch(0)[0])
+        if math.isfinite(loss) and self.processes.count == 1 and self.step:
+            self.save()
+        kept = self.store.names().get("last")
+        where = f"the last good state is {self.store.folder / kept}" if kept else "no checkpoint had been written yet"
+        said = "loss became" if not math.isfinite(loss) else "gradient of the loss is not finite at loss"
+        return Diverged(
+            f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower --learning-rate or raise --strength"
+        )
+
+    def _log(self, tell: Tell) -> None:
+        sums = self.processes.sum(torch.tensor([self.loss_sum, float(self.loss_count)], device=self.processes.device))
+        loss = float(sums[0] / sums[1])
+        now, (then, step) = time.perf_counter(), self.since
+        tokens = self.config.loop.batch * self.data.batches.tokens_per_sample
+        speed = (self.step - step) * tokens / max(now - then, 1e-9)
+        rate = self.optimizer.param_groups[0]["lr"]
+        row = {"kind": "train", "step": self.step, "loss": loss, "learning_rate": rate, "gradient_norm": self.norm}
+        self.metrics.add(row | {"tokens": self.step * tokens, "tokens_per_second": speed})
+        self.loss_sum, self.loss_count, self.since = 0.0, 0, (now, self.step)
+        tell(self.step, loss, speed)
+
+    def _validate(self) -> bool:
+        """Whether this is the best so far."""
+        start = time.perf_counter()
+        with self._precision():
+            row = validate(self.model, self.config, self.data, self.processes, self.share)
+        self.metrics.add({"kind": "validation", "step": self.step} | row | self.stabiliser.metrics())
+        # Validation is not training time.
+        self.since = self.since[0] + time.perf_counter() - start, self.since[1]
+        improved = row["loss"] < self.best
+        self.best = min(self.best, row["loss"])
+        return improved
+
+
+def uses_bf16(precision: str, device: str) -> bool:
+    """Whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
+    if precision == "auto":
+        return device == "cuda" and torch.cuda.is_bf16_supported()
+    return precision == "bf16"
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed that depends on all of them."""
+    return int(numpy.random.SeedSequence(numbers).generate_state(1)[0])

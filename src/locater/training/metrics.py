@@ -1,0 +1,96 @@
+"""Metrics as they arise: a line of JSON each, TensorBoard beside it on request, and a bar on a terminal."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..errors import refuse
+from ..records import write
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The whole lines of a file of metrics; what a killed process left of a last one is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Metrics:
+    """`metrics.jsonl` of a run, continued from a step; a process that is not the first writes nothing."""
+
+    def __init__(self, folder: Path, *, step: int, tensorboard: bool, is_first: bool) -> None:
+        self.file = self.board = None
+        if not is_first:
+            return
+        path = folder / "metrics.jsonl"
+        kept = "".join(_line(row) for row in read_rows(path) if row["step"] <= step)
+        write(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
+        self.file = path.open("a", encoding="utf-8")
+        self.board = _board(folder, step) if tensorboard else None
+
+    def add(self, row: Row) -> None:
+        """Seen by any reader as soon as this returns."""
+        if self.file is None:
+            return
+        try:
+            self.file.write(_line(row))
+            self.file.flush()
+        except OSError as reason:
+            raise refuse(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None
+        if self.board is not None:
+            for name, value in flat(row):
+                self.board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def flat(row: Row) -> Iterator[tuple[str, float]]:
+    """Names as loggers like them: `validation/loss`, `attention/layer_00/head_00/xi`, `tokens/layer_00/residual`."""
+    for name, value in row.items():
+        if isinstance(value, int | float) and name != "step":
+            yield f"{row['kind']}/{name}", value
+    for group, place in (("heads", "attention"), ("layers", "tokens")):
+        for part in row.get(group, []):
+            at = f"{place}/layer_{part['layer']:02d}" + (f"/head_{part['head']:02d}" if "head" in part else "")
+            numbers = {name: value for name, value in part.items() if name not in ("layer", "head")}
+            yield from ((f"{at}/{name}", value) for name, value in numbers.items() if isinstance(value, int | float))
+
+
+def _board(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        remedy = 'install it with: pip install "locater[tensorboard]"'
+        raise refuse("the package tensorboard", "none", remedy) from None
+    # Lines of a run that was stopped later than its last checkpoint are hidden by the viewer.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+
+@contextmanager
+def bar(total: int, *, start: int, shown: bool) -> Iterator[Any]:
+    """A function that is told step, loss and tokens per second; it draws on a terminal only."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task("starting", total=total, completed=start)
+
+        def tell(step: int, loss: float, speed: float) -> None:
+            progress.update(task, completed=step, description=f"loss {loss:.3f} · {speed:,.0f} tokens/s")
+
+        yield tell

@@ -1,0 +1,86 @@
+"""What a validation looks at beside the loss: each head's spectrum and attention, and how alike the tokens become."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from .. import modules
+from ..attention import mean_over_queries, observe, rank
+from ..model import LanguageModel
+from ..scan import scan
+
+SPECTRUM = (
+    "trace",
+    "trace_of_square",
+    "frobenius_squared",
+    "mean",
+    "variance",
+    "spread",
+    "xi",
+    "eta",
+    "localisation",
+    "regime",
+    "temperature",
+)
+
+
+@torch.no_grad()
+def spectra(model: nn.Module, *, length: int) -> list[dict[str, Any]]:
+    """A row per head, from the weights; gains of norms folded in, as a scan does."""
+    rows = scan(model, length=length).heads
+    return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
+
+
+@contextmanager
+def inputs_of(model: nn.Module, names: list[str]) -> Iterator[list[Tensor]]:
+    """What each named module is given, in that order, while the model runs inside."""
+    seen: dict[str, Tensor] = {}
+
+    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda module, args: seen.__setitem__(name, args[0].detach())
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name)) for name in names]
+    found: list[Tensor] = []
+    try:
+        yield found
+        found += [seen[name] for name in names]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
+    """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.
+
+    The rank rows are of each layer's input, and one more of what the output layer sees.
+    """
+    sites = modules.sites(model)
+    was_training = model.training
+    model.eval()
+    with inputs_of(model, [site.query_name for site in sites]) as seen:
+        last = model.hidden(tokens)
+    model.train(was_training)
+    heads: list[dict] = []
+    for site, x in zip(sites, seen, strict=True):
+        numbers = observe(site.build().heads, x, x).numbers()
+        means = {name: mean_over_queries(values).value.tolist() for name, values in numbers}
+        heads += [{name: values[head] for name, values in means.items()} for head in range(model.config.num_heads)]
+    layers = []
+    for number, x in enumerate([*seen, last]):
+        found = {name: float(values.mean()) for name, values in vars(rank(x)).items()}
+        layers.append({"layer": number} | {name: value for name, value in found.items() if math.isfinite(value)})
+    return heads, layers
+
+
+def finite(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without numbers that JSON cannot hold."""
+    return [
+        {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+        for row in rows
+    ]

@@ -1,0 +1,61 @@
+"""From a config to the things that a loop moves: model, optimiser, stabiliser."""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..data.sources import Data
+from ..errors import refuse
+from ..model import LanguageModel, WalkModel, WalkShape
+from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, Stabiliser, WarmUp
+from .config import Config, OptimiserOptions, StabiliserOptions
+
+
+def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
+    """The model for this data, initialised from the seed alone."""
+    torch.manual_seed(config.loop.seed)
+    if data.tokens is None:
+        return WalkModel(WalkShape(d_model=config.data.walk_width, context=config.shape.context))
+    known, wanted = data.tokens.vocabulary.size, config.shape.vocab_size
+    if wanted and known > wanted:
+        remedy = f"raise it to {known}, leave it out, or use --tokenizer bpe with --bpe-size {wanted}"
+        raise refuse(f"data of at most {wanted} different tokens (--vocab-size)", known, remedy)
+    return LanguageModel(replace(config.shape, vocab_size=wanted or known))
+
+
+def make_optimizer(model: nn.Module, options: OptimiserOptions) -> Optimizer:
+    """Adam or AdamW; weight decay for matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in trained if one.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
+    ]
+    kind = AdamW if options.optimizer == "adamw" else Adam
+    groups = [group for group in groups if group["params"]]
+    return kind(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
+
+
+def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Optimizer) -> Stabiliser:
+    """LocAteR, or one that does nothing."""
+    if not options.is_wanted:
+        return Stabiliser()
+    return LocAteR(
+        model,
+        strength=options.strength,
+        mean=_mean(options),
+        optimizer=optimizer if options.decoupled else None,
+    )
+
+
+def _mean(options: StabiliserOptions) -> Free | Penalty | Projection:
+    if options.mean == "free":
+        return Free()
+    if options.mean == "initial":
+        target = Initial()
+    elif options.mean_warmup:
+        target = WarmUp(float(options.mean), options.mean_warmup)
+    else:
+        target = Constant(float(options.mean))
+    return Penalty(options.mean_weight, target) if options.hold == "penalty" else Projection(target)

@@ -1,0 +1,126 @@
+"""A run in its folder: started, stopped by a signal or a number of steps, resumed, exported."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..data.sources import open_data
+from ..errors import refuse, within
+from ..records import write_json
+from .config import Config
+from .export import export
+from .loop import Trainer
+from .metrics import bar, read_rows
+from .processes import Processes, join
+from .validation import plain_copy
+
+CONFIG, MODEL = "config.json", "model"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run stands: `signal` is set if one stopped it, `validation` is its last row of that kind."""
+
+    folder: Path
+    step: int
+    num_steps: int
+    validation: dict[str, Any] | None
+    signal: int | None = None
+    is_first: bool = True
+
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.num_steps
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `locater train --json` writes."""
+        row = {"validation": self.validation, "step": self.step, "num_steps": self.num_steps}
+        return {"schema": "locater.train/1", "folder": str(self.folder)} | row
+
+
+def start(config: Config, folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
+    """A new run; refuses a folder that holds anything."""
+    with join(config.loop.device) as processes:
+        if processes.is_first:
+            _claim(folder)
+        processes.wait()
+        return _go(config, folder, processes, stop_after=stop_after, say=say, new=True)
+
+
+def resume(folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
+    """Continue from the last checkpoint as if there had been no stop."""
+    config = read_config(folder)
+    with join(config.loop.device) as processes:
+        return _go(config, folder, processes, stop_after=stop_after, say=say, new=False)
+
+
+def read_config(folder: Path) -> Config:
+    """The config that a run was started with."""
+    path = folder / CONFIG
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise refuse(
+            f"the folder of a run, with {CONFIG}", f"{folder} ({reason!s:.80})", "start one with --out"
+        ) from None
+    with within(str(path)):
+        return Config.from_dict(document)
+
+
+def _claim(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = next(folder.iterdir(), None)
+    except OSError as reason:
+        raise refuse(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
+    if taken is not None:
+        remedy = f"continue it with --resume {folder}, or choose another --out"
+        raise refuse("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
+
+
+def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say, new: bool) -> Outcome:
+    say = say if processes.is_first else lambda sentence: None
+    data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=say)
+    config = replace(config, data=data.options)
+    if new and processes.is_first:
+        write_json(config.to_dict(), folder / CONFIG)
+    trainer = Trainer(config, data, folder, processes)
+    try:
+        with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
+            until = trainer.num_steps if stop_after is None else stop_after
+            trainer.advance(until, tell=tell, stop=lambda: bool(received))
+        plain = plain_copy(trainer.model, processes)
+        if plain is not None:
+            export(plain, folder / MODEL, data.tokens.vocabulary if data.tokens else None)
+    finally:
+        trainer.metrics.close()
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
+    last, stopped_by = rows[-1] if rows else None, received[0] if received else None
+    return Outcome(folder, trainer.step, trainer.num_steps, last, stopped_by, processes.is_first)
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """Ctrl-C and a polite kill are noted, and the step is finished; a second one ends the process at once."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    except ValueError:
+        pass  # not the main thread, which alone may listen
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

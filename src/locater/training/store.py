@@ -1,0 +1,117 @@
+"""Checkpoints on disk by `torch.distributed.checkpoint`: whole or absent, readable by any number of processes."""
+
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from ..errors import refuse
+from ..records import write_json
+from .processes import Processes
+
+INDEX, SMALL = "index.json", "state.json"
+PARTIAL = ".partial"
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once; the models have no buffers to store."""
+    return dict(model.named_parameters())
+
+
+def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, Any]:
+    """Adam's moments and counts under the parameters' names, made as zero where no step was taken yet.
+
+    Learning rates and decays are not stored: the config and the step say them.
+    """
+    for parameter in parameters.values():
+        if parameter.requires_grad and not optimizer.state[parameter]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}  # type: ignore
+    return {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+class Store:
+    """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read."""
+
+    def __init__(self, folder: Path, processes: Processes) -> None:
+        self.folder, self.processes = folder, processes
+
+    def names(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def small(self, which: str = "last") -> dict[str, Any]:
+        """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
+        name = self.names().get(which)
+        return json.loads((self.folder / name / SMALL).read_text(encoding="utf-8")) if name else {}
+
+    def save(self, state: dict[str, Any], small: dict[str, Any], *, best: bool) -> None:
+        """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one."""
+        name = f"step-{small['step']:08d}"
+        partial = self.folder / (name + PARTIAL)
+        if self.processes.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.processes.wait()
+        try:
+            self._write(partial, state, small)
+        except (OSError, RuntimeError, CheckpointException) as reason:
+            shutil.rmtree(partial, ignore_errors=True)
+            kept = self.names().get("last")
+            remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
+            raise refuse(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
+        if self.processes.is_first:
+            self._publish(partial, name, best=best)
+        self.processes.wait()
+
+    def _write(self, partial: Path, state: dict[str, Any], small: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about being alone, which is meant
+            state_dict_saver.save(state, checkpoint_id=partial, no_dist=self.processes.count == 1)
+        if self.processes.is_first:
+            write_json(small, partial / SMALL)
+
+    def _publish(self, partial: Path, name: str, *, best: bool) -> None:
+        if (self.folder / name).exists():  # written by a run that was stopped before it could say so
+            shutil.rmtree(self.folder / name)
+        partial.rename(self.folder / name)
+        names = self.names() | {"last": name} | ({"best": name} if best else {})
+        write_json(names, self.folder / INDEX)
+        _flush(self.folder)
+        for other in self.folder.glob("step-*"):
+            if other.name not in names.values():
+                shutil.rmtree(other, ignore_errors=True)
+
+    def load(self, state: dict[str, Any], *, which: str = "last") -> None:
+        """Into the tensors of `state`, in place, whatever number of processes wrote them."""
+        name = self.names()[which]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                state_dict_loader.load(state, checkpoint_id=self.folder / name, no_dist=self.processes.count == 1)
+            except (OSError, RuntimeError, CheckpointException) as reason:
+                raise refuse(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
+
+
+def _cause(reason: BaseException) -> str:
+    """The innermost error in one line: the checkpoint library wraps them by rank."""
+    if isinstance(reason, CheckpointException) and reason.failures:
+        reason = next(iter(reason.failures.values()))[0]
+    lines = str(getattr(reason, "strerror", None) or reason).strip().splitlines()
+    return f"{lines[0]:.160}" if lines else type(reason).__name__
+
+
+def _flush(folder: Path) -> None:
+    """Make renames in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,80 @@
+"""Loss and perplexity on held-out texts, and what the heads do there."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.sources import Data
+from ..model import LanguageModel, WalkModel
+from ..modules.tensors import unwrap
+from .config import Config
+from .observe import attention, finite, spectra
+from .processes import Processes, whole
+from .propagation import propagation
+
+TEXTS_OBSERVED = 4
+
+
+@torch.no_grad()
+def validate(model: nn.Module, config: Config, data: Data, processes: Processes, at_once: int) -> dict[str, Any]:
+    """The row of one validation, the same on every process; heads and layers are looked at by the first only."""
+    was_training = model.training
+    model.eval()
+    loss = _loss(model, config, data, processes, at_once)
+    row: dict[str, Any] = {"loss": loss}
+    plain = plain_copy(model, processes)
+    if isinstance(plain, LanguageModel):
+        row["perplexity"] = math.exp(min(loss, 700.0))
+        tokens, _ = data.batches.validation(0, min(TEXTS_OBSERVED, data.batches.num_validation))
+        observed, layers = attention(plain, tokens.to(next(plain.parameters()).device))
+        heads = spectra(plain, length=config.shape.context)
+        row["heads"] = finite([{**head, **seen} for head, seen in zip(heads, observed, strict=True)])
+        row["entropy"] = sum(head["normalised_entropy"] for head in observed) / len(observed)
+        row["layers"] = layers
+    elif isinstance(plain, WalkModel):
+        row["heads"] = finite(spectra(plain, length=config.shape.context))
+        row["propagation"] = propagation(plain, data.batches)
+    model.train(was_training)
+    return row
+
+
+def _loss(model: nn.Module, config: Config, data: Data, processes: Processes, at_once: int) -> float:
+    """The mean over texts; processes take blocks in turn, and as many each, since sharded models run in step."""
+    available, wanted = data.batches.num_validation, config.loop.validation_windows
+    count = min(wanted, available) if wanted else available
+    starts = list(range(0, count, at_once))
+    sums = torch.zeros(2, dtype=torch.float64, device=processes.device)
+    for turn in range(0, len(starts), processes.count):
+        number = turn + processes.rank
+        first = starts[number] if number < len(starts) else 0
+        size = min(at_once, count - first)
+        batch = (one.to(processes.device) for one in data.batches.validation(first, size))
+        loss = model(*batch)
+        if number < len(starts):
+            sums += torch.stack([loss.double() * size, torch.tensor(float(size), device=sums.device)])
+    total: Tensor = processes.sum(sums)
+    return float(total[0] / total[1])
+
+
+def plain_copy(model: nn.Module, processes: Processes) -> nn.Module | None:
+    """The model outside of DDP; gathered from its shards on the first process, and None on the others."""
+    module = unwrap(model)
+    gathered = {name: whole(parameter.detach()).cpu() for name, parameter in _sharded(module)}
+    if not processes.is_first:
+        return None
+    if not gathered:
+        return module
+    assert isinstance(module, LanguageModel | WalkModel)
+    # The class is FSDP's own by now; its first base that is ours makes the plain one.
+    kind = LanguageModel if isinstance(module, LanguageModel) else WalkModel
+    copy = kind(module.config)  # type: ignore
+    copy.load_state_dict(gathered, strict=False)
+    return copy
+
+
+def _sharded(module: nn.Module) -> list[tuple[str, Tensor]]:
+    from torch.distributed.tensor import DTensor
+
+    return [(name, one) for name, one in module.named_parameters() if isinstance(one, DTensor)]
