@@ -100,16 +100,28 @@ def _eigenvalues(core: Tensor) -> Tensor:
 
 
 def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: Settings) -> Tensor:
-    """ρ over the context for every head of a chunk, by the closed form, with its rotary positions and norms."""
+    """ρ over the context for every head of a chunk, by the closed form, with its positions and norms."""
     head = groups[0][0]
     if not (head.query.is_linear and head.key.is_linear):
         grams = products(groups, raw=settings.raw, linear=Linear(raw=settings.raw))
         found = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
-        return closed_form.from_moments(found, length=settings.length, temperature=temperature).flatten(0, 1)
+        options = dict(length=settings.length, temperature=temperature, bias=_added(groups, settings.length))
+        return closed_form.from_moments(found, **options).flatten(0, 1)
     series, pairs = _series(head.rotary, settings.length)
     return series.profile(grams, pairs=pairs, temperature=temperature).flatten(0, 1)
+
+
+def _added(groups: list[list[Head]], length: int) -> Tensor | None:
+    """What additive positions give the key at t = 1 … T for the query at T, as (groups, heads, T)."""
+    if groups[0][0].position_bias is None:
+        return None
+    distance = torch.arange(length - 1, -1, -1)[None]
+    rows = [
+        [head.position_bias(distance)[0].detach().double() for head in group if head.position_bias] for group in groups
+    ]
+    return torch.stack([torch.stack(group) for group in rows])
 
 
 @lru_cache(maxsize=8)
