@@ -107,8 +107,9 @@ def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: 
         found = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
-        options = dict(length=settings.length, temperature=temperature, bias=_added(groups, settings.length))
-        return closed_form.from_moments(found, **options).flatten(0, 1)
+        added = _added(groups, settings.length)
+        profile = closed_form.from_moments(found, length=settings.length, temperature=temperature, bias=added)
+        return profile.flatten(0, 1)
     series, pairs = _series(head.rotary, settings.length)
     return series.profile(grams, pairs=pairs, temperature=temperature).flatten(0, 1)
 
