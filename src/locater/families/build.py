@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import Refusal, refuse, within
 from ..heads import Block, Head
 from ..positions import Alibi, Buckets, PositionBias
 from .config import resolve
 from .fused import rows_used
+from .once import Once
 from .places import Places
 from .rope import rotary_of
 from .sides import Side, read_norm
@@ -38,15 +40,34 @@ def build(places: Places, layers: Iterable[int]) -> Iterator[Layer]:
 
 def build_layer(places: Places, layer: int) -> Layer:
     """Read one layer's tensors, once each, and cut them into heads."""
+    places = replace(places, tensors=Once(places.tensors))
     query_side, key_side = read_sides(places, layer)
+    shared = _shared(places, layer)
     heads, refused = [], []
     for index in range(places.shape.num_heads):
+        key_index = index // places.shape.ratio
         try:
-            heads.append(_head(places, layer, index, query_side, key_side))
+            projections = query_side.projection(index), key_side.projection(key_index)
+            bias = _position_bias(places, layer, index)
+            heads.append(Head(layer, index, *projections, key_index=key_index, position_bias=bias, **shared))
         except Refusal as reason:
             refused.append(f"{places.row.block} layer {layer}, head {index}: {reason}")
     names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
     return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)
+
+
+def _shared(places: Places, layer: int) -> dict[str, Any]:
+    """What is the same for all heads of a layer."""
+    row, config, d_head = places.row, places.config, places.shape.d_head
+    scale = resolve(row.scale, config, layer)
+    return dict(
+        scale=1 / math.sqrt(d_head) if scale is None else float(scale),
+        block=row.block,
+        rotary=rotary_of(row.rotary, config, layer=layer, d_head=d_head),
+        softcap=resolve(row.softcap, config, layer),
+        lookback=resolve(row.lookback, config, layer),
+        lookahead=resolve(row.lookahead, config, layer),
+    )
 
 
 def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
@@ -78,26 +99,6 @@ def _check_rows(places: Places, module: str, *, key: bool) -> None:
         counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
         remedy = "the config and the weights disagree"
         raise refuse(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
-
-
-def _head(places: Places, layer: int, index: int, query_side: Side, key_side: Side) -> Head:
-    row, config, shape = places.row, places.config, places.shape
-    scale = resolve(row.scale, config, layer)
-    key_index = index // shape.ratio
-    return Head(
-        layer,
-        index,
-        query_side.projection(index),
-        key_side.projection(key_index),
-        1 / math.sqrt(shape.d_head) if scale is None else float(scale),
-        key_index=key_index,
-        block=row.block,
-        rotary=rotary_of(row.rotary, config, layer=layer, d_head=shape.d_head),
-        position_bias=_position_bias(places, layer, index),
-        softcap=resolve(row.softcap, config, layer),
-        lookback=resolve(row.lookback, config, layer),
-        lookahead=resolve(row.lookahead, config, layer),
-    )
 
 
 def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:

@@ -1,6 +1,7 @@
 """The query side or the key side of one attention module: its tensors read once, then cut into heads."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Side:
     bias: Tensor | None
     input_norm: Norm | None
     made: dict[int, Projection] = field(default_factory=dict)
+    downs: dict[int, Tensor] = field(default_factory=dict)
 
     def projection(self, index: int) -> Projection:
         if index not in self.made:
@@ -71,9 +73,10 @@ class Side:
         if norm.gain is not None and len(norm.gain) > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
-        whole = self._whole() if self.places.row.norm_over == "projection" else None
+        whole = self._whole if self.places.row.norm_over == "projection" else None
         return replace(projection, norm=norm, whole=whole)
 
+    @cached_property
     def _whole(self) -> Whole:
         """All heads' rows of this side, picked out where one tensor holds more than them."""
         row, shape = self.places.row, self.places.shape
@@ -84,13 +87,17 @@ class Side:
         rows = (starts[:, None] + torch.arange(shape.d_head)).flatten()
         return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
 
+    def _down(self, rank: int) -> Tensor:
+        """One tensor for all heads, by which they can be seen to share it."""
+        return self.downs.setdefault(rank, self.weight[:rank])
+
     def _low_rank(self, index: int, at: LowRankAt) -> Projection:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
         places, config = self.places, self.places.config
         rank, rows, per_head = (count(cell, config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
         up = places.weight(places.name(at.up, self.layer), (index * per_head, index * per_head + rows))
         norm = read_norm(places, at.norm, self.layer)
-        low_rank = LowRank(self.weight[:rank], up, norm, None if self.bias is None else self.bias[:rank])
+        low_rank = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
         direct = self.weight[rank:]
         bias = None if self.bias is None else torch.cat([up.new_zeros(rows), self.bias[rank:].to(up)])
         weight = torch.cat([low_rank.weight, direct.to(low_rank.weight.dtype)])
