@@ -5,6 +5,9 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
+from locater.model import LanguageModel
+from locater.shape import Shape
+
 SIZES = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, vocab_size=40)
 TOKENS = torch.arange(18).reshape(2, 9) * 7 % 40
 
@@ -85,7 +88,13 @@ class OwnAttention(nn.Module):
         return [(self.find, self.offer, self.num_heads, self.num_key_heads)]
 
 
+def own() -> nn.Module:
+    sizes = dict(d_model=32, num_heads=4, num_key_heads=2, num_layers=2, d_feedforward=32, context=16, vocab_size=40)
+    return LanguageModel(Shape(**sizes, positions="rotary"))
+
+
 MODELS = {
+    "own": own,
     "gpt2": gpt2,
     "llama": llama,
     "neox": neox,
@@ -97,7 +106,7 @@ MODELS = {
 
 
 def outputs(model: nn.Module) -> torch.Tensor:
-    found = model(input_ids=TOKENS)
+    found = model(TOKENS)
     found = getattr(found, "logits", getattr(found, "last_hidden_state", found))
     assert isinstance(found, torch.Tensor)
     return found

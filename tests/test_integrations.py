@@ -52,7 +52,7 @@ def test_sharded_models_train_as_one_process_does(world):
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAILED"))]
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
-    assert len(lines) == 6 + (world == 4)
+    assert len(lines) == 7 + (world == 4)
     assert all(line.startswith("ok") for line in lines)
 
 

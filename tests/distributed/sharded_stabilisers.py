@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from locater.stabilisers import Constant, LocAteR, Penalty, Projection
+from locater.stabilisers import Constant, LocAteR, Penalty, Projection, QKClip
 from locater.stabilisers.sharding import part_of
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
@@ -23,13 +23,21 @@ TOKENS = torch.arange(12).reshape(2, 6) % 7
 def llama() -> nn.Module:
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, num_attention_heads=8, num_key_value_heads=4, intermediate_size=32)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=32)).double()
+    return grown(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=32)))
 
 
 def gpt2() -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(n_embd=24, n_layer=2, n_head=4, vocab_size=32, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).double().eval()
+    return grown(GPT2LMHeadModel(config).eval())
+
+
+def grown(model: nn.Module) -> nn.Module:
+    """Weights so large that the penalty counts beside the loss."""
+    for name, parameter in model.named_parameters():
+        if "_proj" in name or "c_attn" in name:
+            parameter.data.mul_(10)
+    return model.double()
 
 
 def ddp(model: nn.Module, mesh) -> nn.Module:
@@ -66,18 +74,33 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
     """One step with the penalty in the loss, then a decoupled step with the trace projected."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean = Penalty(0.5, Constant(0.7))
+    loss = model(input_ids=TOKENS).logits.square().mean()
     penalty = LocAteR(model, strength=0.3, mean=mean).penalty()
-    (model(input_ids=TOKENS).logits.square().mean() + penalty).backward()
+    (loss + penalty).backward()
     found = {"penalty": penalty.detach()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             found[f"gradient of {name.removeprefix('module.')}"] = full(parameter.grad).clone()
     optimizer.step()
-    locater = LocAteR(model, strength=0.3, mean=Projection(Constant(0.01)), optimizer=optimizer)
+    locater = LocAteR(model, strength=0.3, mean=Projection(Constant(0.1)), optimizer=optimizer)
     locater.step()
     found |= {name.removeprefix("module."): full(p.detach()).clone() for name, p in model.named_parameters()}
     found |= {name: torch.tensor(value) for name, value in locater.metrics(heads=True).items()}
     return found
+
+
+def clipped(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """QK-Clip after a pass over some of the tokens: ranks that saw different texts must clip alike."""
+    clip = QKClip(model, threshold=0.01)
+    model(input_ids=tokens)
+    clip.step()
+    return {name.removeprefix("module."): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def clip_gap() -> float:
+    expected = clipped(llama(), TOKENS)
+    found = clipped(DistributedDataParallel(llama()), TOKENS[dist.get_rank() % 2][None])
+    return max(float((found[key] - value).abs().max()) for key, value in expected.items())
 
 
 def way(model: nn.Module) -> str:
@@ -119,6 +142,10 @@ def main() -> int:
         failed += not good
         if dist.get_rank() == 0:
             print(f"{'ok' if good else 'FAILED'} {name}: {found_way}, gap {gap:.1e}", flush=True)
+    gap = clip_gap()
+    failed += gap >= 1e-10
+    if dist.get_rank() == 0:
+        print(f"{'ok' if gap < 1e-10 else 'FAILED'} QK-Clip under DDP, gap {gap:.1e}", flush=True)
     dist.destroy_process_group()
     return 1 if failed else 0
 
