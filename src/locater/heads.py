@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import refuse, within
 from .positions import PositionBias, Rotary
-from .projections import Projection, is_finite, size
+from .projections import Projection, size
 
 Block = Literal["encoder", "decoder", "cross", "vision"]
 BLOCKS: tuple[Block, ...] = ("encoder", "decoder", "cross", "vision")
@@ -132,5 +132,5 @@ def _check(head: Head) -> None:
         raise refuse(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
     if head.softcap is not None and not head.softcap > 0:
         raise refuse("a positive soft-cap", head.softcap)
-    if not (is_finite(query) and is_finite(key)):
+    if not (head.query.is_finite and head.key.is_finite):
         raise refuse("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")

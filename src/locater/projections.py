@@ -93,7 +93,8 @@ class Projection:
     """x ↦ norm(W x + b). `input_norm` is the norm that made x: not applied here, but `folded()` takes it in.
 
     `norm` is QK-norm, over this head's rows or, with `whole`, over all heads'. With `low_rank` the first rows of
-    `weight` are only its linearisation, and the call goes through the inner norm.
+    `weight` are only its linearisation, and the call goes through the inner norm. `known_finite` says that the weight
+    was looked at already, as a part of a larger one.
     """
 
     weight: Float[Tensor, "d_head d_model"]
@@ -102,6 +103,7 @@ class Projection:
     norm: Norm | None = None
     whole: Whole | None = None
     low_rank: LowRank | None = None
+    known_finite: bool = False
 
     def __post_init__(self):
         _check(self)
@@ -116,6 +118,10 @@ class Projection:
         if self.norm is None:
             return rows
         return self.norm(rows, over=_affine(x, self.whole.weight, self.whole.bias) if self.whole else None)
+
+    @property
+    def is_finite(self) -> bool:
+        return self.known_finite or is_finite(self.weight)
 
     @property
     def is_linear(self) -> bool:
@@ -145,7 +151,8 @@ class Projection:
             down, down_bias = self.input_norm.fold(low_rank.down, low_rank.down_bias)
             bias = _direct_rows_only(bias, self.bias, low_rank.up.shape[0])
             low_rank = replace(low_rank, down=down, down_bias=down_bias)
-        return replace(self, weight=weight, bias=bias, input_norm=None, whole=whole, low_rank=low_rank)
+        changed = dict(weight=weight, bias=bias, input_norm=None, whole=whole, low_rank=low_rank, known_finite=False)
+        return replace(self, **changed)
 
 
 def widen(weight: Tensor) -> Tensor:
