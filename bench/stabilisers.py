@@ -1,8 +1,8 @@
 """What each stabiliser adds to a training step of a GPT-2-small-shaped model at 8 × 512 tokens, as a share of the step.
 
-`python bench/stabilisers.py [--rounds 3] [--quick]`; exits 1 if a stated bound is missed. Every round times the bare step,
-then each stabiliser, so all meet the same weather. What acts on weights is timed by itself, as a difference of two long
-steps would drown it; what changes the forward pass, as a whole step minus the bare one (left out by --quick).
+`python bench/stabilisers.py [--rounds 3] [--quick]`; exits 1 if a stated bound is missed. Every round times the bare
+step and then each stabiliser, so all meet the same weather. What acts on weights is timed alone, as a difference of
+two long steps would drown it; what changes the forward pass, as a whole step minus the bare one (not with --quick).
 """
 
 import argparse

@@ -1,4 +1,5 @@
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -142,3 +143,10 @@ def test_the_trainer_of_lightning_resumes_to_the_bit(tmp_path):
     resumed = lightning_run(tmp_path, resume=True)
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_guide_runs():
+    text = (TESTS.parent / "docs" / "stabilisers.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})
