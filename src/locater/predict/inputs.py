@@ -13,34 +13,43 @@ from torch import Tensor
 
 from ..attention.moments import InputMoments, MomentsCollector
 from ..projections import widen
+from .gaussian import Gaussian, of_tokens
 from .terms import Terms
 
-# Distances at which lagged covariances are collected, beyond which they are taken to stay as they are.
+# Distances at which lagged covariances are collected; beyond the last they are taken to stay as they are.
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# Ordinary tokens are farther from the first token than their mean is: their own spread comes on top.
+REACH = 0.8
+# Tokens of one rare kind that are kept for its moments, which they have no more directions than.
+MOST = 512
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The moments of one layer's inputs, for texts of `length` tokens.
+    """The moments of one layer's inputs, for texts of one length.
 
-    `alone` holds the moments of single positions (the first token's, special ones'), `echo` those of the tokens that
-    repeat the first one, `echo_rate` how often one stands at each position. `lagged` has the lags of ordinary tokens.
+    `alone` holds those of single positions (the first token's, special ones'), `echo` those of tokens that repeat the
+    first one, `echo_rate` how often one stands at each position. `by_position` is the mean of the ordinary tokens that
+    `counts` windows had at each position.
     """
 
-    length: int
     ordinary: InputMoments
     lagged: InputMoments | None
-    alone: dict[int, InputMoments]
-    echo: InputMoments | None
+    alone: dict[int, Gaussian]
+    echo: Gaussian | None
     echo_rate: Float[Tensor, " tokens"]
-    position_sums: Float[Tensor, "tokens d_model"]
-    position_counts: Float[Tensor, " tokens"]
+    by_position: Float[Tensor, "tokens d_model"]
+    counts: Float[Tensor, " tokens"]
+
+    @property
+    def length(self) -> int:
+        return len(self.counts)
 
 
 def echoes(x: Float[Tensor, "batch tokens d_model"]) -> Bool[Tensor, "batch tokens"]:
-    """Tokens whose distance to the window's first token is below half that of the window's mean; never the first."""
+    """Tokens nearer to their text's first token than 0.8 of its distance to the mean token; never the first itself."""
     first, rest = x[:, :1], x[:, 1:]
-    reach = (rest.mean(1, keepdim=True) - first).norm(dim=-1) / 2
+    reach = REACH * (rest.mean(1, keepdim=True) - first).norm(dim=-1)
     found = (x - first).norm(dim=-1) < reach
     found[:, 0] = False
     return found
@@ -53,49 +62,45 @@ class InputsCollector:
     """
 
     def __init__(self, *, alone: Sequence[int], terms: Terms, rank: int | None, lag_rank: int | None, length: int):
-        self.terms, self.length = terms, length
-        self.ordinary = MomentsCollector(rank=rank)
         lags = [lag for lag in LAGS if lag < length - 1]
+        self.ordinary = MomentsCollector(rank=rank)
         self.lagged = MomentsCollector(lags=lags, rank=lag_rank) if terms.lags else None
-        self.alone = {position: MomentsCollector() for position in (alone if terms.first else ())}
-        self.echo = MomentsCollector() if terms.echoes else None
-        self.echo_counts = torch.zeros(length)
+        self.alone: dict[int, list[Tensor]] = {position: [] for position in (alone if terms.first else ())}
+        self.finds_echoes, self.echo = terms.echoes, []
+        self.echo_counts, self.counts = torch.zeros(2, length)
+        self.sums: Tensor | float = 0.0
         self.num_windows = 0
-        self.position_sums: Tensor | None = None
-        self.position_counts = torch.zeros(length)
 
     @torch.no_grad()
     def add(self, x: Float[Tensor, "batch tokens d_model"]) -> None:
+        """Take in the inputs of some windows."""
         x = widen(x).cpu()
         ordinary = torch.ones(x.shape[:2], dtype=torch.bool)
-        for position, collector in self.alone.items():
-            collector.add(x[:, [position]])
+        for position, kept in self.alone.items():
+            kept.append(x[: MOST - self.num_windows, position])
             ordinary[:, position] = False
-        if self.echo is not None:
+        if self.finds_echoes:
             repeated = echoes(x) & ordinary
             ordinary &= ~repeated
             self.echo_counts += repeated.sum(0)
-            if bool(repeated.any()):
-                self.echo.add(x, valid=repeated)
+            self.echo.append(x[repeated][: MOST - sum(map(len, self.echo))])
         self.ordinary.add(x, valid=ordinary)
         if self.lagged is not None:
             self.lagged.add(x, valid=ordinary)
-        self.position_sums = x.new_zeros(x.shape[1:]) if self.position_sums is None else self.position_sums
-        self.position_sums += (x * ordinary[..., None]).sum(0)
-        self.position_counts += ordinary.sum(0)
+        self.sums += (x * ordinary[..., None]).sum(0)
+        self.counts += ordinary.sum(0)
         self.num_windows += len(x)
 
     def inputs(self) -> Inputs:
-        assert self.position_sums is not None, "no window was added"
+        """What the sums say."""
         return Inputs(
-            self.length,
             self.ordinary.moments(),
             self.lagged and self.lagged.moments(),
-            {position: collector.moments() for position, collector in self.alone.items()},
-            self.echo.moments() if self.echo is not None and bool(self.echo_counts.any()) else None,
+            {position: of_tokens(torch.cat(kept)) for position, kept in self.alone.items()},
+            of_tokens(torch.cat(self.echo)) if bool(self.echo_counts.any()) else None,
             _smooth(self.echo_counts / self.num_windows),
-            self.position_sums,
-            self.position_counts,
+            self.sums / self.counts.clamp(min=1)[:, None],
+            self.counts,
         )
 
 

@@ -1,7 +1,8 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ def quiet(transformers: Any) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        # Unpacking GGUF draws a bar that nothing turns off.
+        with redirect_stderr(StringIO()):
+            yield
     finally:
         logging.set_verbosity(before)
         if bars:

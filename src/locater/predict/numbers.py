@@ -82,4 +82,3 @@ class Gatherer:
         mean = torch.stack(self.found).mean(0).tolist()
         num_bins = len(self.bins)
         return Numbers(*mean[:4], profile=tuple(mean[4 : 4 + num_bins]), logits=tuple(mean[4 + num_bins :]))
-

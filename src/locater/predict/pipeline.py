@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from ..families import Layer
 from .effort import Effort
 from .expected import lag_shift
+from .gaussian import of_moments
 from .inputs import Inputs, InputsCollector
 from .language_model import run
 from .numbers import Gatherer, Numbers
-from .positions import position_offsets, without_offsets
-from .sampling import Sampler
+from .positions import around_offsets, lags_around_offsets, position_offsets
+from .sampling import draw_texts
 from .terms import Terms
 from .windows import Windows
 
@@ -40,16 +41,20 @@ def calibrate(
 def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
     """What each head of a layer does on texts drawn from the moments of its inputs."""
     generator = torch.Generator().manual_seed(effort.seed)
-    offsets = position_offsets(inputs) if terms.positions else None
-    x, ordinary = Sampler.of(inputs, offsets=offsets).draw(effort.texts, generator)
-    lagged = inputs.lagged if inputs.lagged is None or offsets is None else without_offsets(inputs.lagged, offsets)
+    ordinary, lagged, offsets = of_moments(inputs.ordinary), inputs.lagged, None
+    if terms.positions:
+        offsets = position_offsets(inputs.by_position, inputs.counts, ordinary)
+    if offsets is not None:
+        ordinary = around_offsets(ordinary, offsets)
+        lagged = lagged and lags_around_offsets(lagged, offsets)
+    x, plain = draw_texts(inputs, ordinary, offsets=offsets, count=effort.texts, generator=generator)
     found = []
     for head in layer.heads:
         gatherer = Gatherer(head, inputs.length)
-        shift = None if lagged is None else lag_shift(head, lagged, x[ordinary], length=inputs.length)
-        for text, plain in zip(x.split(1), ordinary, strict=True):
+        shift = None if lagged is None else lag_shift(head, lagged, x[plain], length=inputs.length)
+        for text, is_ordinary in zip(x.split(1), plain, strict=True):
             logits = gatherer.logits(head, text)
-            gatherer.add(logits if shift is None else logits + between(shift, plain, gatherer.queries))
+            gatherer.add(logits if shift is None else logits + between(shift, is_ordinary, gatherer.queries))
         found.append(gatherer.numbers())
     return found
 

@@ -1,0 +1,128 @@
+"""`locater predict`: what each head will do on a text, and what it does."""
+
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ..errors import BadArguments
+from .output import JsonPath, console_for, table
+from .scan import Layers, parse_layers
+
+if TYPE_CHECKING:
+    from ..predict import HeadPrediction, Prediction
+
+COLUMNS = {"near_mass": "near", "normalised_entropy": "entropy", "sink_mass": "sink", "mean_distance": "distance"}
+MEANINGS = {
+    "near_mass": "share of the last 16 keys in the mass beyond the first token",
+    "normalised_entropy": "entropy over log n, all keys",
+    "sink_mass": "mass on the first token",
+    "mean_distance": "mean distance in tokens, all keys",
+}
+
+
+def predict(
+    source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text; by default Python's docstrings.")] = None,
+    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
+    calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
+    test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
+    layers: Layers = None,
+    heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the covariance, for wide models.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the texts drawn from the moments.")] = 0,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a picture (png, svg, pdf).")] = None,
+    json: JsonPath = None,
+) -> None:
+    """Where each head looks, predicted from weights and moments of its inputs, and measured on other text."""
+    from ..errors import Refusal
+    from ..predict import Effort
+
+    try:
+        effort = Effort(window=window, calibration=calibration, test=test, rank=rank, seed=seed)
+    except Refusal as reason:
+        raise BadArguments(str(reason)) from None
+    console = console_for(json)
+    options = dict(text=text, tokenizer=tokenizer, layers=parse_layers(layers), effort=effort)
+    found = _with_progress(source, options)
+    _print(console, found, heads=heads)
+    _save(found, json=json, plot=plot)
+
+
+def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
+    """A bar on standard error while it runs, on a terminal only."""
+    from ..predict import predict as run
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"predicting {source}", total=None)
+        return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+
+
+def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
+    tokens = found.tokens
+    console.print(f"[bold]{found.source}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    console.print(
+        f"text: {found.text}; moments from {tokens['calibration']} tokens ({found.calibration_windows} windows of "
+        f"{found.length}),\nmeasured on {tokens['test']} others ({found.test_windows} windows)",
+        soft_wrap=True,
+    )
+    console.print()
+    console.print(_head_table(found) if heads else _layer_table(found))
+    console.print("[dim]each column: predicted → measured[/dim]")
+    console.print()
+    console.print(_agreement(found))
+    for sentence in found.left_out:
+        console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
+
+
+def _layer_table(found: "Prediction") -> Any:
+    body = []
+    for (block, layer), group in groupby(found.heads, key=lambda head: (head.block, head.layer)):
+        of_layer = list(group)
+        body.append([f"{block} {layer}", *(_pair(of_layer, name) for name in COLUMNS)])
+    return table(["layer", *COLUMNS.values()], body, words=["layer"])
+
+
+def _head_table(found: "Prediction") -> Any:
+    body = [
+        [f"{head.block} {head.layer}.{head.head}", *(_pair([head], name) for name in COLUMNS)] for head in found.heads
+    ]
+    return table(["head", *COLUMNS.values()], body, words=["head"])
+
+
+def _pair(heads: "list[HeadPrediction]", name: str) -> str:
+    """The means of some heads, predicted and measured."""
+    places = 1 if name == "mean_distance" else 3
+    values = (mean(getattr(side, name) for side in sides) for sides in _sides(heads))
+    return " → ".join(f"{value:.{places}f}" for value in values)
+
+
+def _sides(heads: "list[HeadPrediction]") -> tuple[list[Any], list[Any]]:
+    return [head.predicted for head in heads], [head.measured for head in heads]
+
+
+def _agreement(found: "Prediction") -> Any:
+    ranked, errors = found.spearman, found.calibration_error
+    body = []
+    for name, meaning in MEANINGS.items():
+        rho = ranked[name]
+        body.append([COLUMNS[name], "–" if rho is None else f"{rho:.3f}", f"{errors[name]:.3g}", meaning])
+    return table(["number", "Spearman", "error", "meaning"], body, words=["number", "meaning"])
+
+
+def _save(found: "Prediction", *, json: Path | None, plot: Path | None) -> None:
+    from ..records import write_json
+
+    if json:
+        write_json(found.to_json(), json)
+    if plot:
+        from ..report import figures
+        from ..report.prediction import prediction
+
+        figures.save(prediction(found.to_json()), plot)

@@ -1,0 +1,43 @@
+"""A picture of predicted against measured attention, a point per head; needs matplotlib and no torch."""
+
+from typing import TYPE_CHECKING, Any
+
+from .figures import _canvas
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TITLES = {
+    "near_mass": "Mass on the last 16 keys",
+    "normalised_entropy": "Normalised entropy",
+    "sink_mass": "Mass on the first token",
+    "mean_distance": "Mean distance",
+}
+
+
+def prediction(document: dict[str, Any]) -> "Figure":
+    """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
+    figure, axes = _canvas(4, size=(9.6, 8.4))
+    for panel, (name, title) in zip(axes, TITLES.items(), strict=True):
+        points = _panel(panel, document, name)
+        rho = document["spearman"][name]
+        words = "" if rho is None else f", Spearman {rho:.2f}"
+        panel.set_title(f"{title}{words}", loc="left", fontsize=10)
+    figure.colorbar(points, ax=axes, label="layer", fraction=0.03)
+    tokens = document["tokens"]
+    figure.suptitle(
+        f"{len(document['heads'])} heads, predicted from {tokens['calibration']} tokens, "
+        f"measured on {tokens['test']} others",
+        fontsize=11,
+    )
+    return figure
+
+
+def _panel(panel: "Axes", document: dict[str, Any], name: str) -> Any:
+    heads = document["heads"]
+    predicted, measured = ([head[side][name] for head in heads] for side in ("predicted", "measured"))
+    top = max(*predicted, *measured) if name == "mean_distance" else 1.0
+    panel.plot([0, top], [0, top], color="#999999", lw=1, ls="--")
+    panel.set(xlabel="measured", ylabel="predicted")
+    return panel.scatter(measured, predicted, c=[head["layer"] for head in heads], cmap="viridis", s=14)
