@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -104,10 +105,20 @@ def clip_gap() -> float:
 
 
 def way(model: nn.Module) -> str:
-    """How the weights of the first pair are held here."""
-    pair = LocAteR(model, strength=0.0).pairs[0]
+    """How the weights of the first pair are held here; and a step must exchange no more than that needs."""
+    locater = LocAteR(model, strength=0.0, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    pair = locater.pairs[0]
     part = part_of(pair, pair.weights())
-    return "columns" if part.across_columns else "heads" if part.across_heads else "whole"
+    found = "columns" if part.across_columns else "heads" if part.across_heads else "whole"
+    sizes, send = [], dist.all_reduce
+    dist.all_reduce = lambda tensor, **options: sizes.append(tensor.numel()) or send(tensor, **options)
+    with CommDebugMode() as messages:
+        locater.step()
+    dist.all_reduce = send
+    small = 3 * pair.query.d_head**2 * pair.shape[0] * pair.shape[1]
+    allowed = {"columns": max(sizes, default=0) <= small, "heads": not sizes}.get(found, True)
+    only = found == "whole" or messages.get_total_counts() == len(sizes)
+    return found if allowed and only else f"{found}, but {messages.get_comm_counts()} of {sizes}"
 
 
 def cases(world: int):

@@ -8,7 +8,8 @@ from torch import Tensor
 from ..spectra import moments_of
 from .base import layer_key
 from .energy import Terms
-from .functionals import Eta, gram_matrices
+from .functionals import Eta
+from .gradients import gram_matrices
 from .pairs import Pair
 from .sharding import part_of
 

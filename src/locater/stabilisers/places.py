@@ -90,11 +90,16 @@ class Grid:
         return self.num_groups * self.num_heads * self.d_head
 
     @property
+    def is_dense(self) -> bool:
+        """Whether the heads follow each other without a gap."""
+        in_group = self.num_heads == 1 or self.head_step == self.d_head
+        return in_group and (self.num_groups == 1 or self.group_step == self.num_heads * self.d_head)
+
+    @property
     def is_whole(self) -> bool:
         """Whether the heads, in order, are all that the weight holds."""
         stored = self.place.read().shape[self.row_axis]
-        is_dense = self.group_step == self.num_heads * self.d_head and self.head_step in (0, self.d_head)
-        return self.first == 0 and stored == self.num_rows and is_dense
+        return self.first == 0 and stored == self.num_rows and self.is_dense
 
 
 class Markers(ModuleTensors):

@@ -71,11 +71,24 @@ class Part:
 
     def scatter(self, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, ...]:
         """Gradients by heads as gradients by the weights, placed as these are."""
-        gradients = [torch.zeros_like(weight) for weight in self.working]
+        gradients = [self._blank(weight, grids) for weight, grids in zip(self.working, self._shared(), strict=True)]
         self.grids[0].view(gradients[0]).copy_(by_query)
         self.grids[1].view(gradients[-1]).copy_(by_key)
         pairs = zip(gradients, self.weights, strict=True)
         return tuple(_placed_as(gradient.to(weight.dtype), weight) for gradient, weight in pairs)
+
+    def _shared(self) -> list[tuple[Grid, ...]]:
+        """The grids in each weight."""
+        return [self.grids] if len(self.working) == 1 else [self.grids[:1], self.grids[1:]]
+
+    @staticmethod
+    def _blank(weight: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Memory for a gradient, zero where no head of the grids will be written."""
+        blank, covered = torch.empty_like(weight), 0
+        for grid in grids:
+            covered += grid.num_rows if grid.is_dense and grid.first == covered else 0
+        blank.narrow(grids[0].row_axis, covered, weight.shape[grids[0].row_axis] - covered).zero_()
+        return blank
 
     def commit(self) -> None:
         """Write heads that were changed in place back to parameters that they are not the memory of."""

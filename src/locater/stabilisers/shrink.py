@@ -6,7 +6,8 @@ from torch import Tensor
 
 from .base import learning_rate
 from .energy import Terms, gradient, head_gradients
-from .functionals import gram_matrices, trace
+from .functionals import trace
+from .gradients import gram_matrices
 from .pairs import Pair
 from .sharding import part_of
 

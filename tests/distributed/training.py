@@ -1,0 +1,34 @@
+"""Run by torchrun: the trainer on several processes. `first FOLDER TEXT` starts runs by DDP and FSDP2 and stops them
+in the middle; `then FOLDER TEXT` resumes copies of them on whatever number of processes there is."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from locater.training import run
+from training_cases import tiny
+
+# No dropout: it draws other numbers on other processes. A stabiliser that moves weights, and parts of batches.
+CHANGED = dict(batch=8, accumulate=2, strength=1e-3, mean="1.5", mean_warmup=15, num_layers=2)
+KINDS = ("ddp", "fsdp")
+STOP = 9
+
+
+def quiet(sentence: str) -> None:
+    pass
+
+
+def main(task: str, folder: Path, text: Path) -> None:
+    torch.set_num_threads(1)
+    for kind in KINDS:
+        if task == "first":
+            run.start(tiny(text, **CHANGED, parallel=kind), folder / kind, stop_after=STOP, say=quiet)
+        else:
+            run.resume(folder / kind, say=quiet)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
