@@ -54,9 +54,8 @@ def _strings(path: Path) -> Iterator[str]:
     """The values of the one dictionary that the file of help topics consists of."""
     for node in ast.walk(_parse(path)):
         if isinstance(node, ast.Dict):
-            yield from (
-                v.value.strip() for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
-            )
+            constants = (value.value for value in node.values if isinstance(value, ast.Constant))
+            yield from (value.strip() for value in constants if isinstance(value, str))
 
 
 def _parse(path: Path) -> ast.Module:

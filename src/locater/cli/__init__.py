@@ -7,11 +7,12 @@ import typer
 from ..errors import BadArguments, Refusal
 from .compare import compare
 from .demo import demo
+from .predict import predict
 from .scan import scan
 from .theory import theory
 from .train import train
 
-VERBS = {"scan": scan, "compare": compare, "theory": theory, "train": train, "demo": demo}
+VERBS = {"scan": scan, "compare": compare, "predict": predict, "theory": theory, "train": train, "demo": demo}
 
 app = typer.Typer(
     name="locater",
