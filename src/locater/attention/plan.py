@@ -29,11 +29,14 @@ class Extent:
         values = values.cpu()
         self.low: list[int] = values.amin(0).tolist()
         self.high: list[int] = values.amax(0).tolist()
+        self.ascends = bool((values.diff(dim=-1) >= 0).all())
 
     def __len__(self) -> int:
         return len(self.low)
 
     def over(self, columns: slice) -> tuple[int, int]:
+        if self.ascends:
+            return self.low[columns.start], self.high[columns.stop - 1]
         return min(self.low[columns]), max(self.high[columns])
 
 
