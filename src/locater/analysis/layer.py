@@ -18,8 +18,9 @@ from .products import chunks, products
 from .rows import HeadRow
 from .workers import ALONE, Workers
 
-# Positions at which a rotary profile is evaluated: enough to tell its shape, and bounded for any length.
-NUM_POSITIONS = 64
+# Positions at which a profile is evaluated: enough to tell its shape, and bounded for any length. With rotary positions
+# each costs d_h² per head.
+NUM_POSITIONS, NUM_ROTARY_POSITIONS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,14 @@ def _added(groups: list[list[Head]], length: int) -> Tensor | None:
 @lru_cache(maxsize=8)
 def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
     """What the profiles of all heads with these positions share, and the pairs."""
-    positions = torch.linspace(1, length, min(length, NUM_POSITIONS)).round().long()
+    positions = _positions(length, NUM_ROTARY_POSITIONS)
     return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
+
+
+@lru_cache(maxsize=8)
+def _positions(length: int, most: int) -> Tensor:
+    """Evenly from 1 to T."""
+    return torch.linspace(1, length, min(length, most), dtype=torch.float64).round().long()
 
 
 def _columns(found: Moments) -> dict[str, list]:

@@ -45,25 +45,26 @@ def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = Non
     `raw` takes the weights as stored, else the input norm's gain is folded in; `linear` puts the norms behind the
     projections into them.
     """
-    first, num_heads = groups[0][0], len(groups[0])
-    dtype, size = widen(first.query.weight[:0]).dtype, first.d_head
-    buffer = _buffer(1 + num_heads, first.query.weight, dtype)
-    core, query, key = (torch.empty(len(groups), n, size, size, dtype=dtype) for n in (num_heads, num_heads, 1))
+    first, num_heads, size = groups[0][0], len(groups[0]), groups[0][0].d_head
+    buffer = _buffer(1 + num_heads, first.query.weight)
+    with_key = buffer.new_empty(len(groups), size, (1 + num_heads) * size)
+    query = buffer.new_empty(len(groups), num_heads, size, size)
     for number, group in enumerate(groups):
         _fill(buffer, group, raw=raw, linear=linear)
-        with_key = (buffer[0] @ buffer.flatten(0, 1).mT).unflatten(1, (-1, size)).transpose(0, 1)
-        key[number], core[number] = with_key[:1], with_key[1:]
+        torch.mm(buffer[0], buffer.flatten(0, 1).mT, out=with_key[number])
         torch.bmm(buffer[1:], buffer[1:].mT, out=query[number])
-    found = Grams(core, query, key)
+    blocks = with_key.unflatten(-1, (-1, size)).transpose(1, 2)
+    found = Grams(blocks[:, 1:].contiguous(), query, blocks[:, :1].contiguous())
     return found if raw else _amplified(found, first)
 
 
-def _buffer(count: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _buffer(count: int, weight: Tensor) -> Tensor:
     """Room for as many weights, in the order in which this one is stored: a transposing copy is slow."""
-    rows, columns = count * weight.shape[0], weight.shape[1]
+    dtype, (size, width) = widen(weight[:0]).dtype, weight.shape
     stored_transposed = weight.stride(0) < weight.stride(1)
-    flat = torch.empty(columns, rows, dtype=dtype).mT if stored_transposed else torch.empty(rows, columns, dtype=dtype)
-    return flat.unflatten(0, (count, -1))
+    shape = (width, count * size) if stored_transposed else (count * size, width)
+    flat = torch.empty(shape, dtype=dtype)
+    return (flat.mT if stored_transposed else flat).unflatten(0, (count, size))
 
 
 def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None) -> None:
@@ -72,8 +73,12 @@ def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None
     for rows, projection in zip(buffer, projections, strict=True):
         rows.copy_(projection.weight.detach())
     if not raw:
-        _fold(buffer[:1], group[0].key.input_norm)
-        _fold(buffer[1:], group[0].query.input_norm)
+        key_norm, query_norm = group[0].key.input_norm, group[0].query.input_norm
+        if key_norm is query_norm:
+            _fold(buffer, query_norm)
+        else:
+            _fold(buffer[:1], key_norm)
+            _fold(buffer[1:], query_norm)
     if linear is not None:
         for rows, projection in zip(buffer, projections, strict=True):
             linear.apply(rows, projection)

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import Refusal, refuse, within
 from ..heads import Block, Head
 from ..positions import Alibi, Buckets, PositionBias
+from ..projections import is_finite
 from .config import resolve
 from .fused import rows_used
 from .once import Once
@@ -82,7 +83,9 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     rows = rows_used(row.fused, places.shape) if row.fused else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if row.fused else (places.weight(key_name), places.bias(key_name))
-    return Side(places, layer, False, *query, norm), Side(places, layer, True, *key, key_norm)
+    finite = is_finite(query[0])
+    key_finite = finite if row.fused else is_finite(key[0])
+    return Side(places, layer, False, *query, norm, finite), Side(places, layer, True, *key, key_norm, key_finite)
 
 
 def _check_rows(places: Places, module: str, *, key: bool) -> None:

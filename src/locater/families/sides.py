@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
+from ..projections import LowRank, Norm, Projection, Whole, size
 from .config import count, resolve
 from .fused import first_row
 from .places import Places
@@ -43,6 +43,7 @@ class Side:
     weight: Tensor
     bias: Tensor | None
     input_norm: Norm | None
+    known_finite: bool  # of all heads at once; where it is false each is looked at by itself
     made: dict[int, Projection] = field(default_factory=dict)
     downs: dict[int, Tensor] = field(default_factory=dict)
 
@@ -61,14 +62,9 @@ class Side:
             expected = f"{num_heads} heads of {shape.d_head} rows"
             raise refuse(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
-        projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self._is_finite)
+        projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
         norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)
         return self._normed(projection, norm, index)
-
-    @cached_property
-    def _is_finite(self) -> bool:
-        """Of all heads at once, in one pass through memory; where this is false each is looked at by itself."""
-        return is_finite(self.weight)
 
     def _normed(self, projection: Projection, norm: Norm | None, index: int) -> Projection:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
