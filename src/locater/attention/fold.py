@@ -55,10 +55,18 @@ def absorb_far(
 ) -> Running:
     """A block all on one side and not near: |i − j| = offset_i + inner_j, so two columns of a product give its sums."""
     e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
-    columns = torch.stack([torch.ones_like(inner), inner], -1)
-    total, within = (e @ (columns[0] if len(columns) == 1 else columns[:, None, None])).unbind(-1)
+    total, within = _two_sums(e, inner)
     distance = torch.addcmul(within, total, offset[:, None, None])
     return _add(running, maximum, e, shifted, block, total=total, distance=distance, close=torch.zeros_like(total))
+
+
+def _two_sums(e: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ e and Σ e · inner: compiled as part of one loop over e, else as one thin product."""
+    if torch.compiler.is_compiling():
+        return e.sum(-1), (e * inner[:, None, None, None]).sum(-1)
+    columns = torch.stack([torch.ones_like(inner), inner], -1)
+    total, within = (e @ (columns[0] if len(columns) == 1 else columns[:, None, None])).unbind(-1)
+    return total, within
 
 
 def absorb_near(
@@ -106,7 +114,8 @@ def _add(
     old.mul_(factor)
     old[SQUARE].mul_(factor)
     first = torch.zeros_like(total) if block.first is None else _first(e, block.first)
-    square = torch.linalg.vector_norm(e, dim=-1).square()
+    compiling = torch.compiler.is_compiling()
+    square = e.square().sum(-1) if compiling else torch.linalg.vector_norm(e, dim=-1).square()
     shifted_sum = shifted.mul_(e).sum(-1)
     new = torch.stack([total, shifted_sum, square, further["distance"], further["close"], first])
     return Running(maximum, old.add_(new))
