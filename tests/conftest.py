@@ -3,7 +3,7 @@ import os
 from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
-COMPUTING = ("attention", "heads", "positions", "projections", "spectra", "stabilisers", "theory")
+COMPUTING = ("attention", "heads", "positions", "predict", "projections", "spectra", "stabilisers", "theory")
 install_import_hook([f"locater.{name}" for name in COMPUTING], "beartype.beartype")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

