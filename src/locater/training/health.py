@@ -1,6 +1,8 @@
 """Why a run diverged: which layer's logits exploded first, or which module gave the first number that is none."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -21,12 +23,16 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str:
     if name := next((name for name, weight in model.named_parameters() if not _is_finite(weight)), None):
         return f"the weights `{name}` are not finite"
     sites = modules.sites(model)
-    outputs: dict[str, bool] = {}
-    hooks = [
-        module.register_forward_hook(lambda _, args, output, name=name: outputs.setdefault(name, _is_finite(output)))
-        for name, module in model.named_modules()
-        if name
-    ]
+    broken: list[str] = []
+
+    def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if not _is_finite(output):
+                broken.append(name)
+
+        return note
+
+    hooks = [module.register_forward_hook(noting(name)) for name, module in model.named_modules() if name]
     try:
         with inputs_of(model, [site.query_name for site in sites]) as seen:
             model(batch)
@@ -36,8 +42,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str:
     for site, x in zip(sites, seen, strict=True):
         if sentence := _exploded(site, x):
             return sentence
-    broken = next((name for name, good in outputs.items() if not good), None)
-    return f"the first output that is not finite is that of `{broken}`" if broken else "its gradient is not finite"
+    return f"the first output that is not finite is that of `{broken[0]}`" if broken else "its gradient is not finite"
 
 
 def _exploded(site: modules.Site, x: Tensor) -> str | None:

@@ -65,6 +65,7 @@ def join(device: str) -> Iterator[Processes]:
     dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield Processes(rank, count, place)
+        dist.barrier()  # a process that leaves early takes the others' connections with it
     finally:
         dist.destroy_process_group()
 
@@ -104,6 +105,13 @@ def unsynchronised(model: nn.Module, *, last: bool) -> AbstractContextManager:
     elif isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return nullcontext()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward one, FSDP2 leaves its outermost weights gathered: shard them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

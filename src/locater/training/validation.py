@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..data.sources import Data
 from ..model import LanguageModel, WalkModel
 from ..modules.tensors import unwrap
 from .config import Config
 from .observe import attention, finite, spectra
-from .processes import Processes, whole
+from .processes import Processes, reshard, whole
 from .propagation import propagation
 
 TEXTS_OBSERVED = 4
@@ -54,6 +55,7 @@ def _loss(model: nn.Module, config: Config, data: Data, processes: Processes, at
         loss = model(*batch)
         if number < len(starts):
             sums += torch.stack([loss.double() * size, torch.tensor(float(size), device=sums.device)])
+    reshard(model)
     total: Tensor = processes.sum(sums)
     return float(total[0] / total[1])
 
@@ -61,20 +63,13 @@ def _loss(model: nn.Module, config: Config, data: Data, processes: Processes, at
 def plain_copy(model: nn.Module, processes: Processes) -> nn.Module | None:
     """The model outside of DDP; gathered from its shards on the first process, and None on the others."""
     module = unwrap(model)
-    gathered = {name: whole(parameter.detach()).cpu() for name, parameter in _sharded(module)}
+    if not isinstance(module, FSDPModule):
+        return module if processes.is_first else None
+    gathered = {name: whole(parameter.detach()).cpu() for name, parameter in module.named_parameters()}
     if not processes.is_first:
         return None
-    if not gathered:
-        return module
-    assert isinstance(module, LanguageModel | WalkModel)
-    # The class is FSDP's own by now; its first base that is ours makes the plain one.
-    kind = LanguageModel if isinstance(module, LanguageModel) else WalkModel
-    copy = kind(module.config)  # type: ignore
-    copy.load_state_dict(gathered, strict=False)
+    # FSDP has put a class of its own in front of ours.
+    copy = LanguageModel(module.config) if isinstance(module, LanguageModel) else WalkModel(module.config)  # type: ignore
+    missing, _ = copy.load_state_dict(gathered, strict=False)
+    assert set(missing) <= {"output.weight"}, "only a tied weight has no name of its own"
     return copy
-
-
-def _sharded(module: nn.Module) -> list[tuple[str, Tensor]]:
-    from torch.distributed.tensor import DTensor
-
-    return [(name, one) for name, one in module.named_parameters() if isinstance(one, DTensor)]

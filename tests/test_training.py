@@ -1,0 +1,420 @@
+"""The loop against a plain one, against itself after a stop, and against all that a user may do to it."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command import locater
+from locater.data.sources import open_data
+from locater.errors import Refusal
+from locater.model import LanguageModel
+from locater.modules import layers
+from locater.training import loop, run
+from locater.training.config import Config, OptimiserOptions, make_config
+from locater.training.export import load
+from locater.training.metrics import Metrics, read_rows
+from locater.training.processes import Processes
+from locater.training.schedule import learning_rate
+from training_cases import STATEFUL, assert_same_run, flags, tiny, weights, write_text
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("LOCATER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_text(tmp_path)
+
+
+def trainer(config: Config, folder) -> loop.Trainer:
+    data = open_data(config.data, length=config.shape.context, seed=config.loop.seed)
+    return loop.Trainer(config, data, folder, ALONE)
+
+
+def start(config: Config, folder, **options):
+    return run.start(config, folder, say=lambda sentence: None, **options)
+
+
+def assert_close(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """All weights but the bias of keys: softmax does not see it, so its gradient is rounding, which Adam blows up."""
+    for name, parameter in expected.named_parameters():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(found.get_parameter(name), parameter, atol=1e-6, rtol=1e-5)
+
+
+def test_equals_a_plain_loop(text, tmp_path):
+    """The same model, data and rates in a dozen lines of torch."""
+    config = tiny(text, schedule="cosine", weight_decay=0.1, optimizer="adamw", clip=0.5)
+    ours = trainer(config, tmp_path / "run")
+    torch.manual_seed(config.loop.seed)
+    model = LanguageModel(ours.module.config)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98))
+    for step in range(12):
+        tokens, targets = ours.data.batches.training(4 * step, 4)
+        rate = 1e-3 * (step + 1) / 5 if step < 5 else 1e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 5) / 15)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    ours.advance(12)
+    assert_close(ours.module, model)
+
+
+def test_accumulated_parts_make_the_whole_batch(text, tmp_path):
+    runs = [trainer(tiny(text, accumulate=parts), tmp_path / str(parts)) for parts in (1, 4)]
+    for one in runs:
+        one.advance(5)
+    assert_close(*(one.module for one in runs))
+
+
+def test_overfits_one_batch(text, tmp_path, monkeypatch):
+    one = trainer(tiny(text, steps=300, learning_rate=1e-2, schedule="constant", validate_every=1000), tmp_path / "run")
+    batch = one.data.batches.training(0, 4)
+    monkeypatch.setattr(type(one.data.batches), "training", lambda *_: batch)
+    one.advance(150)
+    with torch.no_grad():
+        assert one.model(*batch) < 0.05
+
+
+def test_same_seed_same_numbers_other_seed_others(text, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        start(tiny(text, **STATEFUL, seed=seed), tmp_path / name)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    other = weights(tmp_path / "c")
+    assert not any(other[name].equal(tensor) for name, tensor in weights(tmp_path / "a").items() if tensor.dim() > 1)
+
+
+def test_a_stop_and_a_resume_change_nothing(text, tmp_path):
+    """By the command itself; the stop falls between two lines of metrics and two checkpoints."""
+    arguments = ["train", *flags(text, **STATEFUL)]
+    assert locater(*arguments, "--out", tmp_path / "whole").code == 0
+    stopped = locater(*arguments, "--stop-after", 10, "--out", tmp_path / "stopped")
+    assert stopped.code == 0 and f"locater train --resume {tmp_path / 'stopped'}" in stopped.out
+    assert "step 10 of 20, stopped" in stopped.out
+    resumed = locater("train", "--resume", tmp_path / "stopped", "--json", tmp_path / "end.json")
+    assert resumed.code == 0 and "step 20 of 20\n" in resumed.out
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    assert json.loads((tmp_path / "end.json").read_text())["validation"]["step"] == 20
+    again = locater("train", "--resume", tmp_path / "stopped")  # nothing left to do
+    assert again.code == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_ctrl_c_saves_and_the_resumed_run_is_the_same(text, tmp_path, monkeypatch):
+    arguments = ["train", *flags(text, **STATEFUL)]
+    assert locater(*arguments, "--out", tmp_path / "whole").code == 0
+    real, before = Metrics.add, signal.getsignal(signal.SIGINT)
+
+    def interrupt(self, row):
+        real(self, row)
+        if row["step"] == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Metrics, "add", interrupt)
+        stopped = locater(*arguments, "--out", tmp_path / "stopped")
+    assert stopped.code == 128 + signal.SIGINT and "--resume" in stopped.out
+    assert signal.getsignal(signal.SIGINT) is before
+    assert locater("train", "--resume", tmp_path / "stopped").code == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
+    start(tiny(text, num_layers=2, num_key_heads=1, positions="rotary"), tmp_path / "run")
+    last = trainer(run.read_config(tmp_path / "run"), tmp_path / "run")
+    model = load(tmp_path / "run" / "model")
+    tokens, _ = last.data.batches.validation(0, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), last.module.eval()(tokens), atol=0, rtol=0)
+    scanned = locater("scan", tmp_path / "run" / "model", "--json", "-", "--length", 16)
+    found = json.loads(scanned.out)
+    assert (found["family"], found["coverage"], len(found["heads"])) == ("locater", "COMPLETE", 4)
+    logged = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]["heads"]
+    for row, head in zip(logged, found["heads"], strict=True):
+        assert row["xi"] == pytest.approx(head["xi"], rel=1e-5) and row["regime"] == head["regime"]
+
+
+def test_validation_is_what_it_says(text, tmp_path):
+    """Perplexity, entropy and rank of the last row, computed again in another way."""
+    start(tiny(text, validation_windows=0, num_layers=2), tmp_path / "run")
+    last = trainer(run.read_config(tmp_path / "run"), tmp_path / "run")
+    row = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]
+    model, count = last.module.eval(), last.data.batches.num_validation
+    tokens, targets = last.data.batches.validation(0, count)
+    with torch.no_grad():
+        logs = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
+        assert row["perplexity"] == pytest.approx(float(logs.mean().neg().exp()), rel=1e-5)
+        x = model.embed(tokens[:4])
+        probabilities = [head.attention(x, x) for head in next(layers(model)).heads]
+    entropies = [-(p * p.clamp(min=1e-30).log()).sum(-1)[:, 1:] / torch.arange(2, 17).log() for p in probabilities]
+    found = [head["normalised_entropy"] for head in row["heads"][:2]]
+    assert found == pytest.approx([float(entropy.mean()) for entropy in entropies], rel=1e-4)
+    centred = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert row["layers"][0]["residual"] == pytest.approx(float(centred.mean()), rel=1e-4)
+    assert {"trace", "eta", "mean", "variance", "spread", "localisation", "max_logit"} <= row["heads"][0].keys()
+    assert len(row["layers"]) == 3
+
+
+def test_best_and_last_are_kept_and_no_more(text, tmp_path):
+    folder = tmp_path / "run"
+    start(tiny(text, learning_rate=2.0, warmup=20, validate_every=2, save_every=3), folder)
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
+    best = min(rows, key=lambda row: row["loss"])["step"]
+    assert best < 20, "the case must get worse in the end"
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    assert index == {"last": "step-00000020", "best": f"step-{best:08d}"}
+    assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == sorted(index.values())
+
+
+@pytest.mark.parametrize("hold", ["projection", "penalty"])
+def test_locater_holds_the_mean_where_it_was_told(text, tmp_path, hold):
+    changed = dict(
+        strength=1e-2, mean="1.0", mean_warmup=0, hold=hold, mean_weight=100.0, steps=60, decoupled=hold != "penalty"
+    )
+    start(tiny(text, **changed, learning_rate=3e-3, validate_every=60), tmp_path / "run")
+    for head in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["heads"]:
+        gap = abs(head["trace"] / head["temperature"] - 1)
+        assert gap < (1e-3 if hold == "projection" else 0.5)
+
+
+def test_the_initial_mean_can_be_held(text, tmp_path):
+    one = trainer(tiny(text, mean="initial"), tmp_path / "run")
+    before = one.stabiliser.initial[0].clone()
+    one.advance(10)
+    after = one.stabiliser.metrics(heads=True)
+    assert after["qk/layer_00/head_01/trace"] == pytest.approx(float(before.flatten()[1]), abs=1e-4)
+
+
+def test_bfloat16_stays_close(text, tmp_path):
+    losses = []
+    for precision in ("float32", "bf16"):
+        one = trainer(tiny(text, precision=precision), tmp_path / precision)
+        one.advance(20)
+        losses.append(read_rows(tmp_path / precision / "metrics.jsonl")[-1]["loss"])
+        assert one.module.embedding.weight.dtype == torch.float32
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_the_random_walk_meets_the_theory(tmp_path):
+    result = locater(
+        *("train", "--data", "random-walk", "--walk-width", 6, "--context", 12, "--batch", 64, "--steps", 150),
+        *("--learning-rate", 0.03, "--schedule", "constant", "--validate-every", 150, "--out"),
+        tmp_path / "run",
+    )
+    assert result.code == 0 and "gradient passes" in result.out and "exact ρ" in result.out
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert losses[-1] < losses[0] / 2
+    found = {name: torch.tensor(values) for name, values in rows[-1]["propagation"].items()}
+    away = (found["measured"] - found["exact"]).abs() / (found["standard_error"] + 0.01)
+    assert away.max() < 4.5, "512 walks that the model never saw"
+    assert found["exact"].max() - found["exact"].min() > 0.1, "a flat profile would prove nothing"
+    assert (found["closed"] - found["exact"]).abs().max() > 0.02, "at this width the closed form is only close"
+
+
+def test_tensorboard_gets_the_same_numbers(text, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    start(tiny(text, tensorboard=True), tmp_path / "run")
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    found = {event.step: event.value for event in board.Scalars("train/loss")}
+    assert found == pytest.approx({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
+    xi = board.Scalars("attention/layer_00/head_01/xi")[-1].value
+    assert xi == pytest.approx(rows[-1]["heads"][1]["xi"], rel=1e-5)
+    assert "tokens/layer_01/residual" in board.Tags()["scalars"]
+
+
+def test_without_tensorboard_the_remedy_is_said(text, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(Refusal, match=r'pip install "locater\[tensorboard\]"'):
+        start(tiny(text, tensorboard=True), tmp_path / "run")
+
+
+# What goes wrong.
+
+
+def test_a_diverged_run_says_where_and_keeps_the_last_good_state(text, tmp_path):
+    """Queries grow until their logits are infinite."""
+    one = trainer(tiny(text, num_layers=2), tmp_path / "run")
+    one.advance(7)
+    good = {name: parameter.detach().clone() for name, parameter in one.module.named_parameters()}
+    with torch.no_grad():
+        one.module.layers[1].attention.query.weight.mul_(1e38)
+    with pytest.raises(loop.Diverged, match=r"layer 1, head \d exploded .*last good state is .*step-00000007; lower"):
+        one.advance(20)
+    kept = trainer(tiny(text, num_layers=2), tmp_path / "run")
+    assert kept.step == 7
+    assert all(kept.module.get_parameter(name).equal(parameter) for name, parameter in good.items())
+
+
+def test_weights_that_are_no_numbers_are_named(text, tmp_path):
+    one = trainer(tiny(text), tmp_path / "run")
+    with torch.no_grad():
+        one.module.layers[0].feedforward.inner.weight[0, 0] = math.nan
+    with pytest.raises(loop.Diverged, match="the weights `layers.0.feedforward.inner.weight` are not finite; no check"):
+        one.advance(20)
+
+
+def test_an_overflow_outside_of_attention_is_named_too(text, tmp_path):
+    one = trainer(tiny(text, norm_first=True), tmp_path / "run")
+    with torch.no_grad():
+        one.module.layers[0].feedforward.outer.weight.mul_(3e38)
+        one.module.layers[0].feedforward.inner.weight.mul_(1e6)
+    with pytest.raises(loop.Diverged, match="first output that is not finite is that of `layers.0.feedforward"):
+        one.advance(20)
+
+
+def test_a_rate_that_is_absurd_ends_in_a_sentence(text, tmp_path):
+    result = locater("train", *flags(text, learning_rate=1e30, clip=0), "--out", tmp_path / "run")
+    assert result.code == 1 and result.err.count("\n") == 1
+    assert "in step" in result.err and "lower --learning-rate" in result.err
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(text, tmp_path):
+    """A limit on the size of files stands for the disk: writing fails in the system, as it would there."""
+    one = trainer(tiny(text), tmp_path / "run")
+    one.advance(7)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(Refusal, match="free some room, then continue with --resume; step-00000007 is intact"):
+            one.advance(14)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000007"]
+    resumed = trainer(tiny(text), tmp_path / "run")
+    assert resumed.step == 7
+    resumed.advance(20)
+
+
+def test_what_a_killed_writer_left_is_not_read(text, tmp_path):
+    """A partial checkpoint, a whole one that the index does not name yet, half a line of metrics."""
+    folder = tmp_path / "run"
+    start(tiny(text), folder, stop_after=7)
+    start(tiny(text), tmp_path / "whole")
+    for name in ("step-00000014.partial", "step-00000014"):
+        (folder / "checkpoints" / name).mkdir()
+        (folder / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 9, "loss": 1.0}\n{"kind": "tra')
+    run.resume(folder, say=lambda sentence: None)
+    assert_same_run(folder, tmp_path / "whole")
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(text, tmp_path):
+    start(tiny(text), tmp_path / "whole")
+    one = trainer(tiny(text), tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(one.config.to_dict()))
+    one.metrics.add({"kind": "train", "step": 3, "loss": 0.0})
+    run.resume(tmp_path / "run", say=lambda sentence: None)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_folder_that_exists_is_refused(text, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert locater("train", *flags(text, steps=1), "--out", tmp_path / "run").code == 0  # an empty one is taken
+    result = locater("train", *flags(text), "--out", tmp_path / "run")
+    assert result.code == 1 and f"--resume {tmp_path / 'run'}, or choose another --out" in result.err.replace("\n", "")
+    (tmp_path / "file").write_text("")
+    assert locater("train", *flags(text), "--out", tmp_path / "file").code == 1
+
+
+def test_changed_data_is_noticed_at_resume(text, tmp_path):
+    start(tiny(text), tmp_path / "run", stop_after=5)
+    text.write_text(text.read_text() + "one line more .\n")
+    with pytest.raises(Refusal, match="expected the data that this run began with"):
+        run.resume(tmp_path / "run")
+
+
+BAD = {
+    "nothing to do": ([], 2, "give one of --out DIR"),
+    "both": (["--out", "x", "--resume", "y"], 2, "give one of --out DIR"),
+    "options at resume": (["--resume", "y", "--steps", "3"], 2, "leave out --steps"),
+    "no run": (["--resume", "/nonexistent"], 1, "the folder of a run, with config.json"),
+    "preset": (["--preset", "huge", "--out", "x"], 2, "one of paper, small, gpt2"),
+    "choice": (["--norm", "batch", "--out", "x"], 2, "is not one of layer, rms"),
+    "mean": (["--mean", "some", "--out", "x"], 1, "a mean that is free, initial or a number"),
+    "rate": (["--learning-rate", "-1", "--out", "x"], 1, "a learning rate above 0"),
+    "steps": (["--steps", "0", "--out", "x"], 1, "steps of at least 1"),
+    "device": (["--device", "toaster", "--out", "x", "--data", "random-walk"], 1, "use --device cpu"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "sentence"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused(arguments, code, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = locater("train", *arguments, columns=200)
+    assert result.code == code and sentence in result.err
+
+
+def test_a_vocabulary_larger_than_the_config_is_refused(text, tmp_path):
+    result = locater("train", *flags(text, vocab_size=50), "--out", tmp_path / "run")
+    assert result.code == 1 and "data of at most 50 different tokens (--vocab-size), got 300; raise it" in result.err
+    result = locater("train", *flags(text, batch=3, accumulate=2), "--out", tmp_path / "other")
+    assert result.code == 1 and "1 processes and 2 parts divide evenly, got 3" in result.err
+
+
+def test_a_config_survives_its_file_and_another_version_is_refused():
+    config = make_config("gpt2", steps=7, mean="2", norm="rms")
+    document = json.loads(json.dumps(config.to_dict()))
+    assert Config.from_dict(document) == config
+    document["loop"]["further"] = 1
+    with pytest.raises(Refusal, match="the config of a run of this version"):
+        Config.from_dict(document)
+
+
+def test_the_schedules():
+    options = OptimiserOptions(learning_rate=2.0, warmup=4, schedule="inverse-sqrt")
+    assert [learning_rate(step, options, num_steps=100) for step in (0, 1, 3)] == [0.5, 1.0, 2.0]
+    assert learning_rate(15, options, num_steps=100) == pytest.approx(1.0)
+    cosine = OptimiserOptions(learning_rate=2.0, warmup=0, schedule="cosine", final_share=0.1)
+    found = [learning_rate(step, cosine, num_steps=100) for step in (0, 50, 100)]
+    assert found == pytest.approx([2.0, 1.1, 0.2])
+    constant = OptimiserOptions(learning_rate=2.0, warmup=0, schedule="constant")
+    assert learning_rate(77, constant, num_steps=100) == 2.0
+
+
+def test_epochs_are_steps(text, tmp_path):
+    one = trainer(tiny(text, epochs=1.5), tmp_path / "run")
+    assert one.num_steps == math.ceil(1.5 * one.data.batches.num_training / 4)
+
+
+def test_help_needs_no_torch():
+    code = "import sys, locater.cli.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_compiled_training_stays_close(text, tmp_path):
+    found = []
+    for compile in (False, True):
+        one = trainer(tiny(text, compile=compile), tmp_path / str(compile))
+        one.advance(10)
+        found.append(one.module.embedding.weight.detach().clone())
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+def test_the_weights_of_a_run_are_plain_safetensors(text, tmp_path):
+    start(tiny(text, steps=2), tmp_path / "run")
+    stored = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert "output.weight" not in stored, "a tied output is stored once"
+    assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
