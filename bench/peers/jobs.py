@@ -5,10 +5,10 @@ The imports are made before the clock starts; what they cost is measured apart.
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -31,23 +31,23 @@ def bare() -> Callable[[Path], int]:
 
     torch.set_num_threads(1)
 
-    def weights(folder: Path, config: dict):
+    def weights(folder: Path):
         index = folder / "model.safetensors.index.json"
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        for file in files:
+        weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {"": "model.safetensors"}
+        for file in sorted(set(weight_map.values())):
             with safe_open(folder / file, "pt") as opened:
-                for name in opened.keys():
+                for name in opened.keys():  # noqa: SIM118  (it cannot be iterated over)
                     if name.endswith("attn.c_attn.weight"):
-                        query, key, _ = opened.get_tensor(name).float().T.chunk(3)
-                        yield query, key
+                        yield opened.get_tensor(name).float().T.chunk(3)[:2]
                     elif name.endswith("q_proj.weight"):
-                        yield opened.get_tensor(name).float(), opened.get_tensor(name.replace("q_proj", "k_proj")).float()
+                        names = name, name.replace("q_proj", "k_proj")
+                        yield tuple(opened.get_tensor(each).float() for each in names)
 
     def run(folder: Path) -> int:
         config, count = json.loads((folder / "config.json").read_text()), 0
         heads = config.get("n_head") or config["num_attention_heads"]
         keys = config.get("num_key_value_heads", heads)
-        for query, key in weights(folder, config):
+        for query, key in weights(folder):
             d_head = query.shape[0] // heads
             for head in range(heads):
                 at = head * keys // heads * d_head
@@ -81,34 +81,37 @@ def weightwatcher() -> Callable[[Path], int]:
     return run
 
 
-def transformer_lens() -> Callable[[Path], int]:
+def transformer_lens(*, fold: bool) -> Callable[[Path], int]:
+    """Its QK as it stands after loading, or with the norms folded in, which is what locater scans."""
     import torch
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     torch.set_num_threads(1)
 
     def run(folder: Path) -> int:
-        from tokenizers import Tokenizer, models
-
-        vocabulary = {"<s>": 0, "</s>": 1, "a": 2}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")),
-            bos_token="<s>", eos_token="</s>", pad_token="</s>",
-        )  # fmt: skip
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        bridge = TransformerBridge.boot_transformers(str(folder), hf_model=model, tokenizer=tokenizer)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(str(folder), tokenizer=tokenizer)
+        if fold:
+            bridge.enable_compatibility_mode(disable_warnings=True)
         return bridge.QK.eigenvalues.shape[:2].numel()
 
     return run
 
 
-TOOLS = {"locater": locater, "bare": bare, "weightwatcher": weightwatcher, "transformer-lens": transformer_lens}
+TOOLS = {
+    "locater": locater,
+    "bare": bare,
+    "weightwatcher": weightwatcher,
+    "transformer-lens": partial(transformer_lens, fold=True),
+    "transformer-lens-unfolded": partial(transformer_lens, fold=False),
+}
 
 
 def peak() -> int:
-    """The process's peak memory so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The process's peak memory so far, in bytes; `getrusage` would also count that of the process which started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def measure(tool: str, folder: Path) -> dict[str, float]:

@@ -59,9 +59,12 @@ def make_gpt2(folder: Path) -> None:
 def make_grouped(folder: Path) -> None:
     """415 million parameters in bfloat16, three shards."""
     layers = [llama_layer(GROUPED, layer, whole=True) for layer in range(GROUPED["num_hidden_layers"])]
-    embeddings = {name: normal(GROUPED["vocab_size"], 1024).bfloat16() for name in ("model.embed_tokens.weight", "lm_head.weight")}  # fmt: skip
-    ends = embeddings | {"model.norm.weight": torch.ones(1024).bfloat16()}
+    ends = {
+        f"{name}.weight": normal(GROUPED["vocab_size"], 1024).bfloat16() for name in ("model.embed_tokens", "lm_head")
+    }
+    ends["model.norm.weight"] = torch.ones(1024).bfloat16()
     write(folder, GROUPED, (merged(part) for part in ([ends, *layers[:6]], layers[6:15], layers[15:])))
+    write_tokenizer(folder)
 
 
 def make_seven_billion(folder: Path) -> None:
@@ -106,6 +109,17 @@ def write(folder: Path, config: dict, shards: Iterator[Tensors] | list[Tensors])
     else:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The least that a tool takes which insists on one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+    special = dict(bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
 def largest_tensor(folder: Path) -> int:
