@@ -121,9 +121,8 @@ def _distance(query_positions: Tensor, key_positions: Tensor) -> Tensor:
 def _check(head: Head) -> None:
     """Refuse, in a sentence, what cannot be a head."""
     query, key = head.query.weight, head.key.weight
-    if query.shape != key.shape or query.dtype != key.dtype:
-        expected = "query and key weights of one shape (d_head, d_model) and one type"
-        raise refuse(expected, f"{size(query)} of {query.dtype} and {size(key)} of {key.dtype}")
+    if query.shape != key.shape:
+        raise refuse("query and key weights of one shape (d_head, d_model)", f"{size(query)} and {size(key)}")
     if not (math.isfinite(head.scale) and head.scale > 0):
         raise refuse("a positive, finite logit scale", head.scale)
     if head.block not in BLOCKS:

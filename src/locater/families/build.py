@@ -52,7 +52,8 @@ def build_layer(places: Places, layer: int) -> Layer:
             bias = _position_bias(places, layer, index)
             heads.append(Head(layer, index, *projections, key_index=key_index, position_bias=bias, **shared))
         except Refusal as reason:
-            refused.append(f"{places.row.block} layer {layer}, head {index}: {reason}")
+            place = f"{places.row.block} layer {layer}, head {index}: "
+            refused.append(place + str(reason).removeprefix(place))  # a head that was made wrong says where it is
     names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
     return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)
 
