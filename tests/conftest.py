@@ -4,7 +4,8 @@ from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
 COMPUTING = ("attention", "heads", "positions", "predict", "projections", "spectra", "stabilisers", "theory")
-install_import_hook([f"locater.{name}" for name in COMPUTING], "beartype.beartype")
+TRAINING = ("cross_entropy", "data", "model", "training")
+install_import_hook([f"locater.{name}" for name in COMPUTING + TRAINING], "beartype.beartype")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

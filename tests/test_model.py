@@ -13,7 +13,7 @@ from locater import modules
 from locater.cross_entropy import linear_cross_entropy
 from locater.errors import Refusal
 from locater.model import LanguageModel, WalkModel, WalkShape
-from locater.scan import scan
+from locater.scanning import scan
 from locater.shape import SHAPES, Shape
 from locater.stabilisers import Constant, LocAteR, Projection
 

@@ -147,6 +147,9 @@ def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
     scanned = locater("scan", tmp_path / "run" / "model", "--json", "-", "--length", 16)
     found = json.loads(scanned.out)
     assert (found["family"], found["coverage"], len(found["heads"])) == ("locater", "COMPLETE", 4)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    again = json.loads(locater("scan", checkpoint, "--json", "-", "--length", 16).out)
+    assert (again["format"], again["heads"]) == ("distributed", found["heads"])
     logged = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]["heads"]
     for row, head in zip(logged, found["heads"], strict=True):
         assert row["xi"] == pytest.approx(head["xi"], rel=1e-5) and row["regime"] == head["regime"]
@@ -211,6 +214,13 @@ def test_bfloat16_stays_close(text, tmp_path):
         losses.append(read_rows(tmp_path / precision / "metrics.jsonl")[-1]["loss"])
         assert one.module.embedding.weight.dtype == torch.float32
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_bfloat16_without_the_hardware_is_said(text, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(run, "has_bf16", lambda device: False)
+    run.start(tiny(text, precision="bf16", steps=1), tmp_path / "run", say=said.append)
+    assert said == ["this processor has no instructions for bfloat16: float32 would be faster"]
 
 
 def test_the_random_walk_meets_the_theory(tmp_path):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -16,6 +16,7 @@ Batch = tuple[Shaped[Tensor, "samples ..."], Shaped[Tensor, "samples ..."]]
 FAR = 2**62
 
 
+@runtime_checkable
 class Batches(Protocol):
     """Samples by number: those of training never end, those of validation are `num_validation`."""
 

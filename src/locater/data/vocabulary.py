@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 
@@ -12,6 +12,7 @@ from ..errors import refuse
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 
 
+@runtime_checkable
 class Vocabulary(Protocol):
     """What turns text into numbers; `save` writes it beside a model."""
 

@@ -1,8 +1,11 @@
 """A trained model as a folder of safetensors that `locater scan`, or anyone, reads."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..data.vocabulary import Vocabulary
@@ -15,19 +18,19 @@ def export(model: nn.Module, folder: Path, vocabulary: Vocabulary | None = None)
     """`model.safetensors`, `config.json`, and the vocabulary; each file whole or as it was."""
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     write(folder / "model.safetensors", lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
-    shape = model.config
-    document = shape.to_dict() if isinstance(shape, Shape) else vars(shape)  # type: ignore
-    write_json(document, folder / "config.json")
+    write_json(model_settings(model), folder / "config.json")
     if vocabulary is not None:
         vocabulary.save(folder)
 
 
+def model_settings(model: nn.Module) -> dict[str, Any]:
+    """The config as it is stored beside weights."""
+    shape = model.config
+    return shape.to_dict() if isinstance(shape, Shape) else asdict(shape)  # type: ignore
+
+
 def load(folder: Path) -> LanguageModel | WalkModel:
     """What `export` wrote, ready for inference."""
-    import json
-
-    from safetensors.torch import load_file
-
     document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if document["positions"] == "none":
         del document["model_type"]

@@ -14,6 +14,7 @@ from ..data.sources import Data
 from ..errors import Refusal, refuse
 from ..modules.tensors import unwrap
 from .config import Config
+from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics
 from .parts import make_model, make_optimizer, make_stabiliser
@@ -42,7 +43,7 @@ class Trainer:
         self.module: nn.Module = unwrap(self.model)
         self.optimizer = make_optimizer(self.module, config.optimiser)
         self.stabiliser = make_stabiliser(self.module, config.stabiliser, self.optimizer)
-        self.store = Store(folder / "checkpoints", processes)
+        self.store = Store(folder / "checkpoints", processes, model_settings(model))
         self.step, self.best, self.loss_sum, self.loss_count = 0, math.inf, 0.0, 0
         self._restore()
         if loop.compile:
@@ -131,8 +132,8 @@ class Trainer:
         return tuple(one.to(self.processes.device) for one in self.data.batches.training(first, self.share))
 
     def _precision(self) -> torch.autocast:
-        device = self.processes.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=uses_bf16(self.config.loop.precision, device))
+        device = self.processes.device
+        return torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(self.config.loop.precision, device))
 
     def _clip(self) -> float:
         """The length of the whole gradient, cut to what the config allows."""
@@ -178,11 +179,18 @@ class Trainer:
         return improved
 
 
-def uses_bf16(precision: str, device: str) -> bool:
+def uses_bf16(precision: str, device: torch.device) -> bool:
     """Whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
     if precision == "auto":
-        return device == "cuda" and torch.cuda.is_bf16_supported()
+        return device.type == "cuda" and has_bf16(device)
     return precision == "bf16"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _mixed(*numbers: int) -> int:

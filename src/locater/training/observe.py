@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import modules
 from ..attention import mean_over_queries, observe, rank
 from ..model import LanguageModel
-from ..scan import scan
+from ..scanning import scan
 
 SPECTRUM = (
     "trace",

@@ -13,7 +13,7 @@ from ..errors import refuse, within
 from ..records import write_json
 from .config import Config
 from .export import export
-from .loop import Trainer
+from .loop import Trainer, has_bf16
 from .metrics import bar, read_rows
 from .processes import Processes, join
 from .validation import plain_copy
@@ -89,6 +89,8 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
     config = replace(config, data=data.options)
     if new and processes.is_first:
         write_json(config.to_dict(), folder / CONFIG)
+    if config.loop.precision == "bf16" and not has_bf16(processes.device):
+        say("this processor has no instructions for bfloat16: float32 would be faster")
     trainer = Trainer(config, data, folder, processes)
     try:
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:

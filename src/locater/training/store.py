@@ -41,8 +41,8 @@ def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict
 class Store:
     """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read."""
 
-    def __init__(self, folder: Path, processes: Processes) -> None:
-        self.folder, self.processes = folder, processes
+    def __init__(self, folder: Path, processes: Processes, model_config: dict[str, Any]) -> None:
+        self.folder, self.processes, self.model_config = folder, processes, model_config
 
     def names(self) -> dict[str, str]:
         path = self.folder / INDEX
@@ -76,6 +76,7 @@ class Store:
             warnings.simplefilter("ignore")  # about being alone, which is meant
             state_dict_saver.save(state, checkpoint_id=partial, no_dist=self.processes.count == 1)
         if self.processes.is_first:
+            write_json(self.model_config, partial / "config.json")  # by which `locater scan` reads it
             write_json(small, partial / SMALL)
 
     def _publish(self, partial: Path, name: str, *, best: bool) -> None:
