@@ -18,7 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_D
 def locater() -> Callable[[Path], int]:
     import torch
 
-    from locater.scan import scan
+    from locater.scanning import scan
 
     torch.set_num_threads(1)
     return lambda folder: len(scan(folder).heads)
@@ -85,13 +85,11 @@ def transformer_lens(*, fold: bool) -> Callable[[Path], int]:
     """Its QK as it stands after loading, or with the norms folded in, which is what locater scans."""
     import torch
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import PreTrainedTokenizerFast
 
     torch.set_num_threads(1)
 
     def run(folder: Path) -> int:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        bridge = TransformerBridge.boot_transformers(str(folder), tokenizer=tokenizer)
+        bridge = TransformerBridge.boot_transformers(str(folder))
         if fold:
             bridge.enable_compatibility_mode(disable_warnings=True)
         return bridge.QK.eigenvalues.shape[:2].numel()

@@ -133,6 +133,16 @@ def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
     return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
 
 
+def _shift(groups: list[list[Head]], length: int, positions: Tensor) -> Tensor | None:
+    """What positions add to the logits of the last query (ALiBi, T5's buckets), less the mean over the context."""
+    if groups[0][0].position_bias is None:
+        return None
+    distances = torch.arange(length - 1, -1, -1)[None]
+    biases = [head.position_bias(distances).detach()[0] for group in groups for head in group if head.position_bias]
+    bias = torch.stack(biases).double().unflatten(0, (len(groups), -1))
+    return (bias - bias.mean(-1, keepdim=True))[..., positions - 1]
+
+
 @lru_cache(maxsize=8)
 def _positions(length: int, most: int) -> Tensor:
     """Evenly from 1 to T."""
