@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from family_cases import CASES
-from locater.scan import scan
+from locater.scanning import scan
 
 EXACT = dict(rel=1e-6, abs=1e-9)
 # Sixteen-bit weights: an eighth of a percent each, so a percent of the Frobenius norm in every moment.

@@ -13,8 +13,8 @@ LAYERS = [
     {"heads", "theory"},
     {"attention", "analysis", "families"},
     {"checkpoints", "modules", "findings", "conditions", "embedded_text"},
-    {"scan", "stabilisers", "monitor", "model", "data"},
-    {"compare", "predict", "integrations", "training"},
+    {"scanning", "stabilisers", "monitor", "model", "data"},
+    {"comparing", "predict", "integrations", "training"},
     {"studies", "report"},
     {"cli"},
 ]

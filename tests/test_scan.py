@@ -14,7 +14,7 @@ from torch import nn
 from command import locater
 from family_cases import CASES
 from locater.errors import Refusal
-from locater.scan import scan
+from locater.scanning import scan
 from test_checkpoints_remote import server  # noqa: F401  (a fixture)
 
 COLUMNS = [
@@ -144,7 +144,7 @@ def test_a_damaged_head_is_named_and_the_rest_is_scanned(llama):
     tensors["model.layers.1.self_attn.q_proj.weight"][30, 5] = math.nan  # rows 24 to 35 are head 2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     result = locater("scan", folder, "--json", folder / "out.json")
-    assert result.code == 0
+    assert result.code == 1 and result.err.startswith("locater: decoder layer 1, head 2: expected finite weights")
     assert "layer 1, head 2" in result.out and "NaN" in result.out
     document = json.loads((folder / "out.json").read_text())
     assert len(document["heads"]) == 7 and "layer 1, head 2" in document["refused"][0]

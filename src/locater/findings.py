@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .analysis import HeadRow
 
 if TYPE_CHECKING:
-    from .scan import Scan
+    from .scanning import Scan
 
 # A head stands out when its scale η/λ is this many times the model's median, or that fraction of it.
 HOT = 5.0

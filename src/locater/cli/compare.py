@@ -10,7 +10,7 @@ from .output import JsonPath, console_for, table
 from .scan import AllowPickle, Layers, Layout, Length, Raw, parse_layers
 
 if TYPE_CHECKING:
-    from ..compare import Comparison
+    from ..comparing import Comparison
 
 
 def compare(
@@ -26,7 +26,7 @@ def compare(
     json: JsonPath = None,
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
-    from .. import compare as library
+    from .. import comparing as library
     from ..records import write_json
 
     if jobs < 1:

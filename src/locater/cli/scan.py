@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import BadArguments
+from ..errors import BadArguments, Refusal
 from .output import JsonPath, console_for, table
 
 if TYPE_CHECKING:
     from ..analysis import HeadRow
-    from ..scan import Scan
+    from ..scanning import Scan
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
@@ -58,12 +59,15 @@ def scan(
     found = scan_with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
+    if found.refused:
+        further = f" (and {len(found.refused) - 1} more)" if len(found.refused) > 1 else ""
+        raise Refusal(f"{found.refused[0]}{further}")
     _exit_on(console, conditions, found)
 
 
 def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
     """A bar on standard error while it runs, on a terminal only."""
-    from ..scan import scan as run
+    from ..scanning import scan as run
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -96,7 +100,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
         console.print(f"{mark} [bold]{name(finding.row)}[/bold] {finding.sentence}")
     for sentence in found.refused:
-        console.print(f"[red]! not read:[/red] {sentence}", soft_wrap=True)
+        console.print(f"[red]! not read:[/red] {escape(sentence)}", soft_wrap=True)
 
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:

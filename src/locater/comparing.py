@@ -10,7 +10,7 @@ from typing import Any
 
 from .analysis import HeadRow
 from .errors import refuse
-from .scan import Scan, scan
+from .scanning import Scan, scan
 
 Key = tuple[str, int, int]
 Run = Callable[[Sequence[str], dict[str, Any]], list[Scan]]

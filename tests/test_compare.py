@@ -1,0 +1,88 @@
+"""`locater compare`: which heads moved, between two checkpoints and along a run."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from command import locater
+from family_cases import CASES
+from locater import comparing as library
+from locater.errors import Refusal
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three checkpoints, in which only head 1 of layer 1 moves, a little more each time."""
+    folder = tmp_path_factory.mktemp("run")
+    model = next(case for case in CASES if case.name == "llama").build()
+    for step in (100, 20, 3):  # written in another order than that of the steps
+        with torch.no_grad():
+            saved = model.model.layers[1].self_attn.q_proj.weight.clone()
+            model.model.layers[1].self_attn.q_proj.weight[12:24].mul_(1 + step / 50)
+        model.save_pretrained(folder / f"checkpoint-{step}")
+        with torch.no_grad():
+            model.model.layers[1].self_attn.q_proj.weight.copy_(saved)
+    return folder
+
+
+def test_the_head_that_moved_is_found(run):
+    first, last = run / "checkpoint-3", run / "checkpoint-100"
+    result = locater("compare", first, last, "--json", "-")
+    assert result.code == 0
+    document = json.loads(result.out)
+    assert document["schema"] == "locater.compare/1"
+    moved = {(row["layer"], row["head"]): row["moved"] for row in document["heads"]}
+    assert moved.pop((1, 1)) > 0.5
+    assert max(moved.values()) == 0
+    assert "8 heads, 7 unmoved" in result.err and max(map(len, result.err.splitlines())) <= 80
+
+
+def test_a_run_is_followed_by_step(run):
+    found = library.compare([run], length=32)
+    assert [one.source.rsplit("-")[-1] for one in found.scans] == ["3", "20", "100"]
+    (movement,) = found.most_moved(1)
+    etas = [row.eta for row in movement.rows]
+    assert etas == sorted(etas) and movement.path == pytest.approx(movement.moved, rel=1e-4)
+
+
+def test_processes_give_the_same(run):
+    one = library.compare([run], length=32)
+    two = library.compare([run], run=library.in_processes(2), length=32)
+    assert two.to_json()["sources"] == one.to_json()["sources"]
+    for ours, theirs in zip(one.heads, two.heads, strict=True):  # other threads, other order of sums
+        assert [row.eta for row in ours.rows] == pytest.approx([row.eta for row in theirs.rows], rel=1e-5)
+        assert [row.regime for row in ours.rows] == [row.regime for row in theirs.rows]
+
+
+def test_a_cluster_gives_the_same(run, monkeypatch):
+    """With the part of Ray that is used; the command reaches it by --ray."""
+    asked = []
+    ray = SimpleNamespace(
+        init=lambda address, ignore_reinit_error: asked.append(address),
+        remote=lambda function: SimpleNamespace(remote=lambda *a, **k: (function, a, k)),
+        get=lambda tasks: [function(*a, **k) for function, a, k in tasks],
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    result = locater("compare", run, "--ray", "auto", "--json", "-")
+    assert asked == ["auto"] and len(json.loads(result.out)["sources"]) == 3
+
+
+def test_without_ray_the_remedy_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = locater("compare", run, "--ray", "auto")
+    assert result.code == 1 and 'pip install "locater[ray]"' in result.err
+
+
+def test_refusals(run, tmp_path):
+    next(case for case in CASES if case.name == "gpt2").build().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(Refusal, match="at least two"):
+        library.compare([run / "checkpoint-3"])
+    model = next(case for case in CASES if case.name == "llama-head-dim").build()
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(Refusal, match="one shape"):
+        library.compare([run / "checkpoint-3", tmp_path / "other"])
+    assert locater("compare", run, "--jobs", 0).code == 2
+    assert locater("compare", run, "--jobs", 2, "--ray", "auto").code == 2
