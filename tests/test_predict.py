@@ -16,7 +16,7 @@ from locater.predict.language_model import run, self_attention
 from locater.predict.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from predict_cases import LENGTH, MODELS, WORDS, model, save_with_tokenizer, tokens
 
-QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=2)
+QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gemma2"])
@@ -96,10 +96,10 @@ def test_measured_is_what_the_model_itself_does(name):
 def test_prediction_meets_measurement_on_random_models(name):
     """Random heads on random tokens: the moments say nearly all there is to say."""
     found = predict(model(name), tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
-    assert found.spearman["near_mass"] > 0.85
-    assert found.spearman["normalised_entropy"] > 0.85
-    assert found.calibration_error["near_mass"] < 0.02
-    assert found.calibration_error["normalised_entropy"] < 0.02
+    for number in ("near_mass", "normalised_entropy"):
+        measured = found.pairs(number)[1]
+        assert found.calibration_error[number] < 0.15 * (max(measured) - min(measured))
+        assert found.spearman[number] > 0.7
 
 
 def test_terms_matter_where_positions_do():
@@ -147,6 +147,8 @@ def test_refusals():
         predict(net, tokens=tokens(4), layers=[7])
     with pytest.raises(Refusal, match="windows of more than 64 tokens, got 32"):
         Effort(window=32)
+    with pytest.raises(Refusal, match="windows of more than 64 tokens, got 64"):
+        predict(net, tokens=tokens(4, length=64))
     with pytest.raises(Refusal, match="at least one window"):
         Effort(test=0)
     with pytest.raises(Refusal, match="ranks of at least 1"):

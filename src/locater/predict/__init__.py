@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..embedded_text import embedded_text
 from ..errors import refuse
 from ..families import Layer, spans
-from .effort import Effort
+from .effort import Effort, check_window
 from .language_model import Source, load_model, load_tokenizer, self_attention
 from .pipeline import calibrate, measure, predict_layer
 from .result import HeadPrediction, Prediction
@@ -81,6 +81,7 @@ def _windows(
     source: Source, text: str | PathLike[str] | None, tokens: Tensor | None, tokenizer: Any, effort: Effort
 ) -> tuple[Windows, str]:
     if tokens is not None:
+        check_window(tokens.shape[1])
         if len(tokens) < 2:
             raise refuse("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
         num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)

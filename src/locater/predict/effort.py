@@ -21,13 +21,12 @@ class Effort:
     test: int = 8
     rank: int | None = None
     lag_rank: int = 128
-    texts: int = 4
+    texts: int = 16
     batch: int = 4
     seed: int = 0
 
     def __post_init__(self):
-        if self.window <= FIRST_QUERY:
-            raise refuse(f"windows of more than {FIRST_QUERY} tokens", self.window, "earlier queries are not counted")
+        check_window(self.window)
         if min(self.calibration, self.test, self.texts, self.batch) < 1:
             raise refuse("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
         if self.lag_rank < 1 or (self.rank is not None and self.rank < 1):
@@ -40,3 +39,8 @@ class Effort:
         lag_rank = min(self.lag_rank, most)
         full = d_model <= (self.rank or WIDEST)
         return (None if full else rank), (None if d_model <= self.lag_rank else lag_rank)
+
+
+def check_window(length: int) -> None:
+    if length <= FIRST_QUERY:
+        raise refuse(f"windows of more than {FIRST_QUERY} tokens", length, "earlier queries are not counted")

@@ -44,11 +44,14 @@ class Numbers:
 
 
 class Gatherer:
-    """The numbers of one head, from its logits on one text after another. O(T²) memory for one text and head."""
+    """The numbers of one head, from its logits on one text after another. O(T²) memory for one text and head.
 
-    def __init__(self, head: Head, length: int):
+    `every` thins the queries: of texts that are drawn, more of them say more than more of their queries.
+    """
+
+    def __init__(self, head: Head, length: int, *, every: int = 1):
         positions = torch.arange(length)
-        queries = positions[min(FIRST_QUERY, length - 1) :]
+        queries = positions[FIRST_QUERY::every]
         self.queries = queries
         self.admitted: Bool[Tensor, "queries keys"] = head.admits(queries, positions)
         self.distance = (queries[:, None] - positions).abs()

@@ -18,6 +18,7 @@ from .sampling import draw_texts
 from .terms import Terms
 from .windows import Windows
 
+EVERY = 4  # queries of a drawn text that are looked at: every fourth
 Step = Callable[[int], None]  # told how many steps were done
 
 
@@ -40,7 +41,8 @@ def calibrate(
 @torch.no_grad()
 def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
     """What each head of a layer does on texts drawn from the moments of its inputs."""
-    generator = torch.Generator().manual_seed(effort.seed)
+    # Layers must not share their luck: it would not average out over the model.
+    generator = torch.Generator().manual_seed(effort.seed + layer.number)
     ordinary, lagged, offsets = of_moments(inputs.ordinary), inputs.lagged, None
     if terms.positions:
         offsets = position_offsets(inputs.by_position, inputs.counts, ordinary)
@@ -50,7 +52,7 @@ def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms)
     x, plain = draw_texts(inputs, ordinary, offsets=offsets, count=effort.texts, generator=generator)
     found = []
     for head in layer.heads:
-        gatherer = Gatherer(head, inputs.length)
+        gatherer = Gatherer(head, inputs.length, every=EVERY)
         shift = None if lagged is None else lag_shift(head, lagged, x[plain], length=inputs.length)
         for text, is_ordinary in zip(x.split(1), plain, strict=True):
             logits = gatherer.logits(head, text)

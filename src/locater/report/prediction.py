@@ -19,6 +19,7 @@ TITLES = {
 def prediction(document: dict[str, Any]) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
     figure, axes = _canvas(4, size=(9.6, 8.4))
+    figure.set_layout_engine("constrained")
     for panel, (name, title) in zip(axes, TITLES.items(), strict=True):
         points = _panel(panel, document, name)
         rho = document["spearman"][name]
