@@ -158,3 +158,18 @@ def test_sliding_windows_and_rank_measures_are_reported():
     assert set(layer.ranks) == {"residual", "mean_cosine", "stable_rank", "effective_rank"}
     assert 1 <= layer.ranks["stable_rank"] <= layer.ranks["effective_rank"] + 16
     assert report.metrics()["attn_eval/layer_00/effective_rank"] == layer.ranks["effective_rank"]
+
+
+@pytest.mark.slow
+def test_flex_attention_is_watched_with_its_own_masks():
+    """The kernel itself, compiled for the CPU, gets a block mask; sdpa on the same weights gets a dense one."""
+    model = llama().eval()
+    padding = torch.ones_like(TOKENS)
+    padding[1, -4:] = 0
+    for mask in (None, padding):
+        model.set_attn_implementation("sdpa")
+        expected = watch(model, lambda mask=mask: model(TOKENS, attention_mask=mask))
+        model.set_attn_implementation("flex_attention")
+        with torch.no_grad():
+            found = watch(model, lambda mask=mask: model(TOKENS, attention_mask=mask))
+        same(seen(found, evaluation=True), seen(expected, evaluation=True), 1e-5)
