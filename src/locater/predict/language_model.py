@@ -19,7 +19,7 @@ INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
 
 
-def load_model(source: Source, *, revision: str | None = None) -> nn.Module:
+def load_model(source: Source) -> nn.Module:
     """The model without its output layer, in float32, ready to be run; GGUF weights are unpacked."""
     if isinstance(source, nn.Module):
         return source
@@ -27,13 +27,13 @@ def load_model(source: Source, *, revision: str | None = None) -> nn.Module:
     place, options = _place(source)
     with quiet(transformers):
         try:
-            model = transformers.AutoModel.from_pretrained(place, dtype=torch.float32, revision=revision, **options)
+            model = transformers.AutoModel.from_pretrained(place, **options)
         except Exception as reason:
             raise refuse(f"a model that transformers can load from {source}", _first_line(reason)) from None
-    return model.eval()
+    return model.float().eval()
 
 
-def load_tokenizer(source: Source, *, revision: str | None = None) -> Any:
+def load_tokenizer(source: Source) -> Any:
     """The tokenizer that lies beside or within the source."""
     if isinstance(source, nn.Module):
         raise refuse("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
@@ -41,14 +41,14 @@ def load_tokenizer(source: Source, *, revision: str | None = None) -> Any:
     place, options = _place(source)
     with quiet(transformers):
         try:
-            return transformers.AutoTokenizer.from_pretrained(place, revision=revision, **options)
+            return transformers.AutoTokenizer.from_pretrained(place, **options)
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), or name one with --tokenizer"
             raise refuse(f"a tokenizer in {source}", _first_line(reason), remedy) from None
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """What transformers wants to be told: the folder, and the file in it if it is GGUF."""
+    """What transformers wants to be told: the folder and the GGUF file in it, or the hub id and its revision."""
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -56,7 +56,10 @@ def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_file():
         raise refuse("a directory, a hub id or a GGUF file, for running a model", fspath(source), "name its directory")
-    return (str(path), {}) if path.is_dir() else (fspath(source), {})
+    if path.is_dir():
+        return str(path), {}
+    name, _, revision = fspath(source).partition("@")
+    return name, {"revision": revision} if revision else {}
 
 
 def _transformers() -> Any:
