@@ -1,6 +1,6 @@
 """`scan`: every head of a model, stored or live, with its spectrum, regime and localisation, one layer at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -11,7 +11,7 @@ from torch import nn
 from . import checkpoints, modules
 from .analysis import Analysis, HeadRow, Settings, Workers, analyse, workers
 from .errors import Refusal, refuse
-from .families import Config, Family, Layer, Model, Places, build, open_model, read_layout, spans
+from .families import Config, Family, Layer, Model, open_model, read_layout, spans
 from .theory.problem import check_length, check_temperature
 
 DEFAULT_LENGTH = 1024
@@ -91,51 +91,54 @@ def scan(
 
 @dataclass(frozen=True)
 class _Opened:
-    """A source before anything is read: what it is, and how to read each attention module, with its layer's number."""
+    """A source before anything is read: what it is, the layer of each attention module, and how to read the wanted."""
 
     source: str
     family: str
     format: str
     coverage: str
-    modules: list[tuple[int, Callable[[], Layer]]]
+    numbers: list[int]
+    read: Callable[[frozenset[int]], Iterator[Layer]]
 
 
 def _open_stored(source: str, checkpoint: checkpoints.Checkpoint, family: Family | None) -> _Opened:
     model = open_model(Config(checkpoint.config), checkpoint, family=family)
-    return _Opened(source, model.family, checkpoint.format, model.coverage, _of_model(model))
+    return _of_model(model, source, checkpoint.format)
 
 
 def _open_live(module: nn.Module, family: Family | None) -> _Opened:
     """By the table of its family where its config names one, else by the kinds of its modules."""
     name, config = type(module).__name__, Config(modules.settings(module))
     if family is not None or config.get("model_type") is not None:
-        model = open_model(config, modules.ModuleTensors(module), family=family)
-        return _Opened(name, model.family, "module", model.coverage, _of_model(model))
+        return _of_model(open_model(config, modules.ModuleTensors(module), family=family), name, "module")
     sites = modules.sites(module)
     missing = [site.query_name for site in sites if site.num_heads == 0]
     coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
-    readers = [(site.number, site.build) for site in sites]
-    return _Opened(name, "modules", "module", coverage if missing else "COMPLETE", readers)
+
+    def read(wanted: frozenset[int]) -> Iterator[Layer]:
+        return (site.build() for site in sites if site.number in wanted)
+
+    numbers = [site.number for site in sites]
+    return _Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, read)
 
 
-def _of_model(model: Model) -> list[tuple[int, Callable[[], Layer]]]:
-    def reader(places: Places, layer: int) -> Callable[[], Layer]:
-        return lambda: next(build(places, [layer]))
-
-    return [(layer, reader(places, layer)) for places in model.places for layer in places.layers]
+def _of_model(model: Model, source: str, form: str) -> _Opened:
+    numbers = [layer for places in model.places for layer in places.layers]
+    return _Opened(source, model.family, form, model.coverage, numbers, model.layers)
 
 
 def _analyse(
     opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None
 ) -> tuple[list[HeadRow], list[str]]:
-    readers = [read for layer, read in opened.modules if layer in wanted]
+    layers, total = opened.read(wanted), sum(number in wanted for number in opened.numbers)
     rows: list[HeadRow] = []
     refused: list[str] = []
     with workers() as threads:
-        for done, read in enumerate(readers):
+        for done in range(total):
             if progress:
-                progress(done, len(readers))
-            found = _analyse_layer(read(), settings, threads)
+                progress(done, total)
+            # Handed on without a name of its own: one layer's weights are let go before the next are read.
+            found = _analyse_layer(next(layers), settings, threads)
             rows += found.rows
             refused += found.refused
     if not rows:
@@ -144,13 +147,12 @@ def _analyse(
 
 
 def _analyse_layer(layer: Layer, settings: Settings, threads: Workers) -> Analysis:
-    """In a function of its own, so that a layer's weights are let go before the next are read."""
     found = analyse(layer.heads, settings, threads)
     return Analysis(found.rows, [*layer.refused, *found.refused])
 
 
 def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:
-    known = frozenset(layer for layer, _ in opened.modules)
+    known = frozenset(opened.numbers)
     if layers is None:
         return known
     wanted = frozenset(layers)

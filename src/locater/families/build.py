@@ -34,14 +34,17 @@ class Layer:
 
 def build(places: Places, layers: Iterable[int]) -> Iterator[Layer]:
     """The layers asked for, one at a time: only one layer's tensors are held at once."""
+    stored = held = None
     for layer in layers:
+        name = places.name(places.row.query, layer)
+        if held is None or name != stored:  # ALBERT's layers are one and the same
+            stored, held = name, replace(places, tensors=Once(places.tensors))
         with within(f"{places.row.block} layer {layer}"):
-            yield build_layer(places, layer)
+            yield build_layer(held, layer)
 
 
 def build_layer(places: Places, layer: int) -> Layer:
-    """Read one layer's tensors, once each, and cut them into heads."""
-    places = replace(places, tensors=Once(places.tensors))
+    """Read one layer's tensors and cut them into heads."""
     query_side, key_side = read_sides(places, layer)
     shared = _shared(places, layer)
     heads, refused = [], []

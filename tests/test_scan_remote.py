@@ -1,0 +1,64 @@
+"""A scan over the network moves headers, queries, keys and norms, each once, whatever the family."""
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from locater.scanning import scan
+from saved_models import case_named
+from test_checkpoints_remote import header_bytes, server  # noqa: F401  (a fixture)
+
+# What of each model its heads are made of; a fused tensor that is stored transposed cannot be cut and counts whole.
+NEEDED = {
+    "gpt2": ("attn.c_attn.", ".ln_1."),
+    "llama": ("q_proj", "k_proj", "input_layernorm"),
+    "qwen3": ("q_proj", "k_proj", "q_norm", "k_norm", "input_layernorm"),
+    "olmo2": ("q_proj", "k_proj", "q_norm", "k_norm"),
+    "bert": ("self.query.", "self.key.", "output.LayerNorm", "embeddings.LayerNorm"),
+    "albert": ("attention.query.", "attention.key.", "full_layer_layer_norm"),
+    "t5": ("Attention.q.", "Attention.k.", ".layer_norm.", "relative_attention_bias"),
+    "bart": ("q_proj", "k_proj", "layer_norm", "layernorm_embedding"),
+    "deepseek-v2": ("q_a_proj", "q_b_proj", "q_a_layernorm", "kv_a_", "kv_b_proj", "input_layernorm"),
+}
+
+
+def bytes_of(folder, parts) -> int:
+    """The stored bytes of the tensors whose names hold one of the parts."""
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors = [opened.get_tensor(name) for name in opened.keys() if any(part in name for part in parts)]  # noqa: SIM118
+        count += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return count
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_travels(name, server):  # noqa: F811
+    case_named(name).build().save_pretrained(server.root / "m", max_shard_size="30KB")
+    shards = list((server.root / "m").glob("*.safetensors"))
+    texts = [server.root / "m" / "config.json", server.root / "m" / "model.safetensors.index.json"]
+    headers = sum(map(header_bytes, shards)) + sum(text.stat().st_size for text in texts)
+    needed = bytes_of(server.root / "m", NEEDED[name])
+    stored = sum(shard.stat().st_size for shard in shards)
+    assert len(shards) > 1 and 0 < needed < stored - sum(map(header_bytes, shards))
+    found = scan(f"{server.address}/m")
+    assert found.to_json()["heads"] == scan(server.root / "m").to_json()["heads"]
+    assert server.sent <= 1.02 * (headers + needed)
+
+
+def test_some_layers_cost_their_share(server):  # noqa: F811
+    case_named("llama").build().save_pretrained(server.root)
+    scan(server.address)
+    whole, server.sent = server.sent, 0
+    scan(server.address, layers=[1])
+    parts = [f"layers.0.{part}" for part in ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm")]
+    assert whole - server.sent == bytes_of(server.root, parts) > 0
+
+
+def test_index_and_shards_are_found_by_name(server):  # noqa: F811
+    """A web server lists nothing; the index alone says which files there are."""
+    case_named("llama").build().save_pretrained(server.root, max_shard_size="30KB")
+    index = json.loads((server.root / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert len(scan(f"{server.address}/model.safetensors.index.json").heads) == len(scan(server.root).heads)
