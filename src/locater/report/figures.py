@@ -77,7 +77,8 @@ def phase_diagram(document: dict[str, Any]) -> "Figure":
     for panel in axes:
         _outline(panel, document)
         _plane(panel, document)
-    figure.suptitle("Beside the white lines, left and right, the theory says: localized (early, middle or late)", fontsize=11)
+    words = "Beside the white lines, left and right, the theory says: localized (early, middle or late)"
+    figure.suptitle(words, fontsize=11)
     figure.tight_layout()
     return figure
 
