@@ -24,7 +24,8 @@ Bias = Callable[[Int[Tensor, "batch queries keys"]], Float[Tensor, "batch heads 
 class Blocks:
     """How much is held at once: queries × keys of a block, and logits over all heads and sequences together.
 
-    Blocks are long, because many small ones cost more in calls than they save in cache. `far` and `near` are the two inner functions; `compiled()` replaces them by fused ones.
+    Blocks are long, because many small ones cost more in calls than they save in cache. `far` and `near` are the two
+    inner functions; `compiled()` replaces them by fused ones.
     """
 
     queries: int = 128
