@@ -55,6 +55,8 @@ class Trainer:
         """Train to that step; whether it got there, and was not asked to stop. Saves where it ends."""
         loop = self.config.loop
         until = min(until, self.num_steps)
+        if not self.store.names():
+            self.save()  # so that there is a good state whatever comes
         while self.step < until:
             self._train()
             at_end, stopping = self.step == self.num_steps, self.processes.any(stop())
@@ -147,15 +149,15 @@ class Trainer:
         place = "this batch" if self.processes.count > 1 else diagnose(self.module, self._batch(0)[0])
         if math.isfinite(loss) and self.processes.count == 1 and self.step:
             self.save()
-        kept = self.store.names().get("last")
-        where = f"the last good state is {self.store.folder / kept}" if kept else "no checkpoint had been written yet"
+        where = f"the last good state is {self.store.folder / self.store.names()['last']}"
         said = "loss became" if not math.isfinite(loss) else "gradient of the loss is not finite at loss"
         return Diverged(
             f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower --learning-rate or raise --strength"
         )
 
     def _log(self, tell: Tell) -> None:
-        sums = self.processes.sum(torch.tensor([self.loss_sum, float(self.loss_count)], device=self.processes.device))
+        own = torch.tensor([self.loss_sum, self.loss_count], dtype=torch.float64, device=self.processes.device)
+        sums = self.processes.sum(own)
         loss = float(sums[0] / sums[1])
         now, (then, step) = time.perf_counter(), self.since
         tokens = self.config.loop.batch * self.data.batches.tokens_per_sample
