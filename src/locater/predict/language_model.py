@@ -25,12 +25,14 @@ def load_model(source: Source) -> nn.Module:
         return source
     transformers = _transformers()
     place, options = _place(source)
+    # The name of this argument before version 5 is not its name since.
+    options["dtype" if transformers.__version__ >= "5" else "torch_dtype"] = torch.float32
     with quiet(transformers):
         try:
             model = transformers.AutoModel.from_pretrained(place, **options)
         except Exception as reason:
             raise refuse(f"a model that transformers can load from {source}", _first_line(reason)) from None
-    return model.float().eval()
+    return model.eval()
 
 
 def load_tokenizer(source: Source) -> Any:
