@@ -108,22 +108,14 @@ def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: 
         found = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
-        added = _added(groups, settings.length)
-        profile = closed_form.from_moments(found, length=settings.length, temperature=temperature, bias=added)
+        positions = _positions(settings.length, NUM_POSITIONS)
+        shift = _shift(groups, settings.length, positions)
+        profile = closed_form.at(
+            positions.double(), found, length=settings.length, temperature=temperature, shift=shift
+        )
         return profile.flatten(0, 1)
     series, pairs = _series(head.rotary, settings.length)
     return series.profile(grams, pairs=pairs, temperature=temperature).flatten(0, 1)
-
-
-def _added(groups: list[list[Head]], length: int) -> Tensor | None:
-    """What additive positions give the key at t = 1 … T for the query at T, as (groups, heads, T)."""
-    if groups[0][0].position_bias is None:
-        return None
-    distance = torch.arange(length - 1, -1, -1)[None]
-    rows = [
-        [head.position_bias(distance)[0].detach().double() for head in group if head.position_bias] for group in groups
-    ]
-    return torch.stack([torch.stack(group) for group in rows])
 
 
 @lru_cache(maxsize=8)
