@@ -417,12 +417,17 @@ def test_help_needs_no_torch():
 
 @pytest.mark.slow
 def test_compiled_training_stays_close(text, tmp_path):
-    found = []
-    for compile in (False, True):
-        one = trainer(tiny(text, compile=compile), tmp_path / str(compile))
-        one.advance(10)
-        found.append(one.module.embedding.weight.detach().clone())
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+    """In processes of their own: the compiler cannot trace the checks of shapes that the tests put into functions."""
+    for name in ("plain", "compiled"):
+        arguments = ["train", *flags(text, steps=10), "--out", tmp_path / name]
+        arguments += ["--compile"] if name == "compiled" else []
+        command = [sys.executable, "-c", "from locater.cli import main; main()", *map(str, arguments)]
+        subprocess.run(command, check=True)
+    plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")
+    assert not all(compiled[name].equal(tensor) for name, tensor in plain.items()), "nothing was compiled"
+    for name, tensor in plain.items():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(compiled[name], tensor, atol=1e-4, rtol=1e-3)
 
 
 def test_the_weights_of_a_run_are_plain_safetensors(text, tmp_path):
