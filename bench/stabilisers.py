@@ -77,18 +77,19 @@ class Trainer:
 
         return measure
 
-    def reparametrised(self, make: Callable[[torch.nn.Module], SigmaReparam | SpectralNorm]) -> Callable[[], float]:
+    def reparametrised(self, make: Callable[[], SigmaReparam | SpectralNorm]) -> Callable[[], float]:
         """A parametrisation: computing every weight, and handing its gradient on to what it was computed from."""
-        model = GPT2LMHeadModel(self.model.config).train()
-        places = make(model).places
-        arriving = [torch.randn_like(getattr(module, name)) for module, name in places]
 
-        def run() -> None:
-            weights = [getattr(module, name) for module, name in places]
+        def measure() -> float:
+            stabiliser = make()
+            places = stabiliser.places
+            arriving = [torch.randn_like(getattr(module, name)) for module, name in places]
             leaves = [leaf for module, _ in places for leaf in module.parametrizations.parameters()]
-            torch.autograd.grad(weights, leaves, arriving)
+            taken = timed(lambda: torch.autograd.grad([getattr(m, name) for m, name in places], leaves, arriving))
+            stabiliser.detach()
+            return taken
 
-        return lambda: timed(run)
+        return measure
 
     def whole_step(self, make: Callable[[], Stabiliser]) -> Callable[[], float]:
         def measure() -> float:
@@ -114,8 +115,8 @@ def contenders(
         "LocAteR, in the loss, trace penalised": trainer.extra_of(
             lambda: LocAteR(model, strength=1e-6, mean=Penalty(1e-6, Constant(1.0)))
         ),
-        "σReparam, all linear layers": trainer.reparametrised(lambda m: SigmaReparam(m)),
-        "spectral norm on queries and keys": trainer.reparametrised(lambda m: SpectralNorm(m)),
+        "σReparam, all linear layers": trainer.reparametrised(lambda: SigmaReparam(model)),
+        "spectral norm on queries and keys": trainer.reparametrised(lambda: SpectralNorm(model)),
         "weight decay on queries and keys": trainer.extra_of(lambda: QKDecay(model, decay=1e-6, optimizer=optimizer)),
     }
     whole = {
@@ -145,7 +146,8 @@ def main(rounds: int, quick: bool) -> int:
     trainer.step(none)  # the optimiser makes its state
     bare: list[float] = []
     taken: dict[str, list[float]] = {name: [] for name in (*alone, *whole)}
-    for _ in range(rounds):
+    for number in range(rounds):
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
         bare.append(timed(lambda: trainer.step(none)))
         for name, measure in alone.items():
             taken[name] += [measure() for _ in range(3)]
