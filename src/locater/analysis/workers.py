@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+MOST_WORKERS = 4  # each has a buffer of its own, and memory is bounded
+
 
 class Workers:
     """`count` threads, each of which runs torch without threads of its own; with one, all is done in place."""
@@ -23,8 +25,9 @@ ALONE = Workers(None, 1)
 
 @contextmanager
 def workers() -> Iterator[Workers]:
-    """As many as torch has threads, which it gets back afterwards."""
-    count = torch.get_num_threads()
+    """As many as torch has threads, within bounds; torch gets its threads back afterwards."""
+    threads = torch.get_num_threads()
+    count = min(threads, MOST_WORKERS)
     if count == 1:
         yield ALONE
         return
@@ -33,4 +36,4 @@ def workers() -> Iterator[Workers]:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             yield Workers(pool, count)
     finally:
-        torch.set_num_threads(count)
+        torch.set_num_threads(threads)
