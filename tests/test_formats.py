@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from family_cases import CASES
 from locater.scanning import scan
@@ -31,6 +32,13 @@ def save_bin(model, folder, *, shards: int):
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
+def as_bin(source, folder):
+    """The same tensors and config, the tensors as torch saves them."""
+    folder.mkdir()
+    torch.save(load_file(source / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_format_does_not_matter(case, tmp_path):
     model = case.build()
@@ -44,6 +52,10 @@ def test_the_format_does_not_matter(case, tmp_path):
         sharded = scan(tmp_path / "sharded", length=64)
         assert sharded.format == "safetensors" and moments(sharded.heads) == expected
         assert sharded.coverage == whole.coverage
+    if (tmp_path / "whole" / "model.safetensors").exists():
+        as_bin(tmp_path / "whole", tmp_path / "bin")
+        pickled = scan(tmp_path / "bin", length=64)
+        assert pickled.format == "torch" and moments(pickled.heads) == expected
     model.bfloat16()
     case.save(model, tmp_path / "half")
     for key, rounded in moments(scan(tmp_path / "half", length=64).heads).items():
@@ -72,10 +84,11 @@ def test_the_plain_cases_are_all_there():
     assert len(PLAIN) == 8
 
 
-def test_distributed_checkpoint(tmp_path):
+@pytest.mark.parametrize("case", PLAIN[:3], ids=lambda case: case.name)
+def test_distributed_checkpoint(case, tmp_path):
     from torch.distributed.checkpoint import save
 
-    model = PLAIN[0].build()
+    model = case.build()
     model.save_pretrained(tmp_path / "whole")
     save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
     model.config.save_pretrained(tmp_path / "dcp")
