@@ -5,6 +5,7 @@ without its dependencies into a temporary directory, and left out in a sentence 
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import resource
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,23 +65,31 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def megabytes(function: Callable[[], object]) -> float:
+    """What the process holds at most while it runs, beyond what it held before."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # or else freed memory that is used again would not count
+    forget_peak()
+    before = peak_bytes()
+    function()
+    return (peak_bytes() - before) / 1e6
+
+
 def memory_of_a_long_text() -> None:
-    """Run in a process of its own; prints the bytes held beyond queries and keys, and the seconds."""
+    """Run in a process of its own; prints the megabytes held beyond queries and keys, and the seconds."""
     queries, keys = heads(16_384, 2)
     stream(queries[:, :, :600], keys[:, :, :600], mask=CAUSAL, scale=SCALE)
-    gc.collect()
-    forget_peak()
-    before, start = peak_bytes(), time.process_time()
-    found = stream(queries, keys, mask=CAUSAL, scale=SCALE)
-    assert found.entropy.shape == (1, 8, 16_384)
-    print(peak_bytes() - before, time.process_time() - start)
+    start = time.process_time()
+    extra = megabytes(lambda: stream(queries, keys, mask=CAUSAL, scale=SCALE))
+    print(extra, time.process_time() - start)
 
 
 def memory() -> bool:
     done = subprocess.run([sys.executable, __file__, "memory"], capture_output=True, text=True, check=True)
     extra, taken = map(float, done.stdout.split())
     print(f"16,384 tokens, 8 heads of 64: {taken:.1f} s; the matrix would hold {8 * 16_384**2 * 4 / 1e9:.1f} GB")
-    return verdict("peak extra memory in MB", extra / 1e6, 64)
+    return verdict("peak extra memory in MB", extra, 64)
 
 
 # -------------------------------------------------------------------------------------------------------------- speed
@@ -127,10 +137,34 @@ def train(*, num_steps: int = 100, length: int = 64) -> bool:
         for number in range(num_steps):
             for watched in (False, True) if number % 2 else (True, False):  # neither always comes second
                 taken[watched].append(step(watched))
-    plain, watched = sum(taken[False]), sum(taken[True])
-    print(f"GPT-2 small, {num_steps} steps of {length} tokens: {plain:.1f} s, watched {watched:.1f} s")
-    print(f"the step that is observed: {taken[True][0] * num_steps / plain:.2f} times a plain one, report included")
-    return verdict(f"training watched every {num_steps} steps, times the unwatched run", watched / plain, 1.01)
+    plain, watched = taken[False], taken[True]
+    print(f"GPT-2 small, {num_steps} steps of {length} tokens: {sum(plain):.1f} s, watched {sum(watched):.1f} s")
+    ratios = torch.tensor(watched[1:]) / torch.tensor(plain[1:])
+    error = float(ratios.std()) / len(ratios) ** 0.5
+    print(f"idle steps side by side: {float(ratios.mean()):.4f} ± {error:.4f}; a busy machine hides a percent")
+    extra, idle = max(0.0, watched[0] - median(plain)), idle_seconds()
+    print(f"so by parts: {1000 * idle:.2f} ms in every step, {extra:.2f} s more in the one that is observed")
+    ratio = 1 + (idle + extra / num_steps) / median(plain)
+    return verdict(f"training watched every {num_steps} steps, times the unwatched run", ratio, 1.01)
+
+
+@torch.no_grad()
+def idle_seconds() -> float:
+    """What hooks that are not looking cost a forward pass: as many layers, but so narrow that it can be told apart."""
+    model = GPT2LMHeadModel(GPT2Config(n_embd=24, vocab_size=64)).eval()
+    tokens, monitor = torch.zeros(1, 4, dtype=torch.long), AttentionMonitor(model, every=2)
+    monitor.num_steps = 1
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(40):
+        attached = bool(number % 2)
+        if attached:
+            monitor.attach()
+        for _ in range(10):
+            start = time.process_time()
+            model(tokens)
+            taken[attached].append(time.process_time() - start)
+        monitor.detach()
+    return median(taken[True]) - median(taken[False])
 
 
 # --------------------------------------------------------------------------------------------------------------- peer
@@ -153,14 +187,6 @@ def gpt2(kind: str) -> GPT2Model:
     config = GPT2Config(n_layer=2, n_positions=2048)
     config._attn_implementation = kind
     return GPT2Model(config).eval()
-
-
-def megabytes(function: Callable[[], object]) -> float:
-    gc.collect()
-    forget_peak()
-    before = peak_bytes()
-    function()
-    return (peak_bytes() - before) / 1e6
 
 
 @torch.no_grad()
