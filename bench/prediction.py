@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from locater.embedded_text import embedded_text
-from locater.predict import Effort, HeadPrediction, Prediction, Terms
-from locater.predict.inputs import InputsCollector
-from locater.predict.language_model import load_model, load_tokenizer, run, self_attention
-from locater.predict.numbers import NAMES
-from locater.predict.pipeline import measure, predict_layer
-from locater.predict.windows import cut
+from locater.predicting import Effort, HeadPrediction, Prediction, Terms
+from locater.predicting.inputs import InputsCollector
+from locater.predicting.language_model import load_model, load_tokenizer, run, self_attention
+from locater.predicting.numbers import NAMES
+from locater.predicting.pipeline import measure, predict_layer
+from locater.predicting.windows import cut
 
 NOTHING = Terms(first=False, echoes=False, positions=False, lags=False)
 VARIANTS = {

@@ -5,7 +5,7 @@ import torch
 from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
-COMPUTING = ("attention", "heads", "positions", "predict", "projections", "spectra", "stabilisers", "theory")
+COMPUTING = ("attention", "heads", "positions", "predicting", "projections", "spectra", "stabilisers", "theory")
 TRAINING = ("cross_entropy", "data", "model", "training")
 install_import_hook([f"locater.{name}" for name in COMPUTING + TRAINING], "beartype.beartype")
 

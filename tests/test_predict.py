@@ -11,9 +11,9 @@ from locater.attention.masks import Mask
 from locater.attention.statistics import materialised
 from locater.cli import app
 from locater.errors import Refusal
-from locater.predict import Effort, Terms, predict
-from locater.predict.language_model import run, self_attention
-from locater.predict.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
+from locater.predicting import Effort, Terms, predict
+from locater.predicting.language_model import run, self_attention
+from locater.predicting.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from predict_cases import LENGTH, MODELS, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)

@@ -4,14 +4,14 @@ import torch
 from locater.attention.moments import MomentsCollector
 from locater.heads import Head
 from locater.positions import Rotary
-from locater.predict.agreement import bias, mean_absolute_error, spearman
-from locater.predict.expected import effective, lag_shift
-from locater.predict.gaussian import of_moments, of_tokens
-from locater.predict.inputs import InputsCollector, echoes
-from locater.predict.positions import around_offsets, lags_around_offsets, position_offsets
-from locater.predict.sampling import draw_texts
-from locater.predict.terms import Terms
-from locater.predict.windows import Windows, cut, special_tokens, spread
+from locater.predicting.agreement import bias, mean_absolute_error, spearman
+from locater.predicting.expected import effective, lag_shift
+from locater.predicting.gaussian import of_moments, of_tokens
+from locater.predicting.inputs import InputsCollector, echoes
+from locater.predicting.positions import around_offsets, lags_around_offsets, position_offsets
+from locater.predicting.sampling import draw_texts
+from locater.predicting.terms import Terms
+from locater.predicting.windows import Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH
 

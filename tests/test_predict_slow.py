@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from locater.predict import Terms, predict
+from locater.predicting import Terms, predict
 
 pytestmark = pytest.mark.slow
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "wikitext-2" / "valid.txt"

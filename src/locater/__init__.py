@@ -11,6 +11,7 @@ _HOMES = {
     "Projection": "projections",
     "Scan": "scanning",
     "compare": "comparing",
+    "predict": "predicting",
     "scan": "scanning",
 }
 __all__ = list(_HOMES)

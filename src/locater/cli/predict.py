@@ -14,7 +14,7 @@ from .output import JsonPath, console_for, table
 from .scan import Layers, parse_layers
 
 if TYPE_CHECKING:
-    from ..predict import HeadPrediction, Prediction
+    from ..predicting import HeadPrediction, Prediction
 
 COLUMNS = {"near_mass": "near", "normalised_entropy": "entropy", "sink_mass": "sink", "mean_distance": "distance"}
 MEANINGS = {
@@ -41,7 +41,7 @@ def predict(
 ) -> None:
     """Where each head looks, predicted from weights and moments of its inputs, and measured on other text."""
     from ..errors import Refusal
-    from ..predict import Effort
+    from ..predicting import Effort
 
     try:
         effort = Effort(window=window, calibration=calibration, test=test, rank=rank, seed=seed)
@@ -56,7 +56,7 @@ def predict(
 
 def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
     """A bar on standard error while it runs, on a terminal only."""
-    from ..predict import predict as run
+    from ..predicting import predict as run
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
