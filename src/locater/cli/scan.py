@@ -60,8 +60,8 @@ def scan(
     _print(console, found, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
     if found.refused:
-        further = f" (and {len(found.refused) - 1} more)" if len(found.refused) > 1 else ""
-        raise Refusal(f"{found.refused[0]}{further}")
+        first, *others = found.refused
+        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
     _exit_on(console, conditions, found)
 
 
