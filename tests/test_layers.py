@@ -14,7 +14,7 @@ LAYERS = [
     {"attention", "analysis", "families"},
     {"checkpoints", "modules", "findings", "conditions", "embedded_text"},
     {"scanning", "stabilisers", "monitor", "model", "data"},
-    {"comparing", "predict", "integrations", "training"},
+    {"comparing", "predicting", "integrations", "training"},
     {"studies", "report"},
     {"cli"},
 ]
