@@ -33,7 +33,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 def profile(document: dict[str, Any]) -> "Figure":
     """ρ_t over t, a line per method; Monte Carlo as a band of two standard errors."""
-    figure, (axes,) = _canvas(1, size=(7.2, 3.8))
+    figure, (axes,) = canvas(1, size=(7.2, 3.8))
     t = range(1, document["length"] + 1)
     for name, values in document["profiles"].items():
         if name == "monte-carlo":
@@ -63,7 +63,7 @@ def profile(document: dict[str, Any]) -> "Figure":
 
 def phase_diagram(document: dict[str, Any]) -> "Figure":
     """Two panels of theory above two of measurement, over the same plane."""
-    figure, axes = _canvas(4, size=(10, 7.6))
+    figure, axes = canvas(4, size=(10, 7.6))
     _regimes(axes[0], document)
     panels = (
         (axes[1], "localisation", "Theory: localisation", "viridis", 1.0),
@@ -111,7 +111,8 @@ def _plane(panel: "Axes", document: dict[str, Any]) -> None:
     panel.set(xlabel="eigenvalue mean, as tr W/λ", ylabel="eigenvalue deviation, as √d·σ/λ")
 
 
-def _canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
+    """Empty axes, two by two if there are four, else side by side."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .figures import _canvas
+from .figures import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ TITLES = {
 
 def prediction(document: dict[str, Any]) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
-    figure, axes = _canvas(4, size=(9.6, 8.4))
+    figure, axes = canvas(4, size=(9.6, 8.4))
     figure.set_layout_engine("constrained")
     for panel, (name, title) in zip(axes, TITLES.items(), strict=True):
         points = _panel(panel, document, name)
