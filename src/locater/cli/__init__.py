@@ -8,11 +8,20 @@ from ..errors import BadArguments, Refusal
 from .compare import compare
 from .demo import demo
 from .predict import predict
+from .runs import runs
 from .scan import scan
 from .theory import theory
 from .train import train
 
-VERBS = {"scan": scan, "compare": compare, "predict": predict, "theory": theory, "train": train, "demo": demo}
+VERBS = {
+    "scan": scan,
+    "compare": compare,
+    "predict": predict,
+    "theory": theory,
+    "train": train,
+    "runs": runs,
+    "demo": demo,
+}
 
 app = typer.Typer(
     name="locater",

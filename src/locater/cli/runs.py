@@ -1,0 +1,131 @@
+"""`locater runs`: training runs side by side, arms over seeds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import wrap
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+
+from .output import JsonPath, console_for, table
+
+NAME_WIDTH = 24
+MOST_NAMED = 6
+ABSENT = "–"
+
+Arm = dict[str, Any]
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Holds the runs: ARM-seedN is a seed of an arm, others are alone.")],
+    step: Annotated[
+        int | None, typer.Option(help="Compare at this step; by default the last one that all reached.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(metavar="ARM", help="Add differences to this arm, by seed.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the course (.png, .svg or .pdf).")] = None,
+    json: JsonPath = None,
+) -> None:
+    """Compare runs of `locater train`: perplexity, entropy and spectrum of each arm over its seeds."""
+    from ..records import write_json
+    from ..studies.runs import compare_runs
+
+    console = console_for(json)
+    document = compare_runs(folder, step=step, against=against)
+    _print(console, document, chosen=step is not None)
+    if plot:
+        from ..report import figures
+        from ..report.curves import curves
+
+        figures.save(curves(document), plot)
+        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
+    if json:
+        write_json(document, json)
+
+
+def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
+    from ..studies.runs import QUANTITIES
+
+    arms, score = document["arms"], QUANTITIES[document["score"]].heading
+    columns = _columns(document)
+    shown = _fitting(columns, console.width)
+    num_runs = sum(len(arm["seeds"]) for arm in arms)
+    why = "" if chosen else ", the last that all reached"
+    console.print(f"{num_runs} runs in {len(arms)} arms at step [bold]{document['step']}[/bold]{why}; best first")
+    console.print()
+    console.print(table(list(shown), zip(*shown.values(), strict=True), words=["arm"]))
+    console.print()
+    console.print(f"[dim]{score}: mean over seeds ± standard error; other columns: means[/dim]")
+    if document["against"] is not None:
+        console.print(f"[dim]difference: {score} − that of {escape(document['against'])}, paired by seed[/dim]")
+    if hidden := [heading for heading in columns if heading not in shown]:
+        console.print(f"[dim]in a wider terminal and in --json: {', '.join(hidden)}[/dim]")
+    for sentence in _warnings(document):
+        console.print(f"[red]![/red] {escape(sentence)}")
+
+
+def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
+    """All headings with their cells; what no arm has is left out."""
+    from ..studies.runs import QUANTITIES, SCORES
+
+    arms, score = document["arms"], document["score"]
+    # The best stands first: a loss, or the perplexity of letters, needs more decimals than that of words.
+    places = 4 if arms[0]["quantities"].get(score, {"mean": 0})["mean"] < 10 else 2
+
+    def cells(show: Callable[[Any], str], name: str, group: str = "quantities") -> list[str]:
+        return [show(arm[group][name]) if name in arm.get(group, {}) else ABSENT for arm in arms]
+
+    columns = {
+        "arm": ["\n".join(escape(part) for part in wrap(arm["arm"], NAME_WIDTH)) for arm in arms],
+        "seeds": [str(len(arm["seeds"])) for arm in arms],
+        QUANTITIES[score].heading: cells(lambda found: _with_error(found, f"z.{places}f"), score),
+    }
+    if document["against"] is not None:
+        columns["difference"] = cells(lambda found: _with_error(found, f"+z.{places}f"), score, "differences")
+    for name, quantity in QUANTITIES.items():
+        if name not in SCORES and any(name in arm["quantities"] for arm in arms):
+            columns[quantity.heading] = cells(
+                lambda found, to=quantity.places: _number(found["mean"], f"z.{to}f"), name
+            )
+    return columns
+
+
+def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """As many columns, from the left, as the terminal has room for; the first three in any case."""
+    shown, room = {}, width
+    for heading, cells in columns.items():
+        room -= max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n")) + 2 * bool(shown)
+        if room < 0 and len(shown) >= 3:
+            break
+        shown[heading] = cells
+    return shown
+
+
+def _warnings(document: dict[str, Any]) -> list[str]:
+    """What the means are not made of."""
+    found = []
+    if left_out := document["left_out"]:
+        named = ", ".join(f"{one['run']} ({_reached(one['last_step'])})" for one in left_out[:MOST_NAMED])
+        more = ", …" if len(left_out) > MOST_NAMED else ""
+        found.append(f"left out {len(left_out)} without step {document['step']}: {named}{more}")
+    for arm in (arm for arm in document["arms"] if "differences" in arm):
+        pairs = len(arm["differences"].get(document["score"], {"seeds": ()})["seeds"])
+        if pairs < len(arm["seeds"]):
+            found.append(f"{arm['arm']}: only {pairs} of {len(arm['seeds'])} seeds have a partner")
+    return found
+
+
+def _reached(step: int | None) -> str:
+    return "no validation yet" if step is None else f"reached {step}"
+
+
+def _with_error(found: dict[str, Any], form: str) -> str:
+    error = found["standard_error"]
+    return _number(found["mean"], form) + ("" if error is None else f" ± {_number(error, form.lstrip('+'))}")
+
+
+def _number(value: float, form: str) -> str:
+    """Fixed decimals, but a run that diverged does not make its column endless."""
+    return format(value, form if abs(value) < 1e6 else ".2e")

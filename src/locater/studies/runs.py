@@ -1,0 +1,218 @@
+"""Runs of `locater train` side by side: arms over seeds at one step, differences paired by seed; knows no torch."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import StatisticsError, fmean, stdev
+from typing import Any, NamedTuple
+
+from ..errors import refuse
+from ..training.metrics import Row, read_rows
+
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+
+
+class Quantity(NamedTuple):
+    """The heading of a number, and how a row of validation gives it; KeyError where it does not."""
+
+    heading: str
+    read: Callable[[Row], float]
+    places: int = 2
+
+
+def _over_heads(read: Callable[[Row], float]) -> Callable[[Row], float]:
+    """The mean over all heads, or none: without the head that exploded it would mean something else."""
+    return lambda row: fmean([read(head) for head in row["heads"]])
+
+
+# The most telling first: a narrow terminal shows the first of them.
+QUANTITIES = {
+    "perplexity": Quantity("perplexity", lambda row: row["perplexity"]),
+    "loss": Quantity("loss", lambda row: row["loss"]),
+    "entropy": Quantity("entropy", lambda row: row["entropy"], 3),
+    "trace_over_temperature": Quantity("tr W/λ", _over_heads(lambda head: head["trace"] / head["temperature"])),
+    "eta_over_temperature": Quantity("η/λ", _over_heads(lambda head: head["eta"] / head["temperature"])),
+    "xi": Quantity("ξ", _over_heads(lambda head: head["xi"])),
+    "localisation": Quantity("local", _over_heads(lambda head: head["localisation"])),
+    "effective_rank": Quantity("rank", lambda row: row["layers"][-1]["effective_rank"], 1),
+    "residual": Quantity("residual", lambda row: row["layers"][-1]["residual"]),
+    "near_mass": Quantity("near", _over_heads(lambda head: head["near_mass"])),
+    "trace_of_square_over_temperature_squared": Quantity(
+        "tr W²/λ²", _over_heads(lambda head: head["trace_of_square"] / head["temperature"] ** 2)
+    ),
+}
+# What arms are ordered by: the first of these that any has; a random walk has no perplexity.
+SCORES = ("perplexity", "loss")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder: its arm, the seed that pairs it with other arms, and its numbers by step."""
+
+    name: str
+    arm: str
+    seed: int
+    validations: dict[int, dict[str, float]]
+
+
+def compare_runs(folder: Path, *, step: int | None = None, against: str | None = None) -> dict[str, Any]:
+    """The document of all arms at one step, by default the last that every run with a validation has."""
+    runs = read_runs(folder)
+    at = _common_step(runs) if step is None else _known_step(runs, step)
+    kept = [run for run in runs if at in run.validations]
+    arms = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
+    if against is not None and against not in arms:
+        raise refuse(f"--against with an arm that has step {at}: {_some(arms)}", repr(against))
+    present = {name for run in kept for name in run.validations[at]}
+    score = next((name for name in SCORES if name in present), SCORES[-1])
+    rows = [_arm(group, at, None if against in (None, arm) else arms[against]) for arm, group in arms.items()]
+    return {
+        "schema": "locater.runs/1",
+        "folder": str(folder),
+        "step": at,
+        "score": score,
+        "against": against,
+        "arms": sorted(rows, key=lambda row: row["quantities"].get(score, {"mean": math.inf})["mean"]),
+        "left_out": [
+            {"run": run.name, "last_step": max(run.validations, default=None)}
+            for run in runs
+            if at not in run.validations
+        ],
+    }
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """All runs directly in a folder, by arm and seed."""
+    try:
+        found = sorted(path for path in folder.iterdir() if (path / METRICS).is_file())
+    except OSError as reason:
+        raise refuse("a folder with runs of locater train", f"{folder} ({reason.strerror})") from None
+    if not found:
+        remedy = "give the folder above it" if (folder / METRICS).exists() else "make some with locater train --out"
+        raise refuse(f"a folder with runs of locater train in folders with {METRICS}", folder, remedy)
+    runs = sorted((_read_run(path) for path in found), key=lambda run: (run.arm, run.seed))
+    for _, group in groupby(runs, key=lambda run: run.arm):
+        _check_arm(list(group))
+    return runs
+
+
+def _read_run(folder: Path) -> Run:
+    path = folder / METRICS
+    try:
+        rows = [row for row in read_rows(path) if row["kind"] == "validation"]
+        validations = {_step(row): _numbers(row) for row in rows}
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as reason:
+        got = f"{type(reason).__name__} ({reason!s:.80})"
+        raise refuse(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
+    named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
+    arm, seed = (named[1], int(named[2])) if named else (folder.name, _seed(folder / CONFIG))
+    return Run(folder.name, arm, seed, validations)
+
+
+def _step(row: Row) -> int:
+    if type(row["step"]) is not int:
+        raise TypeError(f"step {row['step']!r}")
+    return row["step"]
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """The quantities that a row has, as far as they are finite."""
+    found = {}
+    for name, quantity in QUANTITIES.items():
+        try:
+            value = quantity.read(row)
+        except (KeyError, IndexError, StatisticsError, ZeroDivisionError):
+            continue
+        if math.isfinite(value):
+            found[name] = value
+    return found
+
+
+def _seed(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["loop"]["seed"])
+    except (OSError, ValueError, TypeError, KeyError) as reason:
+        remedy = "name the folder ARM-seedN"
+        raise refuse(
+            f"a seed of locater train in {path}", f"{type(reason).__name__} ({reason!s:.80})", remedy
+        ) from None
+
+
+def _check_arm(runs: Sequence[Run]) -> None:
+    """A folder named without a seed is an arm by itself; else a seed has one run."""
+    names = _some(run.name for run in runs)
+    if len({run.seed for run in runs}) < len(runs) or len(runs) > 1 and any(run.name == run.arm for run in runs):
+        raise refuse(f"one run for each seed of the arm {runs[0].arm}", names, "rename a folder")
+
+
+def _common_step(runs: Sequence[Run]) -> int:
+    validated = [set(run.validations) for run in runs if run.validations]
+    if not validated:
+        raise refuse("a run with a validation", f"{len(runs)} without", "wait for the first one")
+    common = set.intersection(*validated)
+    if not common:
+        raise refuse("a step that every run was validated at", "none", f"choose one by --step: {_steps(runs)}")
+    return max(common)
+
+
+def _known_step(runs: Sequence[Run], step: int) -> int:
+    if not any(step in run.validations for run in runs):
+        raise refuse(f"--step with one that a run was validated at: {_steps(runs)}", step)
+    return step
+
+
+def _steps(runs: Sequence[Run]) -> str:
+    return _some(map(str, sorted({step for run in runs for step in run.validations}))) or "there is none yet"
+
+
+def _some(names: Iterable[str], most: int = 16) -> str:
+    """All names, or the first and the last ones."""
+    names = list(names)
+    return ", ".join(names if len(names) <= most else [*names[: most // 2], "…", *names[-most // 2 :]])
+
+
+def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> dict[str, Any]:
+    """One arm: its means, its differences to another if there is one, and its course over the steps."""
+    found: dict[str, Any] = {"arm": runs[0].arm, "seeds": [run.seed for run in runs]}
+    found["quantities"] = _each(lambda name: _at(runs, step, name))
+    if other is not None:
+        found["differences"] = _each(lambda name: _difference(_at(runs, step, name), _at(other, step, name)))
+    found["curves"] = {name: curve for name in QUANTITIES if (curve := _curve(runs, name))["step"]}
+    return found
+
+
+def _each(values: Callable[[str], Mapping[int, float]]) -> dict[str, Any]:
+    return {name: estimate(of_seed) for name in QUANTITIES if (of_seed := values(name))}
+
+
+def _at(runs: Sequence[Run], step: int, name: str) -> dict[int, float]:
+    """The values of one quantity by seed."""
+    rows = {run.seed: run.validations.get(step, {}) for run in runs}
+    return {seed: row[name] for seed, row in rows.items() if name in row}
+
+
+def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
+    return {seed: value - theirs[seed] for seed, value in ours.items() if seed in theirs}
+
+
+def _curve(runs: Sequence[Run], name: str) -> dict[str, list]:
+    """Only steps that all seeds have: elsewhere the mean would jump because another seed is in it."""
+    values = {step: _at(runs, step, name) for step in sorted(runs[0].validations)}
+    points = {step: estimate(of_seed) for step, of_seed in values.items() if len(of_seed) == len(runs)}
+    columns = {part: [point[part] for point in points.values()] for part in ("mean", "standard_error")}
+    return {"step": list(points)} | columns
+
+
+def estimate(values: Mapping[int, float]) -> dict[str, Any]:
+    """Mean and standard error over seeds, s/√n with the n − 1 of a sample; a single seed has no error.
+
+    >>> estimate({0: 1.0, 1: 3.0})
+    {'mean': 2.0, 'standard_error': 1.0, 'seeds': [0, 1], 'values': [1.0, 3.0]}
+    """
+    numbers = list(values.values())
+    error = stdev(numbers) / math.sqrt(len(numbers)) if len(numbers) > 1 else None
+    return {"mean": fmean(numbers), "standard_error": error, "seeds": list(values), "values": numbers}
