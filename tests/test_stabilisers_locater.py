@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from locater.stabilisers import (
     OverOffsets,
     Penalty,
     Projection,
+    Until,
     Variance,
     WarmUp,
 )
@@ -372,6 +374,33 @@ def test_targets_warm_up_or_keep_what_was():
     assert torch.equal(WarmUp(2.0, 4).at(1, initial), torch.tensor([[0.875, 0.125]]))
     assert torch.equal(WarmUp(2.0, 4).at(9, initial), torch.tensor([[2.0, 2.0]]))
     assert torch.equal(Initial().at(9, initial), initial)
+    assert torch.equal(Until(WarmUp(2.0, 4), 3).at(1, initial), torch.tensor([[0.875, 0.125]]))
+    assert Until(Initial(), 3).at(3, initial) is not None and Until(Initial(), 3).at(4, initial) is None
+
+
+@pytest.mark.parametrize("hold", [Projection, lambda target: Penalty(1.0, target)], ids=["projection", "penalty"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_mean_that_is_let_go_is_free(hold, decoupled):
+    """Held, it differs from a free one; after the last held step, the two move alike from the same weights."""
+    torch.manual_seed(0)
+    model = OwnAttention(4, 4).double()
+
+    def moved(mean, steps):
+        copy = deepcopy(model)
+        own = torch.optim.SGD(copy.parameters(), lr=0.1)
+        locater = LocAteR(copy, strength=0.3, mean=mean, heads=copy.heads, optimizer=own if decoupled else None)
+        locater.load_state_dict(locater.state_dict() | {"steps": steps})
+        own.zero_grad()
+        penalty = locater.penalty()
+        if penalty.requires_grad:
+            penalty.backward()
+        own.step()
+        locater.step()
+        return copy.find.weight.detach()
+
+    target = Until(Constant(0.4), 5)
+    assert not torch.equal(moved(hold(target), 2), moved(Free(), 2))
+    assert torch.equal(moved(hold(target), 9), moved(Free(), 9))
 
 
 def bad_strength():
@@ -384,6 +413,10 @@ def bad_weight():
 
 def bad_warm_up():
     WarmUp(1.0, 0)
+
+
+def bad_end():
+    Until(Initial(), 0)
 
 
 def no_attention():
@@ -441,6 +474,7 @@ BAD = {
     bad_strength: "strength of at least 0, got -1",
     bad_weight: "weight of the mean penalty of at least 0",
     bad_warm_up: "warm-up of at least one step",
+    bad_end: "held for at least one step",
     no_attention: "no module that looks like attention",
     unknown_attention: r"attention` \(OwnAttention\).*heads=\[\(",
     foreign_optimiser: "optimiser that owns `model.layers.0.self_attn.q_proj.weight`",

@@ -5,7 +5,7 @@ from .entropy import EntropyBonus
 from .functionals import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
 from .gains import Normalised, Raw
 from .locater import LocAteR
-from .means import Constant, Free, Initial, Penalty, Projection, WarmUp
+from .means import Constant, Free, Initial, Penalty, Projection, Until, WarmUp
 from .mimetic import MimeticInitialisation
 from .qk_clip import QKClip
 from .qk_norm import L2, RMS, QKNorm
@@ -41,6 +41,7 @@ __all__ = [
     "SpectralNorm",
     "Stabiliser",
     "TraceOfSquare",
+    "Until",
     "Variance",
     "WarmUp",
     "ZLoss",

@@ -76,7 +76,8 @@ class LocAteR(Stabiliser):
             self._check_finite(torch.stack(finite))
         if isinstance(self.mean, Projection):
             for number, pair in enumerate(self.pairs):
-                self._project(number, pair)
+                if (targets := self.targets(number)) is not None:
+                    self._project(number, pair, targets)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/xi`, `…/eta` and `…/trace` (in units of λ): means over a layer's heads, or each head's own."""
@@ -94,15 +95,15 @@ class LocAteR(Stabiliser):
         self.initial = [values.to(own).clone() for values, own in zip(state["initial"], self.initial, strict=True)]
 
     def targets(self, number: int) -> Float[Tensor, "groups heads"] | None:
-        """The wanted tr W of a pair's heads now, in the units of W."""
-        if self.mean.target is None:
-            return None
-        return self.mean.target.at(self.steps, self.initial[number]) * self.pairs[number].temperature
+        """The wanted tr W of a pair's heads now, in the units of W; None where the mean is free."""
+        target = self.mean.target
+        wanted = None if target is None else target.at(self.steps, self.initial[number])
+        return None if wanted is None else wanted * self.pairs[number].temperature
 
     def _terms(self, number: int) -> Terms:
         weight = self.mean.weight if isinstance(self.mean, Penalty) else 0.0
         targets = self.targets(number) if weight else None
-        return Terms(self.scale, self.strength, weight, targets, self.inputs.gain(number))
+        return Terms(self.scale, self.strength, 0.0 if targets is None else weight, targets, self.inputs.gain(number))
 
     @torch.no_grad()
     def _initial(self, number: int) -> Float[Tensor, "groups heads"]:
@@ -112,13 +113,11 @@ class LocAteR(Stabiliser):
         values = part.everywhere(traces(part, self.inputs.gain(number))) / pair.temperature
         return self._check_finite(values)
 
-    def _project(self, number: int, pair: Pair) -> None:
+    def _project(self, number: int, pair: Pair, targets: Float[Tensor, "groups heads"]) -> None:
         weights = pair.weights()
         if not pair.is_stored:
             raise refuse("plain parameters to project", f"computed ones in {pair.name}", "hold the mean by Penalty(…)")
         part = part_of(pair, weights)
-        targets = self.targets(number)
-        assert targets is not None
         moves = weights[0].requires_grad, weights[-1].requires_grad
         hold_trace(part, targets[part.groups], moves=moves, gain=self.inputs.gain(number))
         part.commit()

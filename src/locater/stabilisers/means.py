@@ -15,9 +15,9 @@ from ..errors import refuse
 
 @runtime_checkable
 class Target(Protocol):
-    """The wanted tr W / λ of every head after a number of steps, given what it was at the start."""
+    """The wanted tr W / λ of every head after a number of steps, given what it was at the start; None: none now."""
 
-    def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"]: ...
+    def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"] | None: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,21 @@ class WarmUp:
     def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"]:
         share = min(step / self.steps, 1.0)
         return (1 - share) * initial + share * self.value
+
+
+@dataclass(frozen=True)
+class Until:
+    """Another target for `steps` calls of `step()`, then none: the mean is let go."""
+
+    target: Target
+    steps: int
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise refuse("a mean that is held for at least one step", self.steps)
+
+    def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"] | None:
+        return self.target.at(step, initial) if step <= self.steps else None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class StabiliserOptions:
     hold: Literal["projection", "penalty"] = option("projection", "Hold the mean exactly, or by a penalty.")
     mean_weight: float = option(1.0, "Weight of that penalty, on ((tr W − target)/λ)².")
     mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
+    mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
 
     def __post_init__(self):
@@ -46,6 +47,10 @@ class StabiliserOptions:
                 float(self.mean)
             except ValueError:
                 raise refuse("a mean that is free, initial or a number", repr(self.mean)) from None
+        if self.mean_warmup < 0 or self.mean_until < 0:
+            raise refuse("a warm-up and an end of the mean of at least 0 steps", asdict(self))
+        if self.mean_until and self.mean == "free":
+            raise BadArguments("--mean-until lets go of a mean that is held: give --mean initial or a number with it")
 
     @property
     def is_wanted(self) -> bool:

@@ -9,7 +9,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from ..data.sources import Data
 from ..errors import refuse
 from ..model import LanguageModel, WalkModel, WalkShape
-from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, Stabiliser, WarmUp
+from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
 
 
@@ -58,4 +58,6 @@ def _mean(options: StabiliserOptions) -> Free | Penalty | Projection:
         target = WarmUp(float(options.mean), options.mean_warmup)
     else:
         target = Constant(float(options.mean))
+    if options.mean_until:
+        target = Until(target, options.mean_until)
     return Penalty(options.mean_weight, target) if options.hold == "penalty" else Projection(target)
