@@ -74,6 +74,13 @@ def test_what_two_saved_others_continue(runs, kind, count):
     assert_close(runs / count / kind, runs / "whole")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_diverged_run_says_where_once(runs, kind):
+    first, second = ((runs / "two" / f"{kind}-diverged-{rank}.txt").read_text() for rank in (0, 1))
+    assert "the logits of layer 0, head" in first and "exploded" in first
+    assert "the first process says where" in second
+
+
 def test_metrics_are_written_once(runs):
     steps = [row["step"] for row in read_rows(runs / "four" / "ddp" / "metrics.jsonl") if row["kind"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 18, 20]

@@ -1,5 +1,5 @@
 """Run by torchrun: the trainer on several processes. `first FOLDER TEXT` starts runs by DDP and FSDP2 and stops them
-in the middle; `then FOLDER TEXT` resumes copies of them on whatever number of processes there is."""
+in the middle, and has others diverge; `then FOLDER TEXT` resumes copies on whatever number of processes there is."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from locater.training import run
+from locater.training.config import Config
+from locater.training.loop import Diverged
 from training_cases import tiny
 
 # No dropout: it draws other numbers on other processes. A stabiliser that moves weights, and parts of batches.
@@ -27,8 +29,17 @@ def main(task: str, folder: Path, text: Path) -> None:
     for kind in KINDS:
         if task == "first":
             run.start(tiny(text, **CHANGED, parallel=kind), folder / kind, stop_after=STOP, say=quiet)
+            diverge(tiny(text, parallel=kind, learning_rate=1e20, clip=0, warmup=0), folder / f"{kind}-diverged")
         else:
             run.resume(folder / kind, say=quiet)
+
+
+def diverge(config: Config, folder: Path) -> None:
+    """What each process says of it, in files beside the run."""
+    try:
+        run.start(config, folder, say=quiet)
+    except Diverged as sentence:
+        folder.with_name(f"{folder.name}-{dist.get_rank()}.txt").write_text(str(sentence))
 
 
 if __name__ == "__main__":

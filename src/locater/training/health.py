@@ -18,8 +18,8 @@ EXPLODED = 88.0
 
 
 @torch.no_grad()
-def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str:
-    """A sentence about the state of a model on the batch that broke it; costs a forward pass and its logits."""
+def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | None:
+    """What is wrong with a model on a batch, if anything is; costs a forward pass and its logits."""
     if name := next((name for name, weight in model.named_parameters() if not _is_finite(weight)), None):
         return f"the weights `{name}` are not finite"
     sites = modules.sites(model)
@@ -42,7 +42,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str:
     for site, x in zip(sites, seen, strict=True):
         if sentence := _exploded(site, x):
             return sentence
-    return f"the first output that is not finite is that of `{broken[0]}`" if broken else "its gradient is not finite"
+    return f"the first output that is not finite is that of `{broken[0]}`" if broken else None
 
 
 def _exploded(site: modules.Site, x: Tensor) -> str | None:

@@ -21,7 +21,7 @@ from .parts import make_model, make_optimizer, make_stabiliser
 from .processes import Processes, spread, unsynchronised, whole
 from .schedule import learning_rate
 from .store import Store, optimiser_state, parameters_of
-from .validation import validate
+from .validation import plain_copy, validate
 
 Tell = Callable[[int, float, float], None]
 
@@ -146,7 +146,7 @@ class Trainer:
     def _diverged(self, loss: float) -> Diverged:
         """Nothing was stepped since the state at hand; it is kept if it still gives a finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        place = "this batch" if self.processes.count > 1 else diagnose(self.module, self._batch(0)[0])
+        place = self._place()
         if math.isfinite(loss) and self.processes.count == 1 and self.step:
             self.save()
         where = f"the last good state is {self.store.folder / self.store.names()['last']}"
@@ -154,6 +154,18 @@ class Trainer:
         return Diverged(
             f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower --learning-rate or raise --strength"
         )
+
+    def _place(self) -> str:
+        """Where it broke, by the first process, which looks at every process's part of the batch while they wait."""
+        plain = plain_copy(self.model, self.processes)
+        found = "the first process says where"
+        if plain is not None:
+            device, first = next(plain.parameters()).device, self.step * self.config.loop.batch
+            parts = range(first, first + self.config.loop.batch, self.share)
+            batches = (self.data.batches.training(part, self.share)[0].to(device) for part in parts)
+            found = next(filter(None, (diagnose(plain, batch) for batch in batches)), "its gradient is not finite")
+        self.processes.wait()
+        return found
 
     def _log(self, tell: Tell) -> None:
         own = torch.tensor([self.loss_sum, self.loss_count], dtype=torch.float64, device=self.processes.device)
