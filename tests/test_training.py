@@ -17,7 +17,7 @@ from locater.data.sources import open_data
 from locater.errors import Refusal
 from locater.model import LanguageModel
 from locater.modules import layers
-from locater.training import loop, run
+from locater.training import loop, run, validation
 from locater.training.config import Config, OptimiserOptions, make_config
 from locater.training.export import load
 from locater.training.metrics import Metrics, read_rows
@@ -118,6 +118,30 @@ def test_a_stop_and_a_resume_change_nothing(text, tmp_path):
     assert_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
+def test_a_run_can_be_lengthened(text, tmp_path):
+    """Behind its end, or from where it was stopped; what is done cannot be undone."""
+    arguments = ["train", *flags(text, **STATEFUL | {"mean_until": 18})]
+    assert locater(*arguments, "--steps", 32, "--out", tmp_path / "whole").code == 0
+    for name, stop in (("ended", []), ("stopped", ["--stop-after", 10])):
+        folder = tmp_path / name
+        assert locater(*arguments, *stop, "--out", folder).code == 0
+        longer = locater("train", "--resume", folder, "--steps", 32)
+        assert longer.code == 0 and "step 32 of 32\n" in longer.out
+        assert all(weights(folder)[key].equal(tensor) for key, tensor in weights(tmp_path / "whole").items())
+        assert run.read_config(folder) == run.read_config(tmp_path / "whole")
+    shorter = locater("train", "--resume", folder, "--steps", 9)
+    assert shorter.code == 1 and "an end after the 32 steps that are done, got 9" in shorter.err.replace("\n", " ")
+    assert run.read_config(folder).loop.steps == 32
+    by_epochs = locater("train", "--resume", folder, "--epochs", 0.2)
+    assert by_epochs.code == 0 and run.read_config(folder).loop.epochs == 0.2
+
+
+def test_a_longer_cosine_is_another_run(text, tmp_path):
+    assert locater("train", *flags(text, schedule="cosine", steps=4), "--out", tmp_path / "run").code == 0
+    longer = locater("train", "--resume", tmp_path / "run", "--steps", 6)
+    assert longer.code == 0 and "a run begun with this length" in longer.err
+
+
 def test_ctrl_c_saves_and_the_resumed_run_is_the_same(text, tmp_path, monkeypatch):
     arguments = ["train", *flags(text, **STATEFUL)]
     assert locater(*arguments, "--out", tmp_path / "whole").code == 0
@@ -165,7 +189,7 @@ def test_validation_is_what_it_says(text, tmp_path):
     with torch.no_grad():
         logs = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
         assert row["perplexity"] == pytest.approx(float(logs.mean().neg().exp()), rel=1e-5)
-        x = model.embed(tokens[:4])
+        x = model.embed(tokens[: validation.TOKENS_OBSERVED // 16])
         probabilities = [head.attention(x, x) for head in next(layers(model)).heads]
     entropies = [-(p * p.clamp(min=1e-30).log()).sum(-1)[:, 1:] / torch.arange(2, 17).log() for p in probabilities]
     found = [head["normalised_entropy"] for head in row["heads"][:2]]
@@ -360,7 +384,9 @@ def test_changed_data_is_noticed_at_resume(text, tmp_path):
 BAD = {
     "nothing to do": ([], 2, "give one of --out DIR"),
     "both": (["--out", "x", "--resume", "y"], 2, "give one of --out DIR"),
-    "options at resume": (["--resume", "y", "--steps", "3"], 2, "leave out --steps"),
+    "options at resume": (["--resume", "y", "--batch", "3", "--steps", "3"], 2, "leave out --batch\n"),
+    "nothing to let go": (["--mean-until", "5", "--out", "x"], 2, "give --mean initial or a number with it"),
+    "until": (["--mean", "1", "--mean-until", "-5", "--out", "x"], 1, "of at least 0 steps"),
     "no run": (["--resume", "/nonexistent"], 1, "the folder of a run, with config.json"),
     "preset": (["--preset", "huge", "--out", "x"], 2, "one of paper, small, gpt2"),
     "choice": (["--norm", "batch", "--out", "x"], 2, "is not one of layer, rms"),

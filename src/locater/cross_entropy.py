@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# Logits held at once: few enough to stay in the processor's caches between the passes over them.
+# Logits held at once: few enough for the processor's caches, and for a block of memory that is used again and again.
 LOGITS_AT_ONCE = 2**22
 
 

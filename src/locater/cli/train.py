@@ -26,11 +26,15 @@ PANELS = {
     "loop": "Loop",
 }
 
+# What a resumed run may change: where it ends.
+LENGTH = {"steps", "epochs"}
+RESUME = "Continue the run in this folder; --steps or --epochs moves its end."
+
 
 def train(
     preset: Annotated[str, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}.")] = "paper",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
     stop_after: Annotated[int | None, typer.Option(min=1, help="Stop at this step, to resume later.")] = None,
     json: JsonPath = None,
     **overrides: Any,
@@ -40,8 +44,8 @@ def train(
     console = console_for(json)
     if (resume is None) == (out is None):
         raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
-    if resume is not None and given:
-        named = ", ".join("--" + name.replace("_", "-") for name in given)
+    if resume is not None and (others := given.keys() - LENGTH):
+        named = ", ".join("--" + name.replace("_", "-") for name in sorted(others))
         raise BadArguments(f"--resume takes the run's own config: leave out {named}")
     config = None if out is None else make_config(preset, **given)
     from ..training import run
@@ -51,7 +55,7 @@ def train(
         outcome = run.start(config, out, stop_after=stop_after, say=say)
     else:
         assert resume is not None
-        outcome = run.resume(resume, stop_after=stop_after, say=say)
+        outcome = run.resume(resume, length=given, stop_after=stop_after, say=say)
     _report(console, outcome, json)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,14 +49,19 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
         if processes.is_first:
             _claim(folder)
         processes.wait()
-        return _go(config, folder, processes, stop_after=stop_after, say=say, new=True)
+        return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
-def resume(folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
-    """Continue from the last checkpoint as if there had been no stop."""
+def resume(
+    folder: Path, *, length: Mapping[str, int | float] | None = None, stop_after: int | None = None, say: Say = print
+) -> Outcome:
+    """Continue from the last checkpoint as if there had been no stop; `length` (`steps` or `epochs`) moves the end."""
     config = read_config(folder)
+    if length:
+        # As for a new run, epochs go before steps: those of before do not count any more.
+        config = replace(config, loop=replace(config.loop, **{"epochs": 0.0, **length}))
     with join(config.loop.device) as processes:
-        return _go(config, folder, processes, stop_after=stop_after, say=say, new=False)
+        return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
 def read_config(folder: Path) -> Config:
@@ -83,16 +88,17 @@ def _claim(folder: Path) -> None:
         raise refuse("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
 
 
-def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say, new: bool) -> Outcome:
+def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say) -> Outcome:
     say = say if processes.is_first else lambda sentence: None
     data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=say)
     config = replace(config, data=data.options)
-    if new and processes.is_first:
+    if processes.is_first and not (folder / CONFIG).exists():
         write_json(config.to_dict(), folder / CONFIG)
     if config.loop.precision == "bf16" and not has_bf16(processes.device):
         say("this processor has no instructions for bfloat16: float32 would be faster")
     trainer = Trainer(config, data, folder, processes)
     try:
+        _move_end(trainer, folder, say)
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
             until = trainer.num_steps if stop_after is None else stop_after
             trainer.advance(until, tell=tell, stop=lambda: bool(received))
@@ -104,6 +110,18 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
     return Outcome(folder, trainer.step, trainer.num_steps, last, stopped_by, processes.is_first)
+
+
+def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
+    """Keep a config with another end; what is behind cannot be undone."""
+    if trainer.num_steps < trainer.step:
+        done = f"an end after the {trainer.step} steps that are done"
+        raise refuse(done, f"{trainer.num_steps} steps", "start a shorter run with --out")
+    if not trainer.processes.is_first or read_config(folder).loop == trainer.config.loop:
+        return
+    if trainer.config.optimiser.schedule == "cosine":
+        say("the cosine of the learning rate now ends later: a run begun with this length would have had another one")
+    write_json(trainer.config.to_dict(), folder / CONFIG)
 
 
 @contextmanager

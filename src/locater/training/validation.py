@@ -15,7 +15,8 @@ from .observe import attention, finite, spectra
 from .processes import Processes, reshard, whole
 from .propagation import propagation
 
-TEXTS_OBSERVED = 4
+# What heads are looked at on: small beside the validation itself.
+TOKENS_OBSERVED = 8192
 
 
 @torch.no_grad()
@@ -28,7 +29,8 @@ def validate(model: nn.Module, config: Config, data: Data, processes: Processes,
     plain = plain_copy(model, processes)
     if isinstance(plain, LanguageModel):
         row["perplexity"] = math.exp(min(loss, 700.0))
-        tokens, _ = data.batches.validation(0, min(TEXTS_OBSERVED, data.batches.num_validation))
+        texts = max(1, TOKENS_OBSERVED // config.shape.context)
+        tokens, _ = data.batches.validation(0, min(texts, data.batches.num_validation))
         observed, layers = attention(plain, tokens.to(next(plain.parameters()).device))
         heads = spectra(plain, length=config.shape.context)
         row["heads"] = finite([{**head, **seen} for head, seen in zip(heads, observed, strict=True)])
