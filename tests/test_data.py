@@ -1,12 +1,15 @@
 """Text to tokens to batches: counts, caches, damage, and that a batch depends on its number alone."""
 
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
-from locater.data import cache, sources
+from locater.data import cache, download, sources
 from locater.data.batches import Walks, Windows
 from locater.data.options import DataOptions
 from locater.data.sources import open_data
@@ -182,8 +185,24 @@ def test_what_is_not_there_is_refused(tmp_path):
         DataOptions(bpe_size=10)
 
 
-def test_auto_says_that_it_falls_back(monkeypatch):
-    """There is no network in the tests: WikiText-2 cannot be had."""
+@pytest.fixture
+def silent_hub(monkeypatch, tmp_path):
+    """No answer, and nothing downloaded before."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    return datasets
+
+
+def closed_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_auto_says_that_it_falls_back(monkeypatch, silent_hub):
     monkeypatch.setattr(sources, "embedded", lambda: held_out("the embedded text", TEXT))
     said = []
     data = open_data(DataOptions("auto", "words"), length=16, seed=0, say=said.append)
@@ -193,12 +212,32 @@ def test_auto_says_that_it_falls_back(monkeypatch):
         open_data(DataOptions("wikitext-2"), length=16, seed=0)
 
 
-def test_a_download_is_used_as_it_comes(monkeypatch):
-    import datasets
+class Refusing(BaseHTTPRequestHandler):
+    """A hub that answers, if only with an error."""
 
-    found = {"train": {"text": [" a b \n", "\n"]}, "validation": {"text": [" b \n"]}}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
-    assert sources.download() == Corpus("wikitext-2", " a b \n\n", " b \n")
+    def do_HEAD(self):
+        self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_silent_hub_is_not_asked_again(monkeypatch, silent_hub):
+    """Offline is for the call only; a hub that answers, even with an error, is asked."""
+    asked = []
+
+    def load_dataset(*_, **__):
+        asked.append(silent_hub.config.HF_HUB_OFFLINE)
+        return {"train": {"text": [" a b \n", "\n"]}, "validation": {"text": [" b \n"]}}
+
+    monkeypatch.setattr(silent_hub, "load_dataset", load_dataset)
+    assert download.download() == Corpus("wikitext-2", " a b \n\n", " b \n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(silent_hub.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        download.download()
+        server.shutdown()
+    assert asked == [True, False] and not silent_hub.config.HF_HUB_OFFLINE
 
 
 def test_the_embedded_text_is_long_enough_and_made_once(monkeypatch):

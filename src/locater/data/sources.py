@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal
 from ..records import write
 from .batches import Batches, Walks, Windows
 from .cache import Tokens, cache_folder, tokenise
+from .download import WIKITEXT, download
 from .options import DataOptions
 from .text import Corpus, held_out, read_corpus, read_text
 
-WALK, EMBEDDED, WIKITEXT, AUTO = "random-walk", "embedded", "wikitext-2", "auto"
+WALK, EMBEDDED = "random-walk", "embedded"
 Say = Callable[[str], None]
 
 
@@ -67,19 +68,3 @@ def embedded() -> Corpus:
         text = embedded_text.embedded_text()
         write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return held_out("the embedded text", read_text(path))
-
-
-def download() -> Corpus:
-    """WikiText-2 at word level, through `datasets`."""
-    remedy = "name a folder with train.txt and valid.txt by --data PATH"
-    try:
-        from datasets import DownloadConfig, load_dataset
-    except ImportError:
-        raise refuse("the package datasets, to download WikiText-2", "none", remedy) from None
-    try:
-        config = DownloadConfig(max_retries=0)
-        found = load_dataset("Salesforce/wikitext", "wikitext-2-v1", download_config=config)
-    except Exception as reason:  # whatever a hub, a proxy or a disk may do
-        raise refuse("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
-    train, valid = ("".join(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
-    return Corpus(WIKITEXT, train, valid)
