@@ -1,4 +1,4 @@
-"""`locater theory` and `locater demo`, as a user runs them."""
+"""`locater theory`, as a user runs it."""
 
 import json
 import subprocess
@@ -180,11 +180,3 @@ def test_the_corners_of_the_plane_are_what_the_theory_says(diagram):
     assert found["regime"][0][0] == found["regime"][0][-1] == "middle"
     assert found["regime"][0][-4] == "late" and found["regime"][0][3] == "early"
     assert max(map(len, printed.splitlines())) <= 80
-
-
-def test_demo_explains_and_draws(tmp_path):
-    result = locater("demo", "--out", tmp_path / "demo")
-    assert result.code == 0, result.err
-    assert "entropy collapse" in result.out and "late" in result.out
-    for name in ("one_head.png", "phase_diagram.png"):
-        assert (tmp_path / "demo" / name).stat().st_size > 10_000

@@ -45,9 +45,10 @@ def split(block: str) -> list[tuple[str, str]]:
     return [(part.partition("\n")[0], part.partition("\n")[2].rstrip()) for part in parts]
 
 
-# Prediction runs the model for minutes.
+# Prediction runs a model for minutes, and the demo trains two.
+SLOW = ("locater predict", "locater demo")
 SHOWN = [
-    pytest.param(*pair, id=pair[0], marks=[pytest.mark.slow] if "predict" in pair[0] else [])
+    pytest.param(*pair, id=pair[0], marks=[pytest.mark.slow] if pair[0].startswith(SLOW) else [])
     for block in COMMANDS
     for pair in split(block)
 ]

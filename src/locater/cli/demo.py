@@ -1,11 +1,13 @@
-"""`locater demo`: the theory on one head and on the whole plane, with pictures and an explanation."""
+"""`locater demo`: the theory on one head and on the whole plane, then two models, with pictures and plain words."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from .demo_models import say, show_models
 from .theory import MEANING
 
 INTRODUCTION = """\
@@ -45,27 +47,45 @@ localized, but on very few tokens.
 """
 
 
+FILES = """
+[bold]All of it lies in {out}[/bold]
+  one_head.png, phase_diagram.png   the theory: one head, then all on one plane
+  training.png                      how both models learnt; their eigenvalues
+  attention.png                     what each of them attends to
+  without/, with/                   the two runs; model/ has the weights
+[bold]locater demo --out {out}[/bold] shows it again and trains nothing anew.
+Next: [bold]locater train --help[/bold], and docs/notation.md for the letters."""
+
+
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the pictures go.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and models go.")] = Path("demo"),
 ) -> None:
-    """A guided tour: one head by three methods, and the phase diagram, as pictures."""
+    """A guided tour in about a minute: the theory, then two small models trained without and with LocAteR."""
+    from ..studies.two_models import check
+
+    check(out)
+    console = Console(highlight=False)
+    console.print(INTRODUCTION)
+    _show_theory(console, out)
+    show_models(console, out)
+    say(console, FILES.format(out=escape(str(out))))
+
+
+def _show_theory(console: Console, out: Path) -> None:
     import torch
 
     from ..report import figures
     from ..studies.phase_diagram import phase_diagram
     from ..studies.profile import profile_of_weights
 
-    console = Console(highlight=False)
-    console.print(INTRODUCTION)
     generator = torch.Generator().manual_seed(1)
     head, plane = out / "one_head.png", out / "phase_diagram.png"
     document = profile_of_weights(*_small_head(generator), length=64, seed=1)
     figures.save(figures.profile(document), head)
-    console.print(ONE_HEAD.format(picture=head, **_one_head_words(document)))
+    say(console, ONE_HEAD.format(picture=escape(str(head)), **_one_head_words(document)))
     diagram = phase_diagram(generator=generator)
     figures.save(figures.phase_diagram(diagram), plane)
-    console.print(PLANE.format(picture=plane, **_plane_words(diagram["summary"])))
-    console.print("Next: [bold]locater theory --help[/bold], and docs/notation.md for the letters.")
+    say(console, PLANE.format(picture=escape(str(plane)), **_plane_words(diagram["summary"])))
 
 
 def _small_head(generator: Any) -> Any:
