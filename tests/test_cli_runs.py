@@ -67,6 +67,26 @@ def test_means_and_standard_errors(folder):
     assert "differences" not in found["arms"][0] and found["against"] is None and found["left_out"] == []
 
 
+def test_the_training_loss_and_its_difference_on_the_same_texts(tmp_path):
+    """In stretches of several logged steps, by seed, over the steps that both have."""
+    losses = {"none": {0: (6.0, 4.0), 1: (8.0, 4.0)}, "late": {0: (5.0, 4.0), 1: (5.0, 2.0)}}
+    for arm, seeds in losses.items():
+        for seed, (early, final) in seeds.items():
+            # 64 lines make two to a stretch; seeds differ in the first half and in the second.
+            lines = [dict(kind="train", step=n, loss=early if n <= 32 else final) for n in range(1, 65)]
+            write_run(tmp_path / f"{arm}-seed{seed}", [*lines[: 64 if arm == "late" else 60], row(64, 100.0)])
+    found = arms(document(tmp_path, "--against", "none"))
+    assert "difference" not in found["none"]["training"]
+    loss, difference = (found["late"]["training"][kind] for kind in ("loss", "difference"))
+    assert loss["step"] == [2 * n for n in range(1, 33)] and difference["step"][-1] == 60
+    assert (loss["mean"][0], loss["mean"][-1], loss["standard_error"][0]) == (5.0, 3.0, 0.0)
+    assert (difference["mean"][0], difference["standard_error"][0]) == (-2.0, 1.0)  # −1 and −3
+    assert (difference["mean"][-1], difference["standard_error"][-1]) == (-1.0, 1.0)  # 0 and −2
+    panel = curves(compare_runs(tmp_path, against="none")).axes[1]
+    assert panel.get_title(loc="left").endswith("minus that of none on the same texts")
+    assert curves(compare_runs(tmp_path)).axes[1].get_title(loc="left") == "Loss while training"
+
+
 def test_every_quantity_is_read(folder):
     """Ratios are taken before the mean over heads, and the last layer's row counts."""
     found = arms(document(folder))["none"]["quantities"]

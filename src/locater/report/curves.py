@@ -20,20 +20,25 @@ TITLES = {
     "entropy": ("How evenly attention is spread", "entropy (1 = all tokens alike)"),
     "trace_over_temperature": ("Sum of the query-key eigenvalues", "tr W / temperature λ, mean over heads"),
     "eta_over_temperature": ("Scale of the query-key eigenvalues", "η / temperature λ, mean over heads"),
+    "xi": ("The one over the other", "ξ = tr W / η, mean over heads"),
 }
 LATE_FROM = 0.6  # of all steps: what the range of the score is chosen for
 LOG_FROM = 3.0  # highest over lowest: from here on a logarithmic axis
 
 
 def curves(document: dict[str, Any]) -> "Figure":
-    """Four panels over the steps; a band of one standard error where an arm has several seeds."""
-    figure, axes = canvas(4, size=(11, 7))
+    """Six panels over the steps; a band of one standard error where an arm has several seeds."""
+    figure, axes = canvas(6, size=(14.5, 7))
     figure.set_layout_engine("constrained")
     styles = _styles([arm["arm"] for arm in document["arms"]], document["against"])
     score = document["score"]
     names = [score, *(name for name in TITLES if name not in ("perplexity", "loss"))]
-    for panel, name in zip(axes, names, strict=True):
-        _panel(panel, document, name, styles)
+    for panel, name in zip([axes[0], *axes[2:]], names, strict=True):
+        panel.set_title(TITLES[name][0], loc="left", fontsize=10)
+        panel.set(xlabel="training step", ylabel=TITLES[name][1])
+        curve_of = {arm["arm"]: arm["curves"][name] for arm in document["arms"] if name in arm["curves"]}
+        _draw(panel, document, curve_of, styles)
+    _training(axes[1], document, styles)
     if drawn := [arm["curves"][score] for arm in document["arms"] if score in arm["curves"]]:
         _focus(axes[0], drawn)
     handles = [_handle(arm, styles[arm["arm"]]) for arm in document["arms"]]
@@ -53,11 +58,22 @@ def _styles(arms: list[str], against: str | None) -> dict[str, dict[str, Any]]:
     return found | ({against: dict(color=BLACK, linestyle="-", marker="")} if against is not None else {})
 
 
-def _panel(panel: "Axes", document: dict[str, Any], name: str, styles: dict[str, dict[str, Any]]) -> None:
-    title, unit = TITLES[name]
+def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
+    """The loss, or better its difference to the arm compared with: on the same texts it is far quieter."""
+    against = document["against"]
+    kind = "loss" if against is None else "difference"
+    curve_of = {arm["arm"]: arm["training"][kind] for arm in document["arms"] if kind in arm["training"]}
+    _draw(panel, document, {arm: curve for arm, curve in curve_of.items() if curve["step"]}, styles)
+    panel.set(xlabel="training step", ylabel="loss per token")
+    title = "Loss while training"
+    if against is not None:
+        panel.axhline(0, **styles[against], lw=1.6)
+        title = f"Loss while training, minus that of {_plain(against)} on the same texts"
     panel.set_title(title, loc="left", fontsize=10)
-    panel.set(xlabel="training step", ylabel=unit)
-    drawn = [(arm["curves"][name], styles[arm["arm"]]) for arm in document["arms"] if name in arm["curves"]]
+
+
+def _draw(panel: "Axes", document: dict[str, Any], curve_of: dict[str, dict], styles: dict[str, dict]) -> None:
+    drawn = [(curve, styles[arm]) for arm, curve in curve_of.items()]
     for curve, style in drawn:
         every = max(1, len(curve["step"]) // 8)
         panel.plot(curve["step"], curve["mean"], **style, lw=1.6, ms=4, markevery=every)
@@ -99,6 +115,10 @@ def _handle(arm: dict[str, Any], style: dict[str, Any]) -> Any:
     from matplotlib.lines import Line2D
 
     count = len(arm["seeds"])
-    # A dollar sign would begin a formula.
-    label = f"{arm['arm']} ({count} seed{'s' if count > 1 else ''})".replace("$", r"\$")
+    label = f"{_plain(arm['arm'])} ({count} seed{'s' if count > 1 else ''})"
     return Line2D([], [], **style, lw=1.6, ms=4, label=label)
+
+
+def _plain(name: str) -> str:
+    """A dollar sign would begin a formula."""
+    return name.replace("$", r"\$")

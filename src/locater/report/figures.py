@@ -112,13 +112,13 @@ def _plane(panel: "Axes", document: dict[str, Any]) -> None:
 
 
 def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
-    """Empty axes, two by two if there are four, else side by side."""
+    """Empty axes, in two rows from four on, else side by side."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise refuse("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
     figure = Figure(figsize=size)
-    grid = figure.subplots(2, 2) if panels == 4 else figure.subplots(1, panels)
+    grid = figure.subplots(2, panels // 2) if panels >= 4 else figure.subplots(1, panels)
     axes = list(grid.flat) if panels > 1 else [grid]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)

@@ -47,6 +47,7 @@ QUANTITIES = {
 }
 # What arms are ordered by: the first of these that any has; a random walk has no perplexity.
 SCORES = ("perplexity", "loss")
+STRETCHES = 32  # of a training curve: more are noise
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Run:
     arm: str
     seed: int
     validations: dict[int, dict[str, float]]
+    training: dict[int, float]  # the loss between two logged steps, by the second
 
 
 def compare_runs(folder: Path, *, step: int | None = None, against: str | None = None) -> dict[str, Any]:
@@ -103,14 +105,15 @@ def read_runs(folder: Path) -> list[Run]:
 def _read_run(folder: Path) -> Run:
     path = folder / METRICS
     try:
-        rows = [row for row in read_rows(path) if row["kind"] == "validation"]
-        validations = {_step(row): _numbers(row) for row in rows}
+        rows = read_rows(path)
+        validations = {_step(row): _numbers(row) for row in rows if row["kind"] == "validation"}
+        training = {_step(row): float(row["loss"]) for row in rows if row["kind"] == "train"}
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
         raise refuse(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
     named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
     arm, seed = (named[1], int(named[2])) if named else (folder.name, _seed(folder / CONFIG))
-    return Run(folder.name, arm, seed, validations)
+    return Run(folder.name, arm, seed, validations, training)
 
 
 def _step(row: Row) -> int:
@@ -182,6 +185,9 @@ def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> dict[st
     if other is not None:
         found["differences"] = _each(lambda name: _difference(_at(runs, step, name), _at(other, step, name)))
     found["curves"] = {name: curve for name in QUANTITIES if (curve := _curve(runs, name))["step"]}
+    found["training"] = {"loss": _training(runs, None)}
+    if other is not None:
+        found["training"]["difference"] = _training(runs, other)
     return found
 
 
@@ -202,7 +208,29 @@ def _difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[
 def _curve(runs: Sequence[Run], name: str) -> dict[str, list]:
     """Only steps that all seeds have: elsewhere the mean would jump because another seed is in it."""
     values = {step: _at(runs, step, name) for step in sorted(runs[0].validations)}
-    points = {step: estimate(of_seed) for step, of_seed in values.items() if len(of_seed) == len(runs)}
+    return _course({step: of_seed for step, of_seed in values.items() if len(of_seed) == len(runs)})
+
+
+def _training(runs: Sequence[Run], other: Sequence[Run] | None) -> dict[str, list]:
+    """The training loss in stretches of steps, or its difference to another arm's.
+
+    Batches are drawn by the seed, so the difference is one on the same texts, far quieter than either loss.
+    """
+    steps = sorted(set.intersection(*(set(run.training) for run in [*runs, *(other or [])])))
+    size = max(1, math.ceil(len(steps) / STRETCHES))
+    found: dict[int, dict[int, float]] = {}
+    for start in range(0, len(steps), size):
+        stretch = steps[start : start + size]
+        ours, theirs = (
+            {run.seed: fmean(run.training[step] for step in stretch) for run in group} for group in (runs, other or [])
+        )
+        found[stretch[-1]] = ours if other is None else _difference(ours, theirs)
+    return _course({step: of_seed for step, of_seed in found.items() if of_seed})
+
+
+def _course(values: Mapping[int, Mapping[int, float]]) -> dict[str, list]:
+    """Means over seeds, step by step."""
+    points = {step: estimate(of_seed) for step, of_seed in values.items()}
     columns = {part: [point[part] for point in points.values()] for part in ("mean", "standard_error")}
     return {"step": list(points)} | columns
 
