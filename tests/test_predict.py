@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -97,9 +98,10 @@ def test_prediction_meets_measurement_on_random_models(name):
     """Random heads on random tokens: the moments say nearly all there is to say."""
     found = predict(model(name), tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
     for number in ("near_mass", "normalised_entropy"):
-        measured = found.pairs(number)[1]
+        predicted, measured = found.pairs(number)
         assert found.calibration_error[number] < 0.15 * (max(measured) - min(measured))
-        assert found.spearman[number] > 0.7
+        # Not by ranks: BERT has heads that are alike, and their order is a matter of rounding.
+        assert numpy.corrcoef(predicted, measured)[0, 1] > 0.85
 
 
 def test_terms_matter_where_positions_do():

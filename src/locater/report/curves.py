@@ -55,7 +55,7 @@ def _styles(arms: list[str], against: str | None) -> dict[str, dict[str, Any]]:
         arm: dict(color=COLOURS[n % len(COLOURS)], linestyle=DASHES[n % len(DASHES)], marker=MARKERS[n % len(MARKERS)])
         for n, arm in enumerate(others)
     }
-    return found | ({against: dict(color=BLACK, linestyle="-", marker="")} if against is not None else {})
+    return found | ({against: dict(color=BLACK, linestyle="-", marker=".")} if against is not None else {})
 
 
 def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
@@ -67,7 +67,7 @@ def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[st
     panel.set(xlabel="training step", ylabel="loss per token")
     title = "Loss while training"
     if against is not None:
-        panel.axhline(0, **styles[against], lw=1.6)
+        panel.axhline(0, color=BLACK, lw=1.6)
         title = f"Loss while training, minus that of {_plain(against)} on the same texts"
     panel.set_title(title, loc="left", fontsize=10)
 
