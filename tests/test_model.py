@@ -111,6 +111,22 @@ def test_cross_entropy_in_pieces_is_cross_entropy(chunk, dtype, monkeypatch):
         torch.testing.assert_close(linear_cross_entropy(x, weight, targets), expected)
 
 
+def test_cross_entropy_under_autocast_multiplies_in_bfloat16():
+    x, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (150, 40))
+    targets = torch.randint(40, (150,))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(x, weight, targets)
+        reference = functional.cross_entropy(functional.linear(x, weight).float(), targets)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-5)
+    exact = functional.cross_entropy(functional.linear(x, weight), targets)
+    assert abs(float((found - exact).detach())) > 1e-5  # it was not multiplied in float32
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (x, weight)), torch.autograd.grad(exact, (x, weight)), strict=True
+    ):
+        assert ours.dtype == torch.float32 and (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
 VARIANTS = {
     "post-LN": SMALL,
     "pre-LN": replace(SMALL, norm_first=True, positions="learned"),
