@@ -60,7 +60,7 @@ Next: [bold]locater train --help[/bold], and docs/notation.md for the letters.""
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and models go.")] = Path("demo"),
 ) -> None:
-    """A guided tour in about a minute: the theory, then two small models trained without and with LocAteR."""
+    """A guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
     from ..studies.two_models import check
 
     check(out)
