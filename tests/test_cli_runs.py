@@ -215,6 +215,12 @@ def test_the_picture_shows_differences_at_the_end(tmp_path):
     assert any(list(line.get_xdata()) == [20, 20] for line in panel.lines), "the step of the table is marked"
 
 
+def test_two_validations_are_both_in_the_picture(tmp_path):
+    write_run(tmp_path / "a-seed0", [row(10, 500.0), row(20, 370.0)])
+    low, high = curves(compare_runs(tmp_path)).axes[0].get_ylim()
+    assert low < 370 and high > 500
+
+
 def test_many_arms_look_different(tmp_path):
     for n in range(30):
         write_run(tmp_path / f"arm{n}-seed0", [row(20, 100.0 + n)])

@@ -88,9 +88,10 @@ def _draw(panel: "Axes", document: dict[str, Any], curve_of: dict[str, dict], st
 
 
 def _focus(panel: "Axes", drawn: list[dict[str, list]]) -> None:
-    """The range of the later steps: the first validations, far above, would press the end into one line."""
+    """The range of the later steps: validations long before, far above, would press the end into one line."""
     points = [point for curve in drawn for point in zip(curve["step"], curve["mean"], strict=True)]
-    start = LATE_FROM * max(step for step, _ in points)
+    *_, before, last = [0, *sorted({step for step, _ in points})]
+    start = min(LATE_FROM * last, before)  # one point alone is no curve
     low, high = min(value for _, value in points), max(value for step, value in points if step >= start)
     if low > 0 and high > LOG_FROM * low:
         _logarithmic(panel)
