@@ -120,7 +120,7 @@ def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
     if not trainer.processes.is_first or read_config(folder).loop == trainer.config.loop:
         return
     if trainer.config.optimiser.schedule == "cosine":
-        say("the cosine of the learning rate now has another end: a run begun with this length would have had another one")
+        say("the cosine of the learning rate now has another end: a run begun with this length would differ")
     write_json(trainer.config.to_dict(), folder / CONFIG)
 
 
