@@ -143,7 +143,9 @@ def test_a_place_that_lists(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["./x", "/x", "a/b/c", "x.safetensors", "org/x.gguf", "../x", "x.json", "-x", ""])
-def test_what_looks_like_a_path_is_one(text):
+def test_what_looks_like_a_path_is_one(text, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     assert looks_like_path(text)
     if text:
         with pytest.raises(Refusal, match="no such file"):
