@@ -292,6 +292,17 @@ def test_runs_that_cannot_be_told_apart_or_compared_are_refused(folder):
     assert "a step that every run was validated at, got none; choose one by --step: 10, 15, 20" in refused()
 
 
+def test_files_are_written_when_the_reader_leaves(folder, tmp_path):
+    """As in `| head`: the table goes nowhere, and nobody complains."""
+    files = {"--json": tmp_path / "runs.json", "--plot": tmp_path / "course.svg"}
+    arguments = ["runs", folder, *(part for pair in files.items() for part in pair)]
+    command = [sys.executable, "-m", "locater.cli", *map(str, arguments)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running.stdout.close()
+    assert running.stderr.read() == b"" and running.wait() == 0
+    assert all(path.exists() for path in files.values())
+
+
 def test_no_torch_is_needed(folder):
     script = (
         f"import sys; sys.argv = ['locater', 'runs', {str(folder)!r}]\n"

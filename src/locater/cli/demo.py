@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .demo_models import say, show_models
+from .output import console_for
 from .theory import MEANING
 
 INTRODUCTION = """\
@@ -64,7 +65,7 @@ def demo(
     from ..studies.two_models import check
 
     check(out)
-    console = Console(highlight=False)
+    console = console_for(None)
     console.print(INTRODUCTION)
     _show_theory(console, out)
     show_models(console, out)

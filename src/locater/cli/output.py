@@ -1,5 +1,6 @@
 """What the commands share: where results go, and how they look in a terminal."""
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +16,18 @@ JsonPath = Annotated[
 ]
 
 
+class Speaker(Console):
+    """Falls silent when its reader leaves (`| head`), so that the files asked for are still written."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # What is still buffered would fail once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 def console_for(json: Path | None) -> Console:
     """Where to talk: standard error when standard output carries JSON."""
-    return Console(stderr=json == STANDARD_OUTPUT, highlight=False)
+    return Speaker(stderr=json == STANDARD_OUTPUT, highlight=False)
 
 
 def table(
