@@ -21,29 +21,29 @@ EVERY=${EVERY:-255}
 THREADS=${THREADS:-1}
 LOCATER=${LOCATER:-locater}
 
-# name, κ, mean of the eigenvalues (free, initial, or tr W in units of λ), step at which the mean is let go (0: never).
-# The theory's border between late and middle is 2.
+# A name and its flags of `locater train`. --mean is tr W in units of λ; the theory's border between late and middle is 2.
 TABLE="
-none         0       free     0
-free-2.5e-3  2.5e-3  free     0
-initial      2.5e-3  initial  0
-late-1       2.5e-3  1        0
-border-2     2.5e-3  2        0
-middle-3.5   2.5e-3  3.5      0
-middle-7     2.5e-3  7        0
-early-1      2.5e-3  -1       0
-let-go-3.5   2.5e-3  3.5      500
-free-2.5e-4  2.5e-4  free     0
-free-1e-3    1e-3    free     0
-free-1e-2    1e-2    free     0
-weak-3.5     2.5e-4  3.5      0
-strong-3.5   1e-2    3.5      0
-mean-3.5     0       3.5      0
+none         --strength 0
+free-2.5e-3  --strength 2.5e-3
+initial      --strength 2.5e-3 --mean initial
+middle-3.5   --strength 2.5e-3 --mean 3.5
+free-2.5e-4  --strength 2.5e-4
+free-1e-3    --strength 1e-3
+free-1e-2    --strength 1e-2
+late-1       --strength 2.5e-3 --mean 1
+border-2     --strength 2.5e-3 --mean 2
+middle-7     --strength 2.5e-3 --mean 7
+early-1      --strength 2.5e-3 --mean -1
+weak-3.5     --strength 2.5e-4 --mean 3.5
+strong-3.5   --strength 1e-2 --mean 3.5
+let-go-3.5   --strength 2.5e-3 --mean 3.5 --mean-until 500
+mean-3.5     --mean 3.5
+decay-5      --qk-decay 5
 "
 ARMS=${ARMS:-$(awk 'NF { print $1 }' <<<"$TABLE")}
 
-run() { # name κ mean until seed
-  local folder="$OUT/$1-seed$5" how
+run() { # seed, name, flags
+  local folder="$OUT/$2-seed$1" how
   local stamp="$folder.done"
   [ "$(cat "$stamp" 2>/dev/null)" = "$LENGTH" ] && return 0
   if [ -f "$folder/config.json" ]; then
@@ -51,14 +51,14 @@ run() { # name κ mean until seed
   else
     rm -rf "$folder"
     # shellcheck disable=SC2206
-    how=(--preset paper --data "$DATA" --seed "$5" --strength "$2" --mean "$3" --mean-until "$4"
-      --validate-every "$EVERY" --save-every "$EVERY" $FLAGS --out "$folder")
+    how=(--preset paper --data "$DATA" --seed "$1" "${@:3}" --validate-every "$EVERY" --save-every "$EVERY" $FLAGS
+      --out "$folder")
   fi
   # A run that was stopped reports too, but not with exit code 0: only a finished one gets its stamp.
   # shellcheck disable=SC2086
   OMP_NUM_THREADS=$THREADS "$LOCATER" train "${how[@]}" $LENGTH >>"$folder.log" 2>&1 || return 255
   echo "$LENGTH" >"$stamp"
-  echo "$1 seed $5: $(grep -E '^validation (perplexity|entropy)' "$folder.log" | tail -2 | tr '\n' ' ')"
+  echo "$2 seed $1: $(grep -E '^validation (perplexity|entropy)' "$folder.log" | tail -2 | tr '\n' ' ')"
 }
 export -f run
 export DATA OUT LENGTH FLAGS EVERY LOCATER THREADS
@@ -67,7 +67,7 @@ mkdir -p "$OUT"
 # Seeds outermost: wherever it stops, the arms can be compared on the seeds that are done.
 LIST=$(for seed in $SEEDS; do
   for arm in $ARMS; do
-    awk -v arm="$arm" -v seed="$seed" '$1 == arm { print $0, seed; found = 1 } END { exit !found }' <<<"$TABLE" ||
+    awk -v arm="$arm" -v seed="$seed" '$1 == arm { print seed, $0; found = 1 } END { exit !found }' <<<"$TABLE" ||
       { echo "no arm called $arm" >&2; exit 2; }
   done
 done)

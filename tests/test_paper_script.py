@@ -32,7 +32,7 @@ def test_the_papers_runs_compare_arms_and_can_be_lengthened(tmp_path):
     assert {path.name for path in out.iterdir() if path.is_dir()} == {"none-seed1", "let-go-3.5-seed1"}
     held = read_config(out / "let-go-3.5-seed1")
     assert (held.stabiliser.strength, held.stabiliser.mean, held.stabiliser.mean_until) == (2.5e-3, "3.5", 500)
-    assert held.loop.seed == 1 and not read_config(out / "none-seed1").stabiliser.is_wanted
+    assert held.loop.seed == 1 and not read_config(out / "none-seed1").stabiliser.is_locater
 
     longer = paper(text, out, ARMS="none", SEEDS="1", LENGTH="--steps 4")
     assert longer.returncode == 0, longer.stderr

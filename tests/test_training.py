@@ -230,6 +230,16 @@ def test_the_initial_mean_can_be_held(text, tmp_path):
     assert after["qk/layer_00/head_01/trace"] == pytest.approx(float(before.flatten()[1]), abs=1e-4)
 
 
+def test_queries_and_keys_alone_decay(text, tmp_path):
+    """By lr · decay = 1e-3 · 50, after a step of the optimiser that is the same with and without."""
+    without, decayed = (trainer(tiny(text, qk_decay=decay, warmup=0), tmp_path / str(decay)) for decay in (0.0, 50.0))
+    without.advance(1)
+    decayed.advance(1)
+    for name, tensor in without.module.state_dict().items():
+        share = 0.95 if name.endswith(("query.weight", "key.weight")) else 1.0
+        torch.testing.assert_close(decayed.module.state_dict()[name], share * tensor)
+
+
 def test_bfloat16_stays_close(text, tmp_path):
     losses = []
     for precision in ("float32", "bf16"):
@@ -386,6 +396,8 @@ BAD = {
     "both": (["--out", "x", "--resume", "y"], 2, "give one of --out DIR"),
     "options at resume": (["--resume", "y", "--batch", "3", "--steps", "3"], 2, "leave out --batch\n"),
     "nothing to let go": (["--mean-until", "5", "--out", "x"], 2, "give --mean initial or a number with it"),
+    "two stabilisers": (["--qk-decay", "1", "--strength", "1", "--out", "x"], 2, "leave out --strength and --mean"),
+    "decay": (["--qk-decay", "-1", "--out", "x"], 1, "a decay of at least 0"),
     "until": (["--mean", "1", "--mean-until", "-5", "--out", "x"], 1, "of at least 0 steps"),
     "no run": (["--resume", "/nonexistent"], 1, "the folder of a run, with config.json"),
     "preset": (["--preset", "huge", "--out", "x"], 2, "one of paper, small, gpt2"),

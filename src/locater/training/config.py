@@ -31,7 +31,7 @@ class OptimiserOptions:
 
 @dataclass(frozen=True)
 class StabiliserOptions:
-    """LocAteR: κ Σ η² beside the loss, and what becomes of the mean."""
+    """LocAteR: κ Σ η² beside the loss, and what becomes of the mean; or the plainest rival."""
 
     strength: float = option(0.0, "κ of LocAteR; 0 with a free mean: none.")
     mean: str = option("free", "Mean of the eigenvalues: free, initial, or a target for tr W in units of λ.")
@@ -40,6 +40,7 @@ class StabiliserOptions:
     mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
     mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
+    qk_decay: float = option(0.0, "Instead of LocAteR: weight decay of queries and keys alone.")
 
     def __post_init__(self):
         if self.mean not in ("free", "initial"):
@@ -51,9 +52,11 @@ class StabiliserOptions:
             raise refuse("a warm-up and an end of the mean of at least 0 steps", asdict(self))
         if self.mean_until and self.mean == "free":
             raise BadArguments("--mean-until lets go of a mean that is held: give --mean initial or a number with it")
+        if self.qk_decay and self.is_locater:
+            raise BadArguments("--qk-decay is another stabiliser: leave out --strength and --mean, or give 0 and free")
 
     @property
-    def is_wanted(self) -> bool:
+    def is_locater(self) -> bool:
         return self.strength != 0 or self.mean != "free"
 
 

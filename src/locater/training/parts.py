@@ -9,7 +9,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from ..data.sources import Data
 from ..errors import refuse
 from ..model import LanguageModel, WalkModel, WalkShape
-from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, Stabiliser, Until, WarmUp
+from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, QKDecay, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
 
 
@@ -38,8 +38,10 @@ def make_optimizer(model: nn.Module, options: OptimiserOptions) -> Optimizer:
 
 
 def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Optimizer) -> Stabiliser:
-    """LocAteR, or one that does nothing."""
-    if not options.is_wanted:
+    """LocAteR, its plainest rival, or one that does nothing."""
+    if options.qk_decay:
+        return QKDecay(model, decay=options.qk_decay, optimizer=optimizer)
+    if not options.is_locater:
         return Stabiliser()
     return LocAteR(
         model,
