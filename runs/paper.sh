@@ -38,7 +38,7 @@ weak-3.5     --strength 2.5e-4 --mean 3.5
 strong-3.5   --strength 1e-2 --mean 3.5
 let-go-3.5   --strength 2.5e-3 --mean 3.5 --mean-until 500
 mean-3.5     --mean 3.5
-decay-5      --qk-decay 5
+decay-8      --qk-decay 8
 "
 ARMS=${ARMS:-$(awk 'NF { print $1 }' <<<"$TABLE")}
 
