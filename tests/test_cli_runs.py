@@ -123,6 +123,21 @@ def test_only_seeds_that_both_have_are_paired(folder):
     printed = locater("runs", folder, "--against", "none").out
     assert "odd: only 2 of 3 seeds have a partner" in printed
     assert "stranger: only 0 of 1 seeds have a partner" in printed
+    assert "arms have different seeds, and share none\n" in printed
+
+
+def test_arms_are_compared_on_the_seeds_that_all_have(folder):
+    for seed, value in ((1, 100.0), (2, 106.0)):
+        write_run(folder / f"odd-seed{seed}", [row(20, value)])
+    assert "arms have different seeds: --seeds 1,2 compares them on what all have\n" in locater("runs", folder).out
+    found = document(folder, "--seeds", "1-2")
+    assert [(arm["arm"], arm["seeds"]) for arm in found["arms"]] == [
+        ("late", [1, 2]),
+        ("odd", [1, 2]),
+        ("none", [1, 2]),
+    ]
+    assert arms(found)["none"]["quantities"]["perplexity"]["mean"] == 106
+    assert "different seeds" not in locater("runs", folder, "--seeds", "2,1").out
 
 
 def test_unequal_lengths_are_compared_at_the_last_common_step(folder):
@@ -259,6 +274,7 @@ BAD = {
     "step": (["runs", "--step", "15"], "--step with one that a run was validated at: 10, 20, got 15"),
     "new": (["new"], "expected a run with a validation, got 1 without"),
     "step of new": (["new", "--step", "3"], "validated at: there is none yet, got 3"),
+    "seed": (["runs", "--seeds", "7-8"], "--seeds with one of 0, 1, 2, got 7, 8"),
     "picture": (["runs", "--plot", "course.gif"], "a picture ending in .png, .svg, .pdf"),
 }
 

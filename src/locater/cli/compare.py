@@ -7,7 +7,8 @@ import typer
 
 from ..errors import BadArguments
 from .output import JsonPath, console_for, table
-from .scan import AllowPickle, Layers, Layout, Length, Raw, parse_layers
+from .scan import AllowPickle, Layers, Layout, Length, Raw
+from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..comparing import Comparison
@@ -37,7 +38,7 @@ def compare(
     options: dict[str, Any] = dict(length=length, raw=raw, layout=layout, allow_pickle=allow_pickle)
     console = console_for(json)
     with console.status("scanning …"):
-        found = library.compare(sources, run=run, layers=parse_layers(layers), **options)
+        found = library.compare(sources, run=run, layers=parse_spans(layers, "--layers"), **options)
     console.print(_heading(found))
     console.print()
     console.print(_table(found, most))

@@ -11,7 +11,8 @@ from rich.progress import Progress
 
 from ..errors import BadArguments
 from .output import JsonPath, console_for, table
-from .scan import Layers, parse_layers
+from .scan import Layers
+from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..predicting import HeadPrediction, Prediction
@@ -48,7 +49,7 @@ def predict(
     except Refusal as reason:
         raise BadArguments(str(reason)) from None
     console = console_for(json)
-    options = dict(text=text, tokenizer=tokenizer, layers=parse_layers(layers), effort=effort)
+    options = dict(text=text, tokenizer=tokenizer, layers=parse_spans(layers, "--layers"), effort=effort)
     found = _with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .output import JsonPath, console_for, table
+from .spans import parse_spans
 
 NAME_WIDTH = 24
 MOST_NAMED = 6
@@ -24,6 +25,7 @@ def runs(
     step: Annotated[
         int | None, typer.Option(help="Compare at this step; by default the last one that all reached.")
     ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0-2,7", help="Only runs with these seeds.")] = None,
     against: Annotated[str | None, typer.Option(metavar="ARM", help="Add differences to this arm, by seed.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the course (.png, .svg or .pdf).")] = None,
     json: JsonPath = None,
@@ -33,7 +35,7 @@ def runs(
     from ..studies.runs import compare_runs
 
     console = console_for(json)
-    document = compare_runs(folder, step=step, against=against)
+    document = compare_runs(folder, step=step, seeds=parse_spans(seeds, "--seeds"), against=against)
     _print(console, document, chosen=step is not None)
     if plot:
         from ..report import figures
@@ -114,6 +116,11 @@ def _warnings(document: dict[str, Any]) -> list[str]:
         pairs = len(arm["differences"].get(document["score"], {"seeds": ()})["seeds"])
         if pairs < len(arm["seeds"]):
             found.append(f"{arm['arm']}: only {pairs} of {len(arm['seeds'])} seeds have a partner")
+    seeds = [set(arm["seeds"]) for arm in document["arms"]]
+    if any(one != seeds[0] for one in seeds):
+        shared = ",".join(map(str, sorted(set.intersection(*seeds))))
+        remedy = f": --seeds {shared} compares them on what all have" if shared else ", and share none"
+        found.append(f"arms have different seeds{remedy}")
     return found
 
 

@@ -1,6 +1,5 @@
 """`locater scan`: every head's query-key spectrum, straight from the files."""
 
-import re
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -11,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import BadArguments, Refusal
+from ..errors import Refusal
 from .output import JsonPath, console_for, table
+from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..analysis import HeadRow
@@ -55,7 +55,7 @@ def scan(
     console = console_for(json)
     conditions = parse(fail_on) if fail_on is not None else ()
     options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
-    options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_layers(layers))
+    options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
     found = scan_with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
@@ -73,19 +73,6 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"scanning {source}", total=None)
         return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
-
-
-def parse_layers(text: str | None) -> list[int] | None:
-    """`0-5,11` as numbers."""
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(100_000):
-            raise BadArguments(f"--layers expects numbers and spans such as 0-5,11, got {text!r}")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return found
 
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:

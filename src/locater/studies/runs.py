@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -61,9 +61,11 @@ class Run:
     training: dict[int, float]  # the loss between two logged steps, by the second
 
 
-def compare_runs(folder: Path, *, step: int | None = None, against: str | None = None) -> dict[str, Any]:
+def compare_runs(
+    folder: Path, *, step: int | None = None, seeds: Collection[int] | None = None, against: str | None = None
+) -> dict[str, Any]:
     """The document of all arms at one step, by default the last that every run with a validation has."""
-    runs = read_runs(folder)
+    runs = _chosen(read_runs(folder), seeds)
     at = _common_step(runs) if step is None else _known_step(runs, step)
     kept = [run for run in runs if at in run.validations]
     arms = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
@@ -100,6 +102,14 @@ def read_runs(folder: Path) -> list[Run]:
     for _, group in groupby(runs, key=lambda run: run.arm):
         _check_arm(list(group))
     return runs
+
+
+def _chosen(runs: Sequence[Run], seeds: Collection[int] | None) -> list[Run]:
+    if seeds is None:
+        return list(runs)
+    if not (found := [run for run in runs if run.seed in seeds]):
+        raise refuse(f"--seeds with one of {_some(sorted({run.seed for run in runs}))}", _some(seeds))
+    return found
 
 
 def _read_run(folder: Path) -> Run:
@@ -169,12 +179,12 @@ def _known_step(runs: Sequence[Run], step: int) -> int:
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    return _some(map(str, sorted({step for run in runs for step in run.validations}))) or "there is none yet"
+    return _some(sorted({step for run in runs for step in run.validations})) or "there is none yet"
 
 
-def _some(names: Iterable[str], most: int = 16) -> str:
-    """All names, or the first and the last ones."""
-    names = list(names)
+def _some(things: Iterable[object], most: int = 16) -> str:
+    """The names of all, or of the first and the last ones."""
+    names = list(map(str, things))
     return ", ".join(names if len(names) <= most else [*names[: most // 2], "…", *names[-most // 2 :]])
 
 
