@@ -138,6 +138,8 @@ def test_arms_are_compared_on_the_seeds_that_all_have(folder):
     ]
     assert arms(found)["none"]["quantities"]["perplexity"]["mean"] == 106
     assert "different seeds" not in locater("runs", folder, "--seeds", "2,1").out
+    assert set(arms(document(folder, "--arms", "odd,none"))) == {"odd", "none"}
+    assert set(arms(document(folder, "--arms", "odd,none", "--seeds", "0"))) == {"none"}
 
 
 def test_unequal_lengths_are_compared_at_the_last_common_step(folder):
@@ -274,6 +276,7 @@ BAD = {
     "step": (["runs", "--step", "15"], "--step with one that a run was validated at: 10, 20, got 15"),
     "new": (["new"], "expected a run with a validation, got 1 without"),
     "step of new": (["new", "--step", "3"], "validated at: there is none yet, got 3"),
+    "arms": (["runs", "--arms", "none,nobody"], "expected --arms among late, none, got nobody"),
     "seed": (["runs", "--seeds", "7-8"], "--seeds with one of 0, 1, 2, got 7, 8"),
     "picture": (["runs", "--plot", "course.gif"], "a picture ending in .png, .svg, .pdf"),
 }

@@ -25,6 +25,7 @@ def runs(
     step: Annotated[
         int | None, typer.Option(help="Compare at this step; by default the last one that all reached.")
     ] = None,
+    arms: Annotated[str | None, typer.Option(metavar="ARM,ARM", help="Only these arms.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0-2,7", help="Only runs with these seeds.")] = None,
     against: Annotated[str | None, typer.Option(metavar="ARM", help="Add differences to this arm, by seed.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the course (.png, .svg or .pdf).")] = None,
@@ -35,7 +36,8 @@ def runs(
     from ..studies.runs import compare_runs
 
     console = console_for(json)
-    document = compare_runs(folder, step=step, seeds=parse_spans(seeds, "--seeds"), against=against)
+    some = arms.split(",") if arms else None
+    document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
     _print(console, document, chosen=step is not None)
     if plot:
         from ..report import figures

@@ -62,18 +62,23 @@ class Run:
 
 
 def compare_runs(
-    folder: Path, *, step: int | None = None, seeds: Collection[int] | None = None, against: str | None = None
+    folder: Path,
+    *,
+    step: int | None = None,
+    arms: Collection[str] | None = None,
+    seeds: Collection[int] | None = None,
+    against: str | None = None,
 ) -> dict[str, Any]:
-    """The document of all arms at one step, by default the last that every run with a validation has."""
-    runs = _chosen(read_runs(folder), seeds)
+    """The document of all arms, or of some, at one step, by default the last that every run with a validation has."""
+    runs = _chosen(read_runs(folder), arms, seeds)
     at = _common_step(runs) if step is None else _known_step(runs, step)
     kept = [run for run in runs if at in run.validations]
-    arms = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
-    if against is not None and against not in arms:
-        raise refuse(f"--against with an arm that has step {at}: {_some(arms)}", repr(against))
+    found = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
+    if against is not None and against not in found:
+        raise refuse(f"--against with an arm that has step {at}: {_some(found)}", repr(against))
     present = {name for run in kept for name in run.validations[at]}
     score = next((name for name in SCORES if name in present), SCORES[-1])
-    rows = [_arm(group, at, None if against in (None, arm) else arms[against]) for arm, group in arms.items()]
+    rows = [_arm(group, at, None if against in (None, arm) else found[against]) for arm, group in found.items()]
     return {
         "schema": "locater.runs/1",
         "folder": str(folder),
@@ -104,11 +109,14 @@ def read_runs(folder: Path) -> list[Run]:
     return runs
 
 
-def _chosen(runs: Sequence[Run], seeds: Collection[int] | None) -> list[Run]:
-    if seeds is None:
-        return list(runs)
-    if not (found := [run for run in runs if run.seed in seeds]):
-        raise refuse(f"--seeds with one of {_some(sorted({run.seed for run in runs}))}", _some(seeds))
+def _chosen(runs: Sequence[Run], arms: Collection[str] | None, seeds: Collection[int] | None) -> list[Run]:
+    """Those of some arms and seeds; an arm that is not there is a slip, a seed that some arm lacks is none."""
+    there = dict.fromkeys(run.arm for run in runs)
+    if unknown := [arm for arm in arms or () if arm not in there]:
+        raise refuse(f"--arms among {_some(there)}", _some(unknown))
+    found = [run for run in runs if (arms is None or run.arm in arms) and (seeds is None or run.seed in seeds)]
+    if not found:
+        raise refuse(f"--seeds with one of {_some(sorted({run.seed for run in runs}))}", _some(seeds or ()))
     return found
 
 
