@@ -136,3 +136,12 @@ def test_rank_ignores_padding_and_thins_long_texts_evenly():
     torch.testing.assert_close(found.effective_rank[:1], spaced.effective_rank)
     same = rank(torch.ones(1, 8, 5, dtype=torch.float64))
     assert same.residual < 1e-12 and abs(same.mean_cosine - 1) < 1e-12 and abs(same.effective_rank - 1) < 1e-6
+
+
+def test_rank_of_a_text_that_exploded_is_no_number_and_others_keep_theirs():
+    x = torch.randn(3, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    alone = vars(rank(x[:1]))
+    x[1, 2, 3], x[2, 0, 0] = torch.nan, torch.inf
+    for name, values in vars(rank(x)).items():
+        assert values[1:].isnan().all(), name
+        torch.testing.assert_close(values[:1], alone[name])

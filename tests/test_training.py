@@ -335,6 +335,16 @@ def test_a_rate_that_is_absurd_ends_in_a_sentence(text, tmp_path):
     assert "in step" in result.err and "lower --learning-rate" in result.err
 
 
+def test_a_run_that_diverges_on_held_out_text_alone_ends_in_a_sentence(text, tmp_path):
+    """Training has not met the state yet: the step that made it was taken with a finite gradient."""
+    arguments = flags(text, learning_rate=1e30, warmup=0, validate_every=1)
+    result = locater("train", *arguments, "--out", tmp_path / "run")
+    assert result.code == 1 and result.err.count("\n") == 1
+    assert "the loss on held-out text became nan in step 1: " in result.err and "exploded" in result.err
+    assert "the last good state is" in result.err and "step-00000000" in result.err
+    read_rows(tmp_path / "run" / "metrics.jsonl")
+
+
 def test_a_full_disk_leaves_the_earlier_checkpoint(text, tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the system, as it would there."""
     one = trainer(tiny(text), tmp_path / "run")

@@ -11,7 +11,7 @@ from ..projections import widen
 
 @dataclass(frozen=True)
 class Rank:
-    """Four views of rank collapse, one number per text; NaN where a text has too few tokens.
+    """Four views of rank collapse, one number per text; NaN where a text has too few tokens, or numbers that are none.
 
     Residual 0, cosine 1, ranks 1: all tokens are alike.
     """
@@ -53,7 +53,9 @@ def singular_values(x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "
     """Through the smaller Gram matrix, in float64."""
     x = x.double()
     gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    # The solver raises an error on what is not finite, and who watches an exploding run wants to go on watching.
+    finite = gram.isfinite().all(-1).all(-1)[..., None]
+    return torch.linalg.eigvalsh(gram.where(finite[..., None], 0.0)).clamp(min=0).sqrt().where(finite, torch.nan)
 
 
 def _thinned(x: Tensor, valid: Tensor, most: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .config import Config
 from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics
+from .observe import finite
 from .parts import make_model, make_optimizer, make_stabiliser
 from .processes import Processes, spread, unsynchronised, whole
 from .schedule import learning_rate
@@ -143,29 +144,36 @@ class Trainer:
         longest = self.config.optimiser.clip or math.inf
         return float(whole(nn.utils.clip_grad_norm_(parameters, longest)))
 
-    def _diverged(self, loss: float) -> Diverged:
+    def _diverged(self, loss: float, *, held_out: bool = False) -> Diverged:
         """Nothing was stepped since the state at hand; it is kept if it still gives a finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        place = self._place()
+        place = self._place(held_out)
         if math.isfinite(loss) and self.processes.count == 1 and self.step:
             self.save()
         where = f"the last good state is {self.store.folder / self.store.names()['last']}"
-        said = "loss became" if not math.isfinite(loss) else "gradient of the loss is not finite at loss"
+        on = "loss on held-out text" if held_out else "loss"
+        said = f"{on} became" if not math.isfinite(loss) else "gradient of the loss is not finite at loss"
         return Diverged(
             f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower --learning-rate or raise --strength"
         )
 
-    def _place(self) -> str:
-        """Where it broke, by the first process, which looks at every process's part of the batch while they wait."""
+    def _place(self, held_out: bool) -> str:
+        """Where it broke, by the first process, which looks at every process's part of the texts while they wait."""
         plain = plain_copy(self.model, self.processes)
         found = "the first process says where"
         if plain is not None:
-            device, first = next(plain.parameters()).device, self.step * self.config.loop.batch
-            parts = range(first, first + self.config.loop.batch, self.share)
-            batches = (self.data.batches.training(part, self.share)[0].to(device) for part in parts)
-            found = next(filter(None, (diagnose(plain, batch) for batch in batches)), "its gradient is not finite")
+            device = next(plain.parameters()).device
+            found = next(filter(None, (diagnose(plain, texts.to(device)) for texts in self._texts(held_out))), None)
         self.processes.wait()
-        return found
+        return found or "all outputs of the model are finite"
+
+    def _texts(self, held_out: bool) -> Iterator[Tensor]:
+        """Those of this step, or all held-out ones, some at a time."""
+        batches, batch = self.data.batches, self.config.loop.batch
+        first, count = (0, batches.num_validation) if held_out else (self.step * batch, batch)
+        read = batches.validation if held_out else batches.training
+        for start in range(first, first + count, self.share):
+            yield read(start, min(self.share, first + count - start))[0]
 
     def _log(self, tell: Tell) -> None:
         own = torch.tensor([self.loss_sum, self.loss_count], dtype=torch.float64, device=self.processes.device)
@@ -185,7 +193,9 @@ class Trainer:
         start = time.perf_counter()
         with self._precision():
             row = validate(self.model, self.config, self.data, self.processes, self.share)
-        self.metrics.add({"kind": "validation", "step": self.step} | row | self.stabiliser.metrics())
+        if not math.isfinite(row["loss"]):
+            raise self._diverged(row["loss"], held_out=True)
+        self.metrics.add(*finite([{"kind": "validation", "step": self.step} | row | self.stabiliser.metrics()]))
         # Validation is not training time.
         self.since = self.since[0] + time.perf_counter() - start, self.since[1]
         improved = row["loss"] < self.best

@@ -21,11 +21,16 @@ TOKENS_OBSERVED = 8192
 
 @torch.no_grad()
 def validate(model: nn.Module, config: Config, data: Data, processes: Processes, at_once: int) -> dict[str, Any]:
-    """The row of one validation, the same on every process; heads and layers are looked at by the first only."""
+    """The row of one validation, the same on every process; heads and layers are looked at by the first only.
+
+    Where the loss is not finite, the row holds nothing else.
+    """
     was_training = model.training
     model.eval()
     loss = _loss(model, config, data, processes, at_once)
     row: dict[str, Any] = {"loss": loss}
+    if not math.isfinite(loss):
+        return row
     plain = plain_copy(model, processes)
     if isinstance(plain, LanguageModel):
         row["perplexity"] = math.exp(min(loss, 700.0))
