@@ -74,6 +74,22 @@ def test_tokens_that_are_alike_are_rank_collapse():
     assert collapse and collapse[0].head is None and "mean cosine" in collapse[0].meaning
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_not_finite_is_named_where_it_begins_and_hides_nothing_else(wrong):
+    """A token of one text breaks its own query and the nine that follow; kernels may spread it further in that text."""
+    model = llama()
+    tokens = LONG % 40
+    tokens[1, 50] = 49
+    with torch.no_grad():
+        model.model.embed_tokens.weight[49] = wrong
+    report = watch(model, lambda: model(tokens))
+    assert kinds(report) == {("not finite", 0, None), ("not finite", 1, None)}
+    assert "the logits of 10 of 120 queries are NaN or infinite" in report.alarms[0].meaning
+    assert report.training[0].rows_not_finite == 10 <= report.training[1].rows_not_finite <= 60
+    assert math.isfinite(report.metrics()["attn/layer_01/entropy"])
+    assert report.to_json()["alarms"][0]["figure"] == pytest.approx(10 / 120)
+
+
 @pytest.mark.parametrize("repeats", [1, 4])
 def test_thresholds_do_not_depend_on_length(repeats):
     """Uniform over a fixed share of the keys, or ten times log n: the same verdict at any length."""

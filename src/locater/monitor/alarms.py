@@ -1,4 +1,4 @@
-"""When attention goes wrong: four conditions, each with a threshold that does not depend on the length of the text."""
+"""When attention goes wrong: a few conditions, each with a threshold that does not depend on the length of the text."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -20,6 +20,7 @@ class Thresholds:
     logit_explosion: float | None = 10.0  # largest logit above this many log n, each enough to outweigh n keys
     dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
+    not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ def _logits(layer: LayerReport, largest: float, times: float | None) -> Iterator
 
 
 def _layer(layer: LayerReport, limits: Thresholds) -> Iterator[Finding]:
+    lost = layer.rows_not_finite / max(1, layer.num_queries)
+    if limits.not_finite is not None and lost > limits.not_finite:
+        meaning = f"the logits of {layer.rows_not_finite} of {layer.num_queries} queries are NaN or infinite"
+        remedy = "the last good checkpoint with a lower learning rate; the first layer named is where to look"
+        yield "not finite", lost, limits.not_finite, meaning, remedy
     residual = layer.ranks.get("residual", math.nan)
     if limits.rank_collapse is not None and residual < limits.rank_collapse:
         cosine = layer.ranks.get("mean_cosine", math.nan)

@@ -41,6 +41,7 @@ class LayerReport:
     share_of_queries: float
     rows_without_keys: int  # left out of every mean: padding, or fully masked
     rows_with_one_key: int  # left out of the normalised entropy
+    rows_not_finite: int  # left out of every mean: in the worst head, rows whose logits are NaN or infinite
     num_passes: int
     log_keys: float  # the mean over queries of log n: what thresholds are measured in
 
@@ -56,11 +57,13 @@ class LayerReport:
         names = [name for name in NAMES if block != "cross" or name not in PLACELESS]
         ranks = {name: float(total / count) for name, (total, count) in zip(RANKS, tally.ranks, strict=True) if count}
         rows = max(1.0, counts[LOOKED_AT])
+        # A row with keys has an entropy, unless its logits have none.
+        lost = counts[LOOKED_AT] - counts[WITHOUT_KEYS] - found[NAMES.index("entropy")].min().item()
         return cls(
             block, layer, heads,
             {name: tuple(values[name]) for name in names},
             {name: tuple(errors[name]) for name in names if name in errors},
-            ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]),
+            ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]), int(lost),
             int(counts[PASSES]), counts[LOG_KEYS] / rows,
         )  # fmt: skip
 
