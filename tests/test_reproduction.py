@@ -32,7 +32,7 @@ def tables() -> list[tuple[str, list[dict[str, str]]]]:
     text = PAGE.read_text(encoding="utf-8")
     for block in re.finditer(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         rows = [[cell.strip(" `") for cell in line.strip("|\n").split("|")] for line in block[0].splitlines()]
-        if "seeds" in rows[0] or any(heading.startswith("step ") for heading in rows[0]):
+        if "perplexity" in rows[0] or any(heading.startswith("step ") for heading in rows[0]):
             commands = re.findall(r"`(locater runs [^`]+)`", text[: block.start()])
             found.append((commands[-1], [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]))
     return found
