@@ -84,7 +84,7 @@ def test_the_training_loss_and_its_difference_on_the_same_texts(tmp_path):
     assert (difference["mean"][-1], difference["standard_error"][-1]) == (-1.0, 1.0)  # 0 and −2
     panel = curves(compare_runs(tmp_path, against="none")).axes[1]
     assert panel.get_title(loc="left").endswith("minus that of none on the same texts")
-    assert curves(compare_runs(tmp_path)).axes[1].get_title(loc="left") == "Loss while training"
+    assert curves(compare_runs(tmp_path)).axes[1].get_title(loc="left") == "Training loss"
 
 
 def test_every_quantity_is_read(folder):

@@ -228,10 +228,10 @@ def test_a_silent_hub_is_not_asked_again(monkeypatch, silent_hub):
 
     def load_dataset(*_, **__):
         asked.append(silent_hub.config.HF_HUB_OFFLINE)
-        return {"train": {"text": [" a b \n", "\n"]}, "validation": {"text": [" b \n"]}}
+        return {"train": {"text": ["", " a b \n", "", " b \n"]}, "validation": {"text": [" b \n"]}}
 
     monkeypatch.setattr(silent_hub, "load_dataset", load_dataset)
-    assert download.download() == Corpus("wikitext-2", " a b \n\n", " b \n")
+    assert download.download() == Corpus("wikitext-2", "\n a b \n\n b \n", " b \n")
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(silent_hub.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -248,7 +248,13 @@ def test_the_embedded_text_is_long_enough_and_made_once(monkeypatch):
 
 
 @pytest.mark.skipif(not WIKITEXT.exists(), reason="WikiText-2 is not kept in the repository")
-def test_wikitext_2_has_the_sizes_of_the_paper():
-    data = open_data(DataOptions(str(WIKITEXT), "words"), length=128, seed=0)
-    assert (len(data.tokens.train), len(data.tokens.valid)) == (2_088_628, 217_646)
-    assert data.tokens.vocabulary.size == 33_278
+def test_wikitext_2_has_the_sizes_of_the_paper(monkeypatch, silent_hub):
+    """From a folder, and with rows as the hub has them: a line each, but for blank ones, which are empty."""
+    names = {"train": "train.txt", "validation": "valid.txt"}
+    lines = {part: (WIKITEXT / name).read_text(encoding="utf-8").split("\n")[:-1] for part, name in names.items()}
+    rows = {part: {"text": [f"{one}\n" if one.strip() else "" for one in every]} for part, every in lines.items()}
+    monkeypatch.setattr(silent_hub, "load_dataset", lambda *_: rows)
+    for source in (str(WIKITEXT), "wikitext-2"):
+        data = open_data(DataOptions(source, "words"), length=128, seed=0)
+        assert (len(data.tokens.train), len(data.tokens.valid)) == (2_088_628, 217_646)
+        assert data.tokens.vocabulary.size == 33_278

@@ -2,7 +2,7 @@
 
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ..errors import refuse
@@ -24,8 +24,13 @@ def download() -> Corpus:
             found = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as reason:  # whatever a hub, a proxy or a disk may do
         raise refuse("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
-    train, valid = ("".join(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
+    train, valid = (_lines(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
     return Corpus(WIKITEXT, train, valid)
+
+
+def _lines(rows: Iterable[str]) -> str:
+    """The text of which each row is a line: the hub's copy has lost the end of blank ones, which is a token too."""
+    return "".join(row.rstrip("\n") + "\n" for row in rows)
 
 
 @contextmanager

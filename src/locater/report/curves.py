@@ -65,10 +65,10 @@ def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[st
     curve_of = {arm["arm"]: arm["training"][kind] for arm in document["arms"] if kind in arm["training"]}
     _draw(panel, document, {arm: curve for arm, curve in curve_of.items() if curve["step"]}, styles)
     panel.set(xlabel="training step", ylabel="loss per token")
-    title = "Loss while training"
+    title = "Training loss"
     if against is not None:
         panel.axhline(0, color=BLACK, lw=1.6)
-        title = f"Loss while training, minus that of {_plain(against)} on the same texts"
+        title = f"Training loss, minus that of {_plain(against)} on the same texts"
     panel.set_title(title, loc="left", fontsize=10)
 
 
