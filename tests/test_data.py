@@ -88,6 +88,29 @@ def test_a_half_written_cache_is_never_read(text_file, monkeypatch):
     assert len(open_data(DataOptions(str(text_file), "words"), length=16, seed=0).tokens.train) > 0
 
 
+DAMAGE = {
+    "empty": ("words", "train.npy", b""),
+    "cut": ("words", "valid.npy", b"\x93NUMPY"),
+    "gone": ("words", "train.npy", None),
+    "no words": ("words", "vocabulary.txt", None),
+    "no pairs": ("bpe", "tokenizer.json", None),
+    "half of the pairs": ("bpe", "tokenizer.json", b"{"),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "name", "left"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_cache_is_made_again(text_file, tokenizer, name, left):
+    options = DataOptions(str(text_file), tokenizer, bpe_size=300)
+    whole = open_data(options, length=16, seed=0)
+    tokens, path = numpy.array(whole.tokens.train), cache.cache_folder() / "tokens" / whole.identity / name
+    path.unlink()
+    if left is not None:
+        path.write_bytes(left)
+    again = open_data(options, length=16, seed=0)
+    assert numpy.array_equal(again.tokens.train, tokens)
+    assert again.tokens.vocabulary.size == whole.tokens.vocabulary.size
+
+
 def test_the_cache_stands_where_the_user_says(monkeypatch, tmp_path):
     assert cache.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("LOCATER_CACHE")
@@ -153,6 +176,21 @@ def test_a_folder_with_parts_uses_them_and_any_other_is_cut(tmp_path):
     assert corpus.train.endswith("\n")
 
 
+def test_a_line_that_is_far_from_the_end_is_no_place_to_cut():
+    """A title and one long line, two long lines, no blank at all: always about a twentieth is held out."""
+    words = "word " * 4000
+    for text in (f"Title\n{words}", f"{words}\n{words}", "x" * 20_000):
+        corpus = held_out("here", text)
+        assert corpus.train + corpus.valid == text
+        assert 0.05 <= len(corpus.valid) / len(text) < 0.051
+    assert held_out("here", f"{words}\n{words}").train.endswith(" ")
+
+
+def test_numbers_of_large_seeds_differ():
+    walks = Walks(2, 3, 2**63 + 5).validation(0, 3)[0]
+    assert not walks[0].equal(walks[1]) and not walks.equal(Walks(2, 3, 2**63 + 6).validation(0, 3)[0])
+
+
 def test_a_text_without_lines_is_cut_too():
     corpus = held_out("x", "abcdefghijklmnopqrstuvwxyz")
     assert (corpus.train, corpus.valid) == ("abcdefghijklmnopqrstuvwx", "yz")
@@ -163,7 +201,7 @@ BAD = {
     "blank": (b" \n \n", "nothing but blanks"),
     "latin-1": (b"caf\xe9 ol\xe9", "the byte 0xe9 at position 3; convert it"),
     "one letter": (b"a", "enough text"),
-    "short": (b"a few words\nno more\n", "tokens of training text, got"),
+    "short": (b"a few words\n" * 4, "tokens of training text, got"),
 }
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -362,6 +363,20 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(text, tmp_path):
     resumed.advance(20)
 
 
+def test_a_disk_that_is_full_of_metrics_is_said_once(text, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config = tiny(text, steps=2000, save_every=2000, validate_every=2000, log_every=1)
+    try:
+        with pytest.raises(Refusal, match="expected to write .*metrics.jsonl, got File too large; free some room"):
+            # The first checkpoint is larger than all metrics will be: it is there before the limit is.
+            start(config, tmp_path / "run", stop_after=1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, limits[1]))
+            run.resume(tmp_path / "run", say=lambda sentence: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) > 10
+
+
 def test_what_a_killed_writer_left_is_not_read(text, tmp_path):
     """A partial checkpoint, a whole one that the index does not name yet, half a line of metrics."""
     folder = tmp_path / "run"
@@ -380,9 +395,80 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_again(text, tmp_path
     start(tiny(text), tmp_path / "whole")
     one = trainer(tiny(text), tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(json.dumps(one.config.to_dict()))
-    one.metrics.add({"kind": "train", "step": 3, "loss": 0.0})
     run.resume(tmp_path / "run", say=lambda sentence: None)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(path, text: str | None) -> None:
+    path.unlink() if text is None else path.write_text(text)
+
+
+DAMAGE = {
+    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "the checkpoints of this run in .*, got none"),
+    "index": (lambda run: write(run / "checkpoints" / "index.json", '{"la'), "wrote to .*index.json, got Untermin"),
+    "index of a list": (lambda run: write(run / "checkpoints" / "index.json", '["last"]'), "index.json, got a list"),
+    "no such step": (
+        lambda run: write(run / "checkpoints" / "index.json", '{"last": "step-9"}'),
+        "state.json, got No such file or directory; restore it",
+    ),
+    "state": (
+        lambda run: write(run / "checkpoints" / "step-00000005" / "state.json", '{"step": 5}'),
+        "got one without best, loss_sum, loss_count, data",
+    ),
+    "metrics": (
+        lambda run: write(run / "metrics.jsonl", '{"kind": "train"\n\n'),
+        "metrics of locater train in .*, got J",
+    ),
+    "config": (
+        lambda run: write(run / "config.json", '{"preset": "paper", "data": []}'),
+        "the config of a run of this",
+    ),
+    "no config": (lambda run: write(run / "config.json", None), "the folder of a run, with config.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_run_is_refused_and_loses_nothing_more(text, tmp_path, damage, words):
+    folder = tmp_path / "run"
+    start(tiny(text), folder, stop_after=5)
+    damage(folder)
+    before = contents(folder)
+    with pytest.raises(Refusal, match=words):
+        run.resume(folder, say=lambda sentence: None)
+    assert contents(folder) == before
+
+
+def test_two_do_not_train_in_one_folder(text, tmp_path):
+    start(tiny(text), tmp_path / "run", stop_after=5)
+    with run.alone(tmp_path / "run", ALONE):
+        result = locater("train", "--resume", tmp_path / "run")
+    assert result.code == 1 and f"the only one that trains in {tmp_path / 'run'}, got another process" in result.err
+    assert locater("train", "--resume", tmp_path / "run").code == 0
+
+
+def test_a_refused_start_leaves_the_folder_to_the_next(text, tmp_path):
+    result = locater("train", *flags(text, accumulate=3), "--out", tmp_path / "run")
+    assert result.code == 1 and "change --batch or --accumulate" in result.err
+    assert locater("train", *flags(text, accumulate=2, steps=1), "--out", tmp_path / "run").code == 0
+
+
+def test_a_run_does_not_become_its_own_data(text, tmp_path):
+    result = locater("train", *flags(tmp_path), "--out", tmp_path / "run")
+    assert result.code == 1 and "a run outside of the folder that is its data" in result.err
+    assert locater("train", *flags(tmp_path, steps=1), "--out", tmp_path / ".run").code == 0  # hidden files are no data
+    for name in ("train.txt", "valid.txt"):
+        shutil.copy(text, tmp_path / name)
+    assert locater("train", *flags(tmp_path, steps=1), "--out", tmp_path / "run").code == 0  # nothing else is read
+
+
+def test_names_with_brackets_are_shown_as_they_are(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = locater("train", *flags(text, steps=4), "--stop-after", 2, "--out", "run[lr=0.1][/x]")
+    assert result.code == 0 and "locater train --resume run[lr=0.1][/x]\n" in result.out
 
 
 def test_a_folder_that_exists_is_refused(text, tmp_path):
@@ -414,6 +500,19 @@ BAD = {
     "choice": (["--norm", "batch", "--out", "x"], 2, "is not one of layer, rms"),
     "mean": (["--mean", "some", "--out", "x"], 1, "a mean that is free, initial or a number"),
     "rate": (["--learning-rate", "-1", "--out", "x"], 1, "a learning rate above 0"),
+    "rate that is none": (["--learning-rate", "nan", "--out", "x"], 1, "learning_rate to be a finite number, got nan"),
+    "epochs": (["--epochs", "inf", "--out", "x"], 1, "epochs to be a finite number"),
+    "moments": (["--beta1", "1.5", "--out", "x"], 1, "decays of Adam's moments in [0, 1), got 1.5 and 0.98"),
+    "key heads": (["--num-heads", "4", "--num-key-heads", "-1", "--out", "x"], 1, "key heads of at least 0"),
+    "odd width": (["--d-model", "129", "--num-heads", "3", "--out", "x"], 1, "sinusoidal positions, got 129"),
+    "seed": (["--seed", "9223372036854775808", "--out", "x"], 1, "a seed from 0 to below 2^63"),
+    "walk": (["--data", "random-walk", "--num-layers", "2", "--out", "x"], 2, "leave out --num-layers"),
+    "nobody's home": (
+        ["--data", "~nobody-has-it/x", "--out", "x"],
+        1,
+        "or the name of a data set, got ~nobody-has-it/x",
+    ),
+    "endless name": (["--data", "x" * 300, "--out", "x"], 1, "check the spelling"),
     "steps": (["--steps", "0", "--out", "x"], 1, "steps of at least 1"),
     "device": (["--device", "toaster", "--out", "x", "--data", "random-walk"], 1, "use --device cpu"),
 }

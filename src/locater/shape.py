@@ -1,7 +1,8 @@
 """`Shape`: the sizes and choices of the small transformer language model; knows no torch, so that help is quick."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
 
 from .errors import refuse
 
@@ -9,6 +10,23 @@ from .errors import refuse
 def option(default: Any, help: str) -> Any:
     """A field with the sentence that documents it, which is also the command's help."""
     return field(default=default, metadata={"help": help})
+
+
+# What JSON and a shell may give for a field of each type.
+KINDS: dict[Any, type | tuple[type, ...]] = {float: (float, int), int: int, bool: bool, str: str}
+
+
+def check_fields(options: Any) -> None:
+    """Refuse what no field of a config can be: another type, a choice that is none, a number that is none."""
+    for one in fields(options):
+        value, choices = getattr(options, one.name), get_args(one.type)
+        if choices:
+            expected, fits = f"{one.name} to be one of {', '.join(choices)}", value in choices
+        else:
+            kind = "finite number" if one.type is float else getattr(one.type, "__name__", "value")
+            expected, fits = f"{one.name} to be a {kind}", isinstance(value, KINDS.get(one.type, object))
+        if not fits or isinstance(value, float) and not math.isfinite(value):
+            raise refuse(expected, repr(value))
 
 
 @dataclass(frozen=True)
@@ -35,16 +53,19 @@ class Shape:
     model_type: str = field(default="locater", init=False)
 
     def __post_init__(self):
+        check_fields(self)
         for name in ("context", "num_layers", "num_heads", "d_model", "d_feedforward"):
             if getattr(self, name) < 1:
                 raise refuse(f"{name} of at least 1", getattr(self, name))
-        if self.vocab_size < 0 or not 0 <= self.dropout < 1:
-            raise refuse("a vocabulary of at least 0 and a dropout in [0, 1)", f"{self.vocab_size}, {self.dropout}")
+        if self.vocab_size < 0 or self.num_key_heads < 0 or not 0 <= self.dropout < 1:
+            got = f"{self.vocab_size}, {self.num_key_heads}, {self.dropout}"
+            raise refuse("a vocabulary and key heads of at least 0 and a dropout in [0, 1)", got)
         if self.d_model % self.num_heads or self.num_heads % self.key_heads:
             expected = "a width that is a multiple of the heads, and these of the key heads"
             raise refuse(expected, f"{self.d_model}, {self.num_heads} and {self.key_heads}")
-        if self.d_head % 2 and self.positions == "rotary" or self.d_model % 2 and self.positions == "sinusoidal":
-            raise refuse(f"an even width for {self.positions} positions", self.d_head)
+        for positions, width in (("rotary", self.d_head), ("sinusoidal", self.d_model)):
+            if self.positions == positions and width % 2:
+                raise refuse(f"an even width for {positions} positions", width)
 
     @property
     def key_heads(self) -> int:

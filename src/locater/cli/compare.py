@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..errors import BadArguments
 from .output import JsonPath, console_for, table
@@ -52,7 +53,7 @@ def _heading(found: "Comparison") -> str:
     still = sum(movement.moved < 1e-6 for movement in found.heads)
     changed = sum(len({row.regime for row in movement.rows}) > 1 for movement in found.heads)
     return (
-        f"[bold]{shown}[/bold]\n{len(found.heads)} heads, {still} unmoved, {changed} changed their regime; "
+        f"[bold]{escape(shown)}[/bold]\n{len(found.heads)} heads, {still} unmoved, {changed} changed their regime; "
         "moved = |Δ(tr W, η)|/η"
     )
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .output import table
+from .output import aside, table
 
 TRAINING = """\
 [bold]3. Two small models, trained here[/bold] → {picture}
@@ -74,7 +74,7 @@ def _train(console: Console, out: Path, picture: Path) -> None:
     say(console, TRAINING.format(picture=escape(str(picture)), **words))
     for name in two_models.NAMES:
         console.print(f"training {LABELS[name]} …")
-        outcome = two_models.train(out, name, say=Console(stderr=True, highlight=False).print)
+        outcome = two_models.train(out, name, say=aside)
         if outcome.signal is not None and not outcome.is_done:
             say(console, f"stopped at step {outcome.step} of {outcome.num_steps}")
             say(console, f"continue with: locater demo --out {escape(str(out))}")

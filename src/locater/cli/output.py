@@ -30,6 +30,11 @@ def console_for(json: Path | None) -> Console:
     return Speaker(stderr=json == STANDARD_OUTPUT, highlight=False)
 
 
+def aside(sentence: str) -> None:
+    """What a person should know beside the results: on standard error, brackets and all."""
+    Console(stderr=True, highlight=False).print(sentence, markup=False)
+
+
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = (), title: str | None = None
 ) -> Table:

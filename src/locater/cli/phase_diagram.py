@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+
 from .output import console_for, table
 
 WORDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
@@ -25,7 +27,7 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
         from ..report import figures
 
         figures.save(figures.phase_diagram(document), plot)
-        console.print(f"picture: {plot}", soft_wrap=True)
+        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import BadArguments
@@ -67,7 +68,7 @@ def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     tokens = found.tokens
-    console.print(f"[bold]{found.source}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads", soft_wrap=True)
     console.print(
         f"text: {found.text}; moments from {tokens['calibration']} tokens ({found.calibration_windows} windows of "
         f"{found.length}),\nmeasured on {tokens['test']} others ({found.test_windows} windows)",

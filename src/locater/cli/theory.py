@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..errors import BadArguments, refuse
 from .output import JsonPath, console_for, table
@@ -170,7 +171,7 @@ def _show(document: dict[str, Any], plot: Path | None, json: Path | None) -> Non
         from ..report import figures
 
         figures.save(figures.profile(document), plot)
-        console.print(f"picture: {plot}", soft_wrap=True)
+        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from ..data.options import WALK
 from ..errors import BadArguments
-from ..training.config import GROUPS, PRESETS, make_config
-from .output import JsonPath, console_for, table
+from ..shape import Shape
+from ..training.config import GROUPS, PRESETS, Config, make_config
+from .output import JsonPath, aside, console_for, table
 
 if TYPE_CHECKING:
     from ..training.run import Outcome
@@ -48,15 +51,24 @@ def train(
         named = ", ".join("--" + name.replace("_", "-") for name in sorted(others))
         raise BadArguments(f"--resume takes the run's own config: leave out {named}")
     config = None if out is None else make_config(preset, **given)
+    if config is not None:
+        _check_walk(config, given)
     from ..training import run
 
-    say = Console(stderr=True, highlight=False).print
     if config is not None and out is not None:
-        outcome = run.start(config, out, stop_after=stop_after, say=say)
+        outcome = run.start(config, out, stop_after=stop_after, say=aside)
     else:
         assert resume is not None
-        outcome = run.resume(resume, length=given, stop_after=stop_after, say=say)
+        outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
     _report(console, outcome, json)
+
+
+def _check_walk(config: Config, given: dict[str, Any]) -> None:
+    """The theory's own model has a width and a length, and nothing else to choose."""
+    ignored = sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"})
+    if config.data.data == WALK and ignored:
+        named = ", ".join("--" + name.replace("_", "-") for name in ignored)
+        raise BadArguments(f"--data {WALK} trains one head of --walk-width and --context: leave out {named}")
 
 
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
@@ -74,9 +86,10 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
         console.print(_heads(row["heads"]))
     if "propagation" in row:
         console.print(_propagation(row["propagation"]))
-    console.print(f"model: {outcome.folder / 'model'} (locater scan {outcome.folder / 'model'})", soft_wrap=True)
+    model = escape(str(outcome.folder / "model"))
+    console.print(f"model: {model} (locater scan {model})", soft_wrap=True)
     if not outcome.is_done:
-        console.print(f"continue with: locater train --resume {outcome.folder}", soft_wrap=True)
+        console.print(f"continue with: locater train --resume {escape(str(outcome.folder))}", soft_wrap=True)
     if json:
         write_json(outcome.to_json(), json)
     if outcome.signal is not None:

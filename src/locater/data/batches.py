@@ -32,7 +32,9 @@ class Batches(Protocol):
 
 def draws(seed: int, number: int) -> numpy.random.Generator:
     """Random numbers that depend on both, and on nothing drawn before."""
-    return numpy.random.Generator(numpy.random.Philox(key=[seed % 2**64, number]))
+    # A list with a number from 2⁶³ up would become floating point, and neighbours the same.
+    key = numpy.array([seed % 2**64, number], dtype=numpy.uint64)
+    return numpy.random.Generator(numpy.random.Philox(key=key))
 
 
 @lru_cache(maxsize=4)

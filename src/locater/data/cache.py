@@ -39,10 +39,18 @@ def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
     """The tokens of a corpus, from the cache if it was met before."""
     identity = _identity(corpus, options)
     folder = cache_folder() / "tokens" / identity
-    if not folder.exists():
-        _make(folder, corpus, options)
+    if folder.exists():
+        try:
+            return _read(folder)
+        except Exception:  # damaged in whatever way, by a loss of power perhaps: it can be made again
+            shutil.rmtree(folder, ignore_errors=True)
+    _make(folder, corpus, options)
+    return _read(folder)
+
+
+def _read(folder: Path) -> Tokens:
     parts = [numpy.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("train", "valid")]
-    return Tokens(identity, vocabulary.load(folder), *parts)
+    return Tokens(folder.name, vocabulary.load(folder), *parts)
 
 
 def _identity(corpus: Corpus, options: DataOptions) -> str:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import refuse
-from ..shape import option
+from ..shape import check_fields, option
+
+WALK = "random-walk"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class DataOptions:
     walk_width: int = option(16, "Dimensions of the random walk.")
 
     def __post_init__(self):
+        check_fields(self)
         if self.bpe_size < 257:
             raise refuse("at least 257 byte-pair tokens, one for every byte and one more", self.bpe_size)
         if self.walk_width < 1:

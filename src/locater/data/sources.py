@@ -4,6 +4,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from ..records import write
 from .batches import Batches, Walks, Windows
 from .cache import Tokens, cache_folder, tokenise
 from .download import WIKITEXT, download
-from .options import DataOptions
+from .options import WALK, DataOptions
 from .text import Corpus, held_out, read_corpus, read_text
 
-WALK, EMBEDDED = "random-walk", "embedded"
+EMBEDDED = "embedded"
 Say = Callable[[str], None]
 
 
@@ -54,7 +55,9 @@ def _corpus(options: DataOptions, say: Say) -> tuple[DataOptions, Corpus]:
             except Refusal as reason:
                 say(f"WikiText-2 was not found ({reason}): training on Python's own documentation instead")
                 return replace(options, data=EMBEDDED), embedded()
-    path = Path(options.data).expanduser()
+    path = Path(options.data)
+    with suppress(RuntimeError):  # a home that nobody has is a name like any other
+        path = path.expanduser()
     return replace(options, data=str(path.resolve())), read_corpus(path)
 
 

@@ -22,17 +22,36 @@ class Corpus:
 
 def read_corpus(path: Path) -> Corpus:
     """The two files of a folder that has them; else all of its text in the order of names, the last part held out."""
-    if not path.exists():
-        raise refuse("a text file, a folder, or the name of a data set", path, "check the spelling")
+    if not _exists(path):
+        raise refuse("a text file, a folder, or the name of a data set", f"{path!s:.200}", "check the spelling")
     if path.is_file():
         return held_out(str(path), read_text(path))
-    train, valid = (next((path / name for name in names if (path / name).is_file()), None) for names in (TRAIN, VALID))
+    train, valid = _part(path, TRAIN), _part(path, VALID)
     if train and valid:
         return Corpus(str(path), read_text(train), read_text(valid))
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
     if not files:
         raise refuse(f"text in {path}", "no files")
     return held_out(str(path), "\n".join(read_text(file) for file in files))
+
+
+def would_read(path: Path, place: Path) -> bool:
+    """Whether files that come to be in that place would count as text of this corpus."""
+    path, place = path.resolve(), place.resolve()
+    if not _exists(path) or not place.is_relative_to(path) or _is_hidden(place, path):
+        return False
+    return path.is_dir() and not all(_part(path, names) for names in (TRAIN, VALID))
+
+
+def _part(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # such as a name too long to be one
+        return False
 
 
 def _is_hidden(file: Path, root: Path) -> bool:
@@ -55,10 +74,11 @@ def read_text(path: Path) -> str:
 
 
 def held_out(name: str, text: str) -> Corpus:
-    """The last part of a text, from a line's start where there is one, is for validation."""
+    """The last part of a text is for validation: from a line's start, or else a word's, where one is near."""
     cut = int(len(text) * (1 - HELD_OUT))
-    line_start = text.rfind("\n", 0, cut) + 1
-    cut = line_start or cut
+    nearest = int(len(text) * (1 - 2 * HELD_OUT))
+    starts = (text.rfind(between, nearest, cut) + 1 for between in "\n ")
+    cut = next(filter(None, starts), cut)
     if not text[:cut].strip() or not text[cut:].strip():
         raise refuse(f"enough text in {name} for training and validation", f"{len(text)} characters")
     return Corpus(name, text[:cut], text[cut:])

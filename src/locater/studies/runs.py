@@ -11,9 +11,9 @@ from statistics import StatisticsError, fmean, stdev
 from typing import Any, NamedTuple
 
 from ..errors import refuse
-from ..training.metrics import Row, read_rows
+from ..training.metrics import METRICS, Row, read_rows
 
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG = "config.json"
 
 
 class Quantity(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from ..data.options import DataOptions
 from ..errors import BadArguments, refuse
-from ..shape import SHAPES, Shape, option
+from ..shape import SHAPES, Shape, check_fields, option
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,11 @@ class OptimiserOptions:
     clip: float = option(1.0, "Longest gradient; 0: not clipped.")
 
     def __post_init__(self):
-        if not 0 < self.learning_rate < float("inf"):
+        check_fields(self)
+        if self.learning_rate <= 0:
             raise refuse("a learning rate above 0", self.learning_rate)
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise refuse("decays of Adam's moments in [0, 1)", f"{self.beta1} and {self.beta2}")
         if self.warmup < 0 or self.clip < 0 or self.weight_decay < 0 or not 0 <= self.final_share <= 1:
             raise refuse("warm-up, clipping and weight decay of at least 0, a final share in [0, 1]", asdict(self))
 
@@ -43,6 +46,7 @@ class StabiliserOptions:
     qk_decay: float = option(0.0, "Instead of LocAteR: weight decay of queries and keys alone.")
 
     def __post_init__(self):
+        check_fields(self)
         if self.mean not in ("free", "initial"):
             try:
                 float(self.mean)
@@ -80,11 +84,14 @@ class LoopOptions:
     tensorboard: bool = option(False, "Also write TensorBoard files into the run's folder.")
 
     def __post_init__(self):
+        check_fields(self)
         for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise refuse(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))
-        if self.epochs < 0 or self.validation_windows < 0 or self.seed < 0:
-            raise refuse("epochs, validation windows and a seed of at least 0", asdict(self))
+        if self.epochs < 0 or self.validation_windows < 0:
+            raise refuse("epochs and validation windows of at least 0", f"{self.epochs}, {self.validation_windows}")
+        if not 0 <= self.seed < 2**63:
+            raise refuse("a seed from 0 to below 2^63", self.seed)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Config:
         try:
             groups = {name: _group(kind, document[name]) for name, kind in GROUPS.items()}
             return cls(document["preset"], **groups)
-        except (KeyError, TypeError) as reason:
+        except (KeyError, TypeError, AttributeError) as reason:
             raise refuse("the config of a run of this version", f"{reason}") from None
 
 

@@ -16,7 +16,7 @@ from ..modules.tensors import unwrap
 from .config import Config
 from .export import model_settings
 from .health import diagnose
-from .metrics import Metrics
+from .metrics import Metrics, rows_of_run
 from .observe import finite
 from .parts import make_model, make_optimizer, make_stabiliser
 from .processes import Processes, spread, unsynchronised, whole
@@ -45,7 +45,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.module, config.optimiser)
         self.stabiliser = make_stabiliser(self.module, config.stabiliser, self.optimizer)
         self.store = Store(folder / "checkpoints", processes, model_settings(model))
-        self.step, self.best, self.loss_sum, self.loss_count = 0, math.inf, 0.0, 0
+        self.step, self.best, self.loss_sum, self.loss_count = 0, math.inf, 0.0, 0.0
         self._restore()
         if loop.compile:
             self.module.compile()
@@ -72,11 +72,12 @@ class Trainer:
 
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of this step; an interrupted interval of metrics is part of it."""
+        loss_sum, loss_count = self._sums()
         small = {
             "step": self.step,
             "best": self.best if math.isfinite(self.best) else None,
-            "loss_sum": self.loss_sum,
-            "loss_count": self.loss_count,
+            "loss_sum": loss_sum,
+            "loss_count": loss_count,
             "data": self.data.identity,
         }
         self.store.save(self._state(), small, best=best)
@@ -90,6 +91,9 @@ class Trainer:
         """From the last checkpoint, if there is one; a run that was killed before starts again from its seed."""
         small = self.store.small()
         if not small:
+            if rows_of_run(self.folder):
+                remedy = "restore them, or start a new run with --out"
+                raise refuse(f"the checkpoints of this run in {self.store.folder}", "none", remedy)
             return
         if small["data"] != self.data.identity:
             raise refuse("the data that this run began with", "other data", "restore it, or start a new run")
@@ -175,10 +179,15 @@ class Trainer:
         for start in range(first, first + count, self.share):
             yield read(start, min(self.share, first + count - start))[0]
 
-    def _log(self, tell: Tell) -> None:
+    def _sums(self) -> tuple[float, float]:
+        """The losses since the last line of metrics, and how many they are: means over processes, of any number."""
         own = torch.tensor([self.loss_sum, self.loss_count], dtype=torch.float64, device=self.processes.device)
-        sums = self.processes.sum(own)
-        loss = float(sums[0] / sums[1])
+        total, count = (self.processes.sum(own) / self.processes.count).tolist()
+        return total, count
+
+    def _log(self, tell: Tell) -> None:
+        total, count = self._sums()
+        loss = total / count
         now, (then, step) = time.perf_counter(), self.since
         tokens = self.config.loop.batch * self.data.batches.tokens_per_sample
         speed = (self.step - step) * tokens / max(now - then, 1e-9)

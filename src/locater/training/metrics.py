@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..errors import refuse
 from ..records import write
 
+METRICS = "metrics.jsonl"
 Row = dict[str, Any]
 
 
@@ -23,6 +24,16 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def rows_of_run(folder: Path) -> list[Row]:
+    """The metrics of a run that is to go on."""
+    path = folder / METRICS
+    try:
+        return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0]
+    except (OSError, ValueError, TypeError, KeyError) as reason:
+        got = f"{type(reason).__name__} ({reason!s:.80})"
+        raise refuse(f"metrics of locater train in {path}", got, "mend its lines, or remove it") from None
+
+
 class Metrics:
     """`metrics.jsonl` of a run, continued from a step; a process that is not the first writes nothing."""
 
@@ -30,11 +41,11 @@ class Metrics:
         self.file = self.board = None
         if not is_first:
             return
-        path = folder / "metrics.jsonl"
-        kept = "".join(_line(row) for row in read_rows(path) if row["step"] <= step)
+        kept = "".join(_line(row) for row in rows_of_run(folder) if row["step"] <= step)
+        self.board = _board(folder, step) if tensorboard else None
+        path = folder / METRICS
         write(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
         self.file = path.open("a", encoding="utf-8")
-        self.board = _board(folder, step) if tensorboard else None
 
     def add(self, row: Row) -> None:
         """Seen by any reader as soon as this returns."""
@@ -50,10 +61,11 @@ class Metrics:
                 self.board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-        if self.board is not None:
-            self.board.close()
+        """What could not be written was refused by `add` already; a second complaint would hide the first."""
+        for one in (self.file, self.board):
+            if one is not None:
+                with suppress(OSError):
+                    one.close()
 
 
 def _line(row: Row) -> str:

@@ -1,6 +1,7 @@
 """A run in its folder: started, stopped by a signal or a number of steps, resumed, exported."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..data.sources import open_data
+from ..data.text import would_read
 from ..errors import refuse, within
 from ..records import write_json
 from .config import Config
 from .export import export
 from .loop import Trainer, has_bf16
-from .metrics import bar, read_rows
+from .metrics import METRICS, bar, read_rows
 from .processes import Processes, join
 from .validation import plain_copy
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 CONFIG, MODEL = "config.json", "model"
 Say = Callable[[str], None]
@@ -44,12 +51,15 @@ class Outcome:
 
 
 def start(config: Config, folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
-    """A new run; refuses a folder that holds anything."""
+    """A new run; refuses a folder that holds anything, or that would be read as part of the data."""
+    if would_read(Path(config.data.data), folder):
+        raise refuse("a run outside of the folder that is its data", folder, "choose another --out")
     with join(config.loop.device) as processes:
         if processes.is_first:
             _claim(folder)
         processes.wait()
-        return _go(config, folder, processes, stop_after=stop_after, say=say)
+        with alone(folder, processes):
+            return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
 def resume(
@@ -60,7 +70,7 @@ def resume(
     if length:
         # As for a new run, epochs go before steps: those of before do not count any more.
         config = replace(config, loop=replace(config.loop, **{"epochs": 0.0, **length}))
-    with join(config.loop.device) as processes:
+    with join(config.loop.device) as processes, alone(folder, processes):
         return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
@@ -88,15 +98,53 @@ def _claim(folder: Path) -> None:
         raise refuse("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
 
 
+@contextmanager
+def alone(folder: Path, processes: Processes) -> Iterator[None]:
+    """Nobody else trains in this folder meanwhile; a process that dies, however it does, lets go."""
+    if fcntl is None or not processes.is_first:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    assert fcntl is not None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refuse(f"to be the only one that trains in {folder}", "another process", "wait for its end") from None
+    except OSError:
+        pass  # a file system that locks no folders
+
+
+@contextmanager
+def _begun(config: Config, folder: Path, processes: Processes) -> Iterator[None]:
+    """Keep the config of a new run, unless what follows is refused: then the folder is as empty as it was."""
+    path = folder / CONFIG
+    is_new = processes.is_first and not path.exists()
+    if is_new:
+        write_json(config.to_dict(), path)
+    try:
+        yield
+    except Exception:
+        if is_new:
+            path.unlink()
+        raise
+
+
 def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say) -> Outcome:
     say = say if processes.is_first else lambda sentence: None
     data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=say)
     config = replace(config, data=data.options)
-    if processes.is_first and not (folder / CONFIG).exists():
-        write_json(config.to_dict(), folder / CONFIG)
     if config.loop.precision == "bf16" and not has_bf16(processes.device):
         say("this processor has no instructions for bfloat16: float32 would be faster")
-    trainer = Trainer(config, data, folder, processes)
+    with _begun(config, folder, processes):
+        trainer = Trainer(config, data, folder, processes)
     try:
         _move_end(trainer, folder, say)
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
@@ -107,7 +155,7 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
             export(plain, folder / MODEL, data.tokens.vocabulary if data.tokens else None)
     finally:
         trainer.metrics.close()
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
+    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
     return Outcome(folder, trainer.step, trainer.num_steps, last, stopped_by, processes.is_first)
 

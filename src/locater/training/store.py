@@ -19,6 +19,7 @@ from .processes import Processes
 
 INDEX, SMALL = "index.json", "state.json"
 PARTIAL = ".partial"
+FIELDS = ("step", "best", "loss_sum", "loss_count", "data")  # of the small document
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -46,12 +47,12 @@ class Store:
 
     def names(self) -> dict[str, str]:
         path = self.folder / INDEX
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return _read(path, ("last",)) if path.exists() else {}
 
     def small(self, which: str = "last") -> dict[str, Any]:
         """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
         name = self.names().get(which)
-        return json.loads((self.folder / name / SMALL).read_text(encoding="utf-8")) if name else {}
+        return _read(self.folder / name / SMALL, FIELDS) if name else {}
 
     def save(self, state: dict[str, Any], small: dict[str, Any], *, best: bool) -> None:
         """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one."""
@@ -99,6 +100,19 @@ class Store:
                 state_dict_loader.load(state, checkpoint_id=self.folder / name, no_dist=self.processes.count == 1)
             except (OSError, RuntimeError, CheckpointException) as reason:
                 raise refuse(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
+
+
+def _read(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """A small document with at least these names in it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in names if name not in found]
+        if isinstance(found, dict) and not missing:
+            return found
+        got = f"one without {', '.join(missing)}" if missing else f"a {type(found).__name__}"
+    except (OSError, ValueError, TypeError) as reason:
+        got = _cause(reason)
+    raise refuse(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
 
 
 def _cause(reason: BaseException) -> str:
