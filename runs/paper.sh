@@ -3,12 +3,14 @@
 #
 #   runs/paper.sh DATA [OUT]      DATA: the folder with train.txt and valid.txt; OUT: where the runs go (runs/paper)
 #
-# Stop it at any time and start it again: finished runs are skipped, the others continue to the bit.
+# Stop it at any time and start it again: finished runs are skipped, the others continue to the bit. Other FLAGS or DATA
+# are other runs: give them an OUT of their own.
 #   SEEDS="0 1 2" JOBS=2 ARMS="none middle-3.5" runs/paper.sh DATA
 # A longer LENGTH continues what is there. One epoch is 1,020 steps of 16 × 128 words, some 15 minutes on one core.
 #   LENGTH="--epochs 2" SEEDS=0 ARMS="none free-2.5e-3" runs/paper.sh DATA
 # On a GPU, the full length:
-#   LENGTH="--epochs 40" JOBS=1 FLAGS="--device cuda --precision bf16 --batch 64 --learning-rate 2e-3" runs/paper.sh DATA
+#   LENGTH="--epochs 40" JOBS=1 FLAGS="--device cuda --precision bf16 --batch 64 --learning-rate 2e-3" \
+#     runs/paper.sh DATA runs/gpu
 set -euo pipefail
 DATA=${1:?"usage: runs/paper.sh DATA [OUT]"}
 OUT=${2:-runs/paper}
@@ -44,21 +46,24 @@ ARMS=${ARMS:-$(awk 'NF { print $1 }' <<<"$TABLE")}
 
 run() { # seed, name, flags
   local folder="$OUT/$2-seed$1" how
-  local stamp="$folder.done"
-  [ "$(cat "$stamp" 2>/dev/null)" = "$LENGTH" ] && return 0
+  local log="$folder.log" begun="$folder.begun" done="$folder/done" start="$DATA | ${*:3} | every $EVERY | $FLAGS"
+  [ "$(cat "$done" 2>/dev/null)" = "$LENGTH" ] && return 0
   if [ -f "$folder/config.json" ]; then
+    [ "$(cat "$begun" 2>/dev/null)" = "$start" ] ||
+      { echo "$folder was begun with other settings ($begun): give these an OUT of their own" >&2; return 255; }
     how=(--resume "$folder")
   else
-    rm -rf "$folder"
+    echo "$start" >"$begun"
     # shellcheck disable=SC2206
     how=(--preset paper --data "$DATA" --seed "$1" "${@:3}" --validate-every "$EVERY" --save-every "$EVERY" $FLAGS
       --out "$folder")
   fi
   # A run that was stopped reports too, but not with exit code 0: only a finished one gets its stamp.
   # shellcheck disable=SC2086
-  OMP_NUM_THREADS=$THREADS "$LOCATER" train "${how[@]}" $LENGTH >>"$folder.log" 2>&1 || return 255
-  echo "$LENGTH" >"$stamp"
-  echo "$2 seed $1: $(grep -E '^validation (perplexity|entropy)' "$folder.log" | tail -2 | tr '\n' ' ')"
+  OMP_NUM_THREADS=$THREADS "$LOCATER" train "${how[@]}" $LENGTH >>"$log" 2>&1 ||
+    { echo "$folder: $(tail -n 1 "$log") ($log)" >&2; return 255; }
+  echo "$LENGTH" >"$done"
+  echo "$2 seed $1: $(grep -E '^validation (perplexity|entropy)' "$log" | tail -2 | tr '\n' ' ')"
 }
 export -f run
 export DATA OUT LENGTH FLAGS EVERY LOCATER THREADS
