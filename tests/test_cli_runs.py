@@ -216,7 +216,8 @@ def test_the_picture_has_the_arms(folder, tmp_path):
     assert result.code == 0 and f"picture: {picture}" in result.out
     drawn = picture.read_text()
     assert all(words in drawn for words in ("late (3 seeds)", "none (3 seeds)", "5$ (1 seed)"))
-    assert "Perplexity on held-out text" in drawn and "training step" in drawn
+    assert "Perplexity on held-out text" in drawn and "training step" in drawn and "Means over seeds" in drawn
+    assert curves(compare_runs(folder, seeds=[0])).get_suptitle() == "", "one seed has no mean"
 
 
 def test_the_picture_shows_differences_at_the_end(tmp_path):

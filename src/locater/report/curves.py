@@ -44,7 +44,8 @@ def curves(document: dict[str, Any]) -> "Figure":
     handles = [_handle(arm, styles[arm["arm"]]) for arm in document["arms"]]
     legend: dict[str, Any] = dict(loc="outside right upper", frameon=False, fontsize=9, handlelength=4)
     figure.legend(handles=handles, title=f"best {score} first\n(step {document['step']})", **legend)
-    figure.suptitle("Means over seeds; bands: ± one standard error", fontsize=11)
+    if any(len(arm["seeds"]) > 1 for arm in document["arms"]):
+        figure.suptitle("Means over seeds; bands: ± one standard error", fontsize=11)
     return figure
 
 

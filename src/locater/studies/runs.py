@@ -235,10 +235,10 @@ def _training(runs: Sequence[Run], other: Sequence[Run] | None) -> dict[str, lis
     Batches are drawn by the seed, so the difference is one on the same texts, far quieter than either loss.
     """
     steps = sorted(set.intersection(*(set(run.training) for run in [*runs, *(other or [])])))
-    size = max(1, math.ceil(len(steps) / STRETCHES))
+    count = min(STRETCHES, len(steps))
     found: dict[int, dict[int, float]] = {}
-    for start in range(0, len(steps), size):
-        stretch = steps[start : start + size]
+    for number in range(count):  # as alike in length as can be: a short last one would be noise
+        stretch = steps[len(steps) * number // count : len(steps) * (number + 1) // count]
         ours, theirs = (
             {run.seed: fmean(run.training[step] for step in stretch) for run in group} for group in (runs, other or [])
         )
