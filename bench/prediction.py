@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from locater.embedded_text import embedded_text
-from locater.predicting import Effort, HeadPrediction, Prediction, Terms
-from locater.predicting.inputs import InputsCollector
-from locater.predicting.language_model import load_model, load_tokenizer, run, self_attention
-from locater.predicting.numbers import NAMES
-from locater.predicting.pipeline import measure, predict_layer
-from locater.predicting.windows import cut
+from locater.prediction.inputs import InputsCollector
+from locater.prediction.language_model import load_model, load_tokenizer, run, self_attention
+from locater.prediction.numbers import NAMES
+from locater.prediction.pipeline import measure, predict_layer
+from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms
+from locater.prediction.windows import cut
+from locater.training.data.embedded_text import embedded_text
 
 NOTHING = Terms(first=False, echoes=False, positions=False, lags=False)
 VARIANTS = {

@@ -19,14 +19,14 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
-from locater.data.batches import Windows
-from locater.data.cache import Tokens
-from locater.data.options import DataOptions
-from locater.data.sources import Data, open_data
-from locater.data.vocabulary import Words
-from locater.model import LanguageModel
 from locater.training.config import Config, make_config
+from locater.training.data.batches import Windows
+from locater.training.data.cache import Tokens
+from locater.training.data.options import DataOptions
+from locater.training.data.sources import Data, open_data
+from locater.training.data.vocabulary import Words
 from locater.training.loop import Trainer
+from locater.training.model import LanguageModel
 from locater.training.processes import Processes
 
 ALONE = Processes(0, 1, torch.device("cpu"))

@@ -5,7 +5,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from locater.integrations.hf import LocAteRCallback
+from locater.integrations.hugging_face import LocAteRCallback
 from locater.stabilisers import Projection, WarmUp
 
 torch.manual_seed(0)

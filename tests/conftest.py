@@ -5,8 +5,8 @@ import torch
 from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
-COMPUTING = ("attention", "heads", "positions", "predicting", "projections", "spectra", "stabilisers", "theory")
-TRAINING = ("cross_entropy", "data", "model", "training")
+COMPUTING = ("attention", "heads", "positions", "prediction", "projections", "spectra", "stabilisers", "theory")
+TRAINING = ("training",)
 install_import_hook([f"locater.{name}" for name in COMPUTING + TRAINING], "beartype.beartype")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from family_cases import CASES
 from locater import checkpoints
-from locater.families import Config, open_model
+from locater.models import Config, open_model
 
 
 @cache

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from locater.analysis import Settings, analyse
 from locater.heads import Head
 from locater.positions import Alibi, Buckets
 from locater.projections import Projection
+from locater.scanning.layer import Settings, analyse
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locater import checkpoints
-from locater.checkpoints.gguf_rope import llama3_factors
+from locater.checkpoints.gguf.rope import llama3_factors
 from locater.errors import Refusal
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
@@ -342,7 +342,7 @@ def test_heads_that_do_not_divide_the_rows(tmp_path):
 def test_missing_extra(tmp_path, monkeypatch):
     import sys
 
-    from locater.checkpoints import gguf as reader
+    from locater.checkpoints.gguf import file as reader
 
     kind = gguf.GGMLQuantizationType.Q8_0
     write_raw(tmp_path / "x.gguf", {"a": (np.zeros((2, 34), np.uint8), kind)})

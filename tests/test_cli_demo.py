@@ -11,7 +11,7 @@ import torch
 
 from command import locater
 from locater.cli.demo_models import conclusions
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from locater.studies import two_models
 from locater.training import loop
 from locater.training.config import make_config

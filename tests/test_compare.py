@@ -9,8 +9,8 @@ import torch
 
 from command import locater
 from family_cases import CASES
-from locater import comparing as library
 from locater.errors import Refusal
+from locater.scanning import compare as library
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import numpy
 import pytest
 import torch
 
-from locater.data import cache, download, sources
-from locater.data.batches import Walks, Windows
-from locater.data.options import DataOptions
-from locater.data.sources import open_data
-from locater.data.text import Corpus, held_out, read_corpus
-from locater.data.vocabulary import BytePairs, Words, load
 from locater.errors import Refusal
+from locater.training.data import cache, download, sources
+from locater.training.data.batches import Walks, Windows
+from locater.training.data.options import DataOptions
+from locater.training.data.sources import open_data
+from locater.training.data.text import Corpus, held_out, read_corpus
+from locater.training.data.vocabulary import BytePairs, Words, load
 
 TEXT = "".join(f" line {n} tells of {n * n} things \n" for n in range(200))
 WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
@@ -281,7 +281,7 @@ def test_a_silent_hub_is_not_asked_again(monkeypatch, silent_hub):
 def test_the_embedded_text_is_long_enough_and_made_once(monkeypatch):
     corpus = sources.embedded()
     assert len(corpus.train) > 500_000 and len(corpus.valid) > 20_000
-    monkeypatch.setattr("locater.embedded_text.embedded_text", lambda: pytest.fail("made twice"))
+    monkeypatch.setattr("locater.training.data.embedded_text.embedded_text", lambda: pytest.fail("made twice"))
     assert sources.embedded() == corpus
 
 

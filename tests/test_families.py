@@ -8,7 +8,8 @@ import torch
 
 from family_cases import CASES
 from locater import checkpoints
-from locater.families import Config, Places, build, find_family
+from locater.models import Config, Places, find_family
+from locater.models import reader as build
 
 ATTRIBUTES = {
     "decoder": ("decoder_attentions", "attentions"),

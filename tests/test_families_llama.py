@@ -10,11 +10,11 @@ from family_cases.latent import LATENT
 from family_cases.llama import FOUR, LONG, SHORT, case
 from locater import checkpoints
 from locater.errors import Refusal
-from locater.families import Config, open_model
-from locater.families.config import resolve
-from locater.families.gemma import GEMMA3
-from locater.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
-from locater.families.rope import rotary_of
+from locater.models import Config, open_model
+from locater.models.config import resolve
+from locater.models.rope import rotary_of
+from locater.models.tables.gemma import GEMMA3
+from locater.models.tables.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
 
 STRETCHED = dict(short_factor=SHORT, long_factor=LONG)
 

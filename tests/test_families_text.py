@@ -8,8 +8,8 @@ import torch
 from family_cases.base import Case
 from family_cases.gpt import add_alibi_once
 from locater.errors import Refusal
-from locater.families import Config, find_family, open_model
-from locater.families.gpt import alibi_slope
+from locater.models import Config, find_family, open_model
+from locater.models.tables.gpt import alibi_slope
 
 SIZES = dict(vocab_size=99, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
 REFINED = dict(hidden_size=48, n_layer=3, n_head=4)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from family_cases import CASES
-from locater.scanning import scan
+from locater.scanning.scan import scan
 
 EXACT = dict(rel=1e-6, abs=1e-9)
 # Sixteen-bit weights: an eighth of a percent each, so a percent of the Frobenius norm in every moment.

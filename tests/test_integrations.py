@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from locater.integrations import hf, lightning
+from locater.integrations import hugging_face as hf
+from locater.integrations import lightning
 from locater.stabilisers import Projection, QKClip, WarmUp
 from stabiliser_models import llama
 

@@ -9,12 +9,13 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 # Lowest first; names on one line do not import each other.
 LAYERS = [
     {"errors"},
-    {"records", "positions", "projections", "spectra", "shape", "cross_entropy"},
+    {"records", "positions", "projections", "spectra"},
     {"heads", "theory"},
-    {"attention", "analysis", "families"},
-    {"checkpoints", "modules", "findings", "conditions", "embedded_text"},
-    {"scanning", "stabilisers", "monitor", "model", "data"},
-    {"comparing", "predicting", "integrations", "training"},
+    {"attention", "models"},
+    {"checkpoints"},
+    {"scanning", "stabilisers", "monitor"},
+    {"integrations", "training"},
+    {"prediction"},
     {"studies", "report"},
     {"cli"},
 ]

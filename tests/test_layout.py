@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import locater
-from locater.families.registry import FAMILIES
+from locater.models.registry import FAMILIES
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")
 LAYOUT = re.search(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)[1]

@@ -9,13 +9,13 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from family_cases.base import shake
-from locater import modules
-from locater.cross_entropy import linear_cross_entropy
 from locater.errors import Refusal
-from locater.model import LanguageModel, WalkModel, WalkShape
-from locater.scanning import scan
-from locater.shape import SHAPES, Shape
+from locater.models import live as modules
+from locater.scanning.scan import scan
 from locater.stabilisers import Constant, LocAteR, Projection
+from locater.training.loss import linear_cross_entropy
+from locater.training.model import LanguageModel, WalkModel, WalkShape
+from locater.training.shape import SHAPES, Shape
 
 SMALL = Shape(vocab_size=50, context=12, num_layers=2, num_heads=4, d_model=32, d_feedforward=48)
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 50
@@ -97,7 +97,7 @@ def test_presets_have_the_sizes_of_the_paper_and_of_gpt2():
 @pytest.mark.parametrize("chunk", [1, 2**24])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_cross_entropy_in_pieces_is_cross_entropy(chunk, dtype, monkeypatch):
-    monkeypatch.setattr("locater.cross_entropy.LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr("locater.training.loss.LOGITS_AT_ONCE", chunk)
     x, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (150, 40))
     targets = torch.randint(40, (150,))
     expected = functional.cross_entropy(x @ weight.T, targets)

@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from family_cases import gpt, llama, seq2seq, vision
-from locater import checkpoints, modules
+from locater import checkpoints
 from locater.errors import Refusal
-from locater.families import Config, open_model
+from locater.models import Config, open_model
+from locater.models import live as modules
 
 CASES = [*seq2seq.CASES, *vision.CASES, llama.CASES[0], next(case for case in gpt.CASES if case.name == "gpt2")]
 D_MODEL, HEADS, TOKENS = 24, 4, 9

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from family_cases.base import shake
 from locater.errors import Refusal
-from locater.modules import layers
+from locater.models.live import layers
 from locater.monitor import AttentionMonitor
 
 TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from family_cases.base import shake
 from locater.attention import observe
 from locater.errors import Refusal
-from locater.modules import layers
+from locater.models.live import layers
 from locater.monitor import AttentionMonitor
 from test_monitor import SIZES, TOKENS, llama, same, seen, watch
 

@@ -91,7 +91,7 @@ class Texts(torch.utils.data.Dataset):
 def test_the_hugging_face_trainer_carries_it(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    from locater.monitor.hugging_face import AttentionCallback
+    from locater.integrations.monitor_hugging_face import AttentionCallback
 
     model, path = gpt2(), tmp_path / "attention.jsonl"
     arguments = TrainingArguments(
@@ -110,7 +110,7 @@ def test_the_hugging_face_trainer_carries_it(tmp_path):
 
 def test_lightning_carries_it(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
-    from locater.monitor.lightning import AttentionCallback
+    from locater.integrations.monitor_lightning import AttentionCallback
 
     class Module(lightning.LightningModule):
         def __init__(self):

@@ -12,9 +12,9 @@ from locater.attention.masks import Mask
 from locater.attention.statistics import materialised
 from locater.cli import app
 from locater.errors import Refusal
-from locater.predicting import Effort, Terms, predict
-from locater.predicting.language_model import run, self_attention
-from locater.predicting.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
+from locater.prediction.language_model import run, self_attention
+from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
+from locater.prediction.predict import Effort, Terms, predict
 from predict_cases import LENGTH, MODELS, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)

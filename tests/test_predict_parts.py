@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from locater.attention.moments import MomentsCollector
+from locater.attention.input_moments import MomentsCollector
 from locater.heads import Head
 from locater.positions import Rotary
-from locater.predicting.agreement import bias, mean_absolute_error, spearman
-from locater.predicting.expected import effective, lag_shift
-from locater.predicting.gaussian import of_moments, of_tokens
-from locater.predicting.inputs import InputsCollector, echoes
-from locater.predicting.positions import around_offsets, lags_around_offsets, position_offsets
-from locater.predicting.sampling import draw_texts
-from locater.predicting.terms import Terms
-from locater.predicting.windows import Windows, cut, special_tokens, spread
+from locater.prediction.agreement import bias, mean_absolute_error, spearman
+from locater.prediction.expected import effective, lag_shift
+from locater.prediction.gaussian import of_moments, of_tokens
+from locater.prediction.inputs import InputsCollector, echoes
+from locater.prediction.positions import around_offsets, lags_around_offsets, position_offsets
+from locater.prediction.sampling import draw_texts
+from locater.prediction.terms import Terms
+from locater.prediction.windows import Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from locater.predicting import Terms, predict
+from locater.prediction.predict import Terms, predict
 
 pytestmark = pytest.mark.slow
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "wikitext-2" / "valid.txt"

@@ -14,7 +14,7 @@ from torch import nn
 from command import locater
 from family_cases import CASES
 from locater.errors import Refusal
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from test_checkpoints_remote import server  # noqa: F401  (a fixture)
 
 COLUMNS = [
@@ -107,7 +107,7 @@ def test_blocks_are_told_apart_and_ordered(tmp_path):
 
 def test_regime_under_rotary_positions_is_that_of_the_simulated_profile(llama):
     from locater import checkpoints
-    from locater.families import Config, open_model
+    from locater.models import Config, open_model
     from locater.theory import regimes, rotary
 
     _, folder = llama

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from saved_models import by_place
 from test_checkpoints_gguf import MODELS, write_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from saved_models import by_place, case_named
 
 CASES = ["gpt2", "llama", "falcon-40b", "deepseek-v2", "jamba", "albert", "t5", "whisper", "clip", "dinov2"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from locater.errors import Refusal
 from locater.heads import BLOCKS
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from locater.spectra import moments
 from locater.theory import closed_form, regimes, rotary
 from saved_models import by_place, case_named, heads_of

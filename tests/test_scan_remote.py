@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors import safe_open
 
-from locater.scanning import scan
+from locater.scanning.scan import scan
 from saved_models import case_named
 from test_checkpoints_remote import header_bytes, server  # noqa: F401  (a fixture)
 

@@ -7,9 +7,9 @@ from torch.autograd import gradcheck
 from locater.errors import Refusal
 from locater.positions import Rotary
 from locater.stabilisers import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
-from locater.stabilisers.functionals import Setting
 from locater.stabilisers.gradients import gram_matrices, pull_back
 from locater.stabilisers.projection import smaller_root
+from locater.stabilisers.scales import Setting
 
 D_MODEL, D_HEAD = 10, 4
 with warnings.catch_warnings():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from locater.errors import Refusal
-from locater.modules import layers
+from locater.models.live import layers
 from locater.spectra import moments
 from locater.stabilisers import (
     Constant,

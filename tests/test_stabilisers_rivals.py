@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from locater.errors import Refusal
-from locater.modules import layers
+from locater.models.live import layers
 from locater.spectra import moments
 from locater.stabilisers import (
     L2,
@@ -25,7 +25,7 @@ from locater.stabilisers import (
     Stabiliser,
     ZLoss,
 )
-from locater.stabilisers.slots import Call
+from locater.stabilisers.live.interception import Call
 from stabiliser_models import MODELS, TOKENS, Encoder, OwnAttention, gpt2, llama, outputs
 
 RIVALS = {
@@ -309,7 +309,7 @@ def test_mimetic_heads_look_like_the_identity():
 
 
 def test_mimetic_factors_are_the_best_of_their_rank():
-    from locater.stabilisers.mimetic import factors, noisy_identity
+    from locater.stabilisers.rivals.mimetic import factors, noisy_identity
 
     wanted = noisy_identity(1, 12, 0.7, 0.7).double()
     query, key = factors(wanted, 5)

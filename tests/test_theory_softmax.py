@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from locater.errors import Refusal
-from locater.theory import monte_carlo, softmax
+from locater.theory import clipped_softmax as softmax
+from locater.theory import monte_carlo
 from theory_cases import construct
 
 

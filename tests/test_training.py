@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from command import locater
-from locater.data.sources import open_data
 from locater.errors import Refusal
-from locater.model import LanguageModel
-from locater.modules import layers
+from locater.models.live import layers
 from locater.training import loop, run, validation
 from locater.training.config import Config, OptimiserOptions, make_config
+from locater.training.data.sources import open_data
 from locater.training.export import load
 from locater.training.metrics import Metrics, read_rows
+from locater.training.model import LanguageModel
 from locater.training.processes import Processes
 from locater.training.schedule import learning_rate
 from training_cases import STATEFUL, assert_same_run, flags, tiny, weights, write_text

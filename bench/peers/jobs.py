@@ -18,7 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_D
 def locater() -> Callable[[Path], int]:
     import torch
 
-    from locater.scanning import scan
+    from locater.scanning.scan import scan
 
     torch.set_num_threads(1)
     return lambda folder: len(scan(folder).heads)

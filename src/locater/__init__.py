@@ -9,10 +9,10 @@ _HOMES = {
     "Head": "heads",
     "LocAteR": "stabilisers",
     "Projection": "projections",
-    "Scan": "scanning",
-    "compare": "comparing",
-    "predict": "predicting",
-    "scan": "scanning",
+    "Scan": "scanning.scan",
+    "compare": "scanning.compare",
+    "predict": "prediction.predict",
+    "scan": "scanning.scan",
 }
 __all__ = list(_HOMES)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from locater.stabilisers import Constant, LocAteR, Penalty, Projection, QKClip
-from locater.stabilisers.sharding import part_of
+from locater.stabilisers.live.sharding import part_of
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
 

@@ -1,9 +1,9 @@
 """What inputs really get: attention statistics without the matrix, and the moments of layer inputs."""
 
+from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
-from .moments import InputMoments, MomentsCollector
-from .representation import Rank, rank
+from .ranks import Rank, rank
 from .statistics import NAMES, NEAR, Mean, Statistics, materialised, mean_over_queries
 from .streaming import Blocks, compiled, stream
 

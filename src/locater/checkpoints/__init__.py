@@ -11,11 +11,11 @@ from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder
 from .distributed import Distributed
 from .document import read_config
-from .gguf import open_gguf
+from .gguf.file import open_gguf
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
-from .torch_file import open_torch
+from .torch.file import open_torch
 
 __all__ = ["Checkpoint", "Entry", "open"]
 

@@ -15,7 +15,7 @@ from .base import Checkpoint, Entry, Rows
 from .bytes import Folder
 from .document import read_object
 from .safetensors import SafetensorsFile
-from .torch_file import open_torch
+from .torch.file import open_torch
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

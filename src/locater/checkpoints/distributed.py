@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import refuse
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, Part, check_range
-from .pickles import Record, load_pickle
 from .sharded import check_beside
-from .torch_archive import MAX_PICKLE, open_archive
-from .torch_tensors import ADMITTED, View
-from .torch_tree import find_weights
+from .torch.archive import MAX_PICKLE, open_archive
+from .torch.pickles import Record, load_pickle
+from .torch.tensors import ADMITTED, View
+from .torch.tree import find_weights
 
 
 class TensorRecord(Record):

@@ -12,7 +12,7 @@ from .scan import AllowPickle, Layers, Layout, Length, Raw
 from .spans import parse_spans
 
 if TYPE_CHECKING:
-    from ..comparing import Comparison
+    from ..scanning.compare import Comparison
 
 
 def compare(
@@ -28,8 +28,8 @@ def compare(
     json: JsonPath = None,
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
-    from .. import comparing as library
     from ..records import write_json
+    from ..scanning import compare as library
 
     if jobs < 1:
         raise BadArguments(f"--jobs expects at least 1, got {jobs}")
@@ -59,7 +59,7 @@ def _heading(found: "Comparison") -> str:
 
 
 def _table(found: "Comparison", most: int) -> Any:
-    from ..findings import name
+    from ..scanning.findings import name
 
     body = []
     for movement in found.most_moved(most):

@@ -16,7 +16,7 @@ from .scan import Layers
 from .spans import parse_spans
 
 if TYPE_CHECKING:
-    from ..predicting import HeadPrediction, Prediction
+    from ..prediction.predict import HeadPrediction, Prediction
 
 COLUMNS = {"near_mass": "near", "normalised_entropy": "entropy", "sink_mass": "sink", "mean_distance": "distance"}
 MEANINGS = {
@@ -43,7 +43,7 @@ def predict(
 ) -> None:
     """Where each head looks, predicted from weights and moments of its inputs, and measured on other text."""
     from ..errors import Refusal
-    from ..predicting import Effort
+    from ..prediction.predict import Effort
 
     try:
         effort = Effort(window=window, calibration=calibration, test=test, rank=rank, seed=seed)
@@ -58,7 +58,7 @@ def predict(
 
 def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
     """A bar on standard error while it runs, on a terminal only."""
-    from ..predicting import predict as run
+    from ..prediction.predict import predict as run
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -15,8 +15,8 @@ from .output import JsonPath, console_for, table
 from .spans import parse_spans
 
 if TYPE_CHECKING:
-    from ..analysis import HeadRow
-    from ..scanning import Scan
+    from ..scanning.rows import HeadRow
+    from ..scanning.scan import Scan
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
@@ -50,7 +50,7 @@ def scan(
     parquet: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as Parquet.")] = None,
 ) -> None:
     """Which heads attend early, middle, late or uniformly, and which look unhealthy: from the weights alone."""
-    from ..conditions import parse
+    from ..scanning.conditions import parse
 
     console = console_for(json)
     conditions = parse(fail_on) if fail_on is not None else ()
@@ -67,7 +67,7 @@ def scan(
 
 def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
     """A bar on standard error while it runs, on a terminal only."""
-    from ..scanning import scan as run
+    from ..scanning.scan import scan as run
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -76,7 +76,7 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
 
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:
-    from ..findings import name, outstanding, regimes
+    from ..scanning.findings import name, outstanding, regimes
 
     console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
     console.print()
@@ -114,7 +114,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:
 
 
 def _head_table(rows: "tuple[HeadRow, ...]") -> Any:
-    from ..findings import name
+    from ..scanning.findings import name
 
     body = [
         [
@@ -146,8 +146,8 @@ def _save(found: "Scan", *, json: Path | None, csv: Path | None, parquet: Path |
 
 
 def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
-    from ..conditions import failures
-    from ..findings import name
+    from ..scanning.conditions import failures
+    from ..scanning.findings import name
 
     met = failures(conditions, found.heads)
     for condition, rows in met.items():

@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..data.options import WALK
 from ..errors import BadArguments
-from ..shape import Shape
 from ..training.config import GROUPS, PRESETS, Config, make_config
+from ..training.data.options import WALK
+from ..training.shape import Shape
 from .output import JsonPath, aside, console_for, table
 
 if TYPE_CHECKING:

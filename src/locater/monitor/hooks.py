@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import refuse
-from ..modules import Site
+from ..models.live import Site
 from .calls import Call, arguments, has_cached_keys
 from .tensors import whole
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from ..attention import NEAR, Blocks, observe, rank, sample_queries
 from ..errors import Refusal, refuse
-from ..families import spans
-from ..modules import Site, sites
-from ..modules.explicit import Explicit
-from ..modules.tensors import named_modules, unwrap
+from ..models import spans
+from ..models.live import Site, sites
+from ..models.live.explicit import Explicit
+from ..models.live.tensors import named_modules, unwrap
 from .alarms import Thresholds, find_alarms
 from .budget import Budget
 from .calls import Call, read_mask

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from ..families import spans
+from ..models import spans
 from .report import LayerReport
 
 UNSEEN = "no forward pass was seen: a compiled model that had run before must be reset with torch.compiler.reset()"

@@ -3,7 +3,7 @@
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..modules import ModuleTensors
+from ..models.live import ModuleTensors
 
 
 class WholeTensors(ModuleTensors):

@@ -1,20 +1,20 @@
 """LocAteR and its rivals under one interface, for anyone's training loop."""
 
 from .base import Stabiliser
-from .entropy import EntropyBonus
-from .functionals import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
-from .gains import Normalised, Raw
+from .live.gains import Normalised, Raw
 from .locater import LocAteR
-from .means import Constant, Free, Initial, Penalty, Projection, Until, WarmUp
-from .mimetic import MimeticInitialisation
-from .qk_clip import QKClip
-from .qk_norm import L2, RMS, QKNorm
-from .sigma_reparam import SigmaReparam
-from .soft_cap import SoftCap
-from .spectral_initialisation import SpectralInitialisation
-from .spectral_norm import SpectralNorm
-from .weight_decay import QKDecay
-from .z_loss import ZLoss
+from .rivals.entropy import EntropyBonus
+from .rivals.mimetic import MimeticInitialisation
+from .rivals.qk_clip import QKClip
+from .rivals.qk_norm import L2, RMS, QKNorm
+from .rivals.sigma_reparam import SigmaReparam
+from .rivals.soft_cap import SoftCap
+from .rivals.spectral_initialisation import SpectralInitialisation
+from .rivals.spectral_norm import SpectralNorm
+from .rivals.weight_decay import QKDecay
+from .rivals.z_loss import ZLoss
+from .scales import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
+from .targets import Constant, Free, Initial, Penalty, Projection, Until, WarmUp
 
 __all__ = [
     "Constant",

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..spectra import Grams
-from .functionals import Functional, Setting, add_to_diagonal, trace
 from .gradients import gram_matrices, pull_back
-from .pairs import Pair
-from .sharding import Part, part_of
+from .live.pairs import Pair
+from .live.sharding import Part, part_of
+from .scales import Functional, Setting, add_to_diagonal, trace
 
 
 class Terms(NamedTuple):

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import refuse
-from ..families import Family
-from ..modules.explicit import Explicit
+from ..models import Family
+from ..models.live.explicit import Explicit
 from .base import Stabiliser, learning_rate, learning_rates, non_negative
 from .energy import Terms, energy
-from .functionals import Eta, Functional
-from .gains import Inputs, Raw
-from .means import Free, Mean, Penalty, Projection
+from .live.gains import Inputs, Raw
+from .live.pairs import Pair, find_pairs
+from .live.sharding import part_of
 from .measures import pair_metrics
-from .pairs import Pair, find_pairs
 from .projection import hold_trace, traces
-from .sharding import part_of
+from .scales import Eta, Functional
 from .shrink import shrink
+from .targets import Free, Mean, Penalty, Projection
 
 
 class LocAteR(Stabiliser):

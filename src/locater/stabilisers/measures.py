@@ -8,10 +8,10 @@ from torch import Tensor
 from ..spectra import moments_of
 from .base import layer_key
 from .energy import Terms
-from .functionals import Eta
 from .gradients import gram_matrices
-from .pairs import Pair
-from .sharding import part_of
+from .live.pairs import Pair
+from .live.sharding import part_of
+from .scales import Eta
 
 
 @torch.no_grad()

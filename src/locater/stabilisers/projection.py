@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import Refusal, refuse, within
-from .sharding import Part
+from .live.sharding import Part
 
 PerHead = Float[Tensor, "groups heads"]
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from .base import learning_rate
 from .energy import Terms, gradient, head_gradients
-from .functionals import trace
 from .gradients import gram_matrices
-from .pairs import Pair
-from .sharding import part_of
+from .live.pairs import Pair
+from .live.sharding import part_of
+from .scales import trace
 
 
 def shrink(pair: Pair, terms: Terms, rates: dict[int, float]) -> Bool[Tensor, ""]:

@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .. import modules
 from ..attention import NEAR
-from ..data.sources import Data, open_data
-from ..data.vocabulary import BytePairs
 from ..errors import Refusal, refuse
-from ..model import LanguageModel
-from ..scanning import scan
+from ..models import live
+from ..scanning.scan import scan
 from ..training.config import Config, make_config
+from ..training.data.sources import Data, open_data
+from ..training.data.vocabulary import BytePairs
 from ..training.export import load
 from ..training.metrics import read_rows
+from ..training.model import LanguageModel
 from ..training.observe import inputs_of
 from ..training.run import CONFIG, MODEL, Outcome, Say, read_config, resume, start
 
@@ -148,7 +148,7 @@ def _example(data: Data, texts: Int[Tensor, "batch tokens"]) -> int:
 @torch.no_grad()
 def attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens tokens"]:
     """The weights that the model's one head really gives: its causal softmax, materialised, query by key."""
-    (site,) = modules.sites(model)
+    (site,) = live.sites(model)
     with inputs_of(model, [site.query_name]) as seen:
         model.hidden(texts)
     (head,) = site.build().heads

@@ -1,6 +1,6 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways."""
 
-from . import closed_form, exact, monte_carlo, regimes, rotary, softmax
+from . import clipped_softmax, closed_form, exact, monte_carlo, regimes, rotary
 from .regimes import REGIMES, classify, classify_all, localisation
 from .walks import Estimate
 
@@ -9,11 +9,11 @@ __all__ = [
     "Estimate",
     "classify",
     "classify_all",
+    "clipped_softmax",
     "closed_form",
     "exact",
     "localisation",
     "monte_carlo",
     "regimes",
     "rotary",
-    "softmax",
 ]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ..spectra import Covariance
 from . import walks
+from .clipped_softmax import on_slope
 from .problem import Problem, prepare
-from .softmax import on_slope
 from .walks import Estimate
 
 

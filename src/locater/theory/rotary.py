@@ -9,10 +9,10 @@ from torch import Tensor
 from ..errors import refuse
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
 from . import walks
+from .clipped_softmax import on_slope
 from .closed_form import between
 from .monte_carlo import binomial
 from .problem import Problem, prepare
-from .softmax import on_slope
 from .walks import Estimate
 
 # Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.

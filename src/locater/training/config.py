@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ..data.options import DataOptions
 from ..errors import BadArguments, refuse
-from ..shape import SHAPES, Shape, check_fields, option
+from .data.options import DataOptions
+from .shape import SHAPES, Shape, check_fields, option
 
 
 @dataclass(frozen=True)

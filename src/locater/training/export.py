@@ -8,10 +8,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..data.vocabulary import Vocabulary
-from ..model import LanguageModel, WalkModel, WalkShape
 from ..records import write, write_json
-from ..shape import Shape
+from .data.vocabulary import Vocabulary
+from .model import LanguageModel, WalkModel, WalkShape
+from .shape import Shape
 
 
 def export(model: nn.Module, folder: Path, vocabulary: Vocabulary | None = None) -> None:

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from .. import modules
 from ..attention import queries_and_keys
 from ..errors import Refusal
+from ..models import live
 from .observe import inputs_of
 
 # e^±88 is where float32 overflows: beyond, a softmax holds nothing but its largest logit.
@@ -22,7 +22,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     """What is wrong with a model on a batch, if anything is; costs a forward pass and its logits."""
     if name := next((name for name, weight in model.named_parameters() if not _is_finite(weight)), None):
         return f"the weights `{name}` are not finite"
-    sites = modules.sites(model)
+    sites = live.sites(model)
     broken: list[str] = []
 
     def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -45,7 +45,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     return f"the first output that is not finite is that of `{broken[0]}`" if broken else None
 
 
-def _exploded(site: modules.Site, x: Tensor) -> str | None:
+def _exploded(site: live.Site, x: Tensor) -> str | None:
     """The layer's worst head, if its logits are beyond what a softmax can hold."""
     try:
         heads = site.build().heads

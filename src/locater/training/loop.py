@@ -10,10 +10,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ..data.sources import Data
 from ..errors import Refusal, refuse
-from ..modules.tensors import unwrap
+from ..models.live.tensors import unwrap
 from .config import Config
+from .data.sources import Data
 from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics, rows_of_run

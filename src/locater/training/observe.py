@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from .. import modules
 from ..attention import mean_over_queries, observe, rank
-from ..model import LanguageModel
-from ..scanning import scan
+from ..models import live
+from ..scanning.scan import scan
+from .model import LanguageModel
 
 SPECTRUM = (
     "trace",
@@ -60,7 +60,7 @@ def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tupl
 
     The rank rows are of each layer's input, and one more of what the output layer sees.
     """
-    sites = modules.sites(model)
+    sites = live.sites(model)
     was_training = model.training
     model.eval()
     with inputs_of(model, [site.query_name for site in sites]) as seen:

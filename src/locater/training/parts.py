@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from ..data.sources import Data
 from ..errors import refuse
-from ..model import LanguageModel, WalkModel, WalkShape
 from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, QKDecay, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
+from .data.sources import Data
+from .model import LanguageModel, WalkModel, WalkShape
 
 
 def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:

@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..data.batches import Batches
-from ..model import WalkHead, WalkModel
 from ..theory import closed_form, exact
-from ..theory.softmax import clipped_linear
+from ..theory.clipped_softmax import clipped_linear
+from .data.batches import Batches
+from .model import WalkHead, WalkModel
 
 WALKS_AT_ONCE = 256
 

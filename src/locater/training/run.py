@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..data.sources import open_data
-from ..data.text import would_read
 from ..errors import refuse, within
 from ..records import write_json
 from .config import Config
+from .data.sources import open_data
+from .data.text import would_read
 from .export import export
 from .loop import Trainer, has_bf16
 from .metrics import METRICS, bar, read_rows

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..data.sources import Data
-from ..model import LanguageModel, WalkModel
-from ..modules.tensors import unwrap
+from ..models.live.tensors import unwrap
 from .config import Config
+from .data.sources import Data
+from .model import LanguageModel, WalkModel
 from .observe import attention, finite, spectra
 from .processes import Processes, reshard, whole
 from .propagation import propagation

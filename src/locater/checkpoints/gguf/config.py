@@ -1,0 +1,156 @@
+"""From the settings of a GGUF file to the configuration that the model's own code would have saved."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+from ...errors import refuse
+from .names import ARCHITECTURES, COMMON, Architecture
+
+Settings = dict[str, Any]
+Names = Collection[str]
+
+
+def architecture_of(settings: Settings) -> str:
+    """The architecture of a file; llama.cpp files Mistral and Mixtral under `llama`."""
+    name = settings.get("general.architecture")
+    if not isinstance(name, str):
+        raise refuse("general.architecture in the GGUF file", f"{name!r:.60}", "name the first part of a split file")
+    if name == "llama" and "mistral" in str(settings.get("general.name", "")).lower():
+        return "mistral"
+    return name
+
+
+def make_config(settings: Settings, names: Names) -> dict[str, Any]:
+    """Settings by the names of the model's own code; those that tensors imply (biases, tied embeddings) included."""
+    name, prefix = architecture_of(settings), f"{settings['general.architecture']}."
+    row = ARCHITECTURES.get(name, Architecture(name))
+    own = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    _check_counts(own)
+    config: dict[str, Any] = {"model_type": row.model_type, **row.defaults}
+    for key, renamed in (COMMON | dict(row.settings)).items():
+        if renamed is not None and key in own:
+            config[renamed] = own[key]
+    config["tie_word_embeddings"] = "output.weight" not in names or name in ("falcon", "bloom")
+    tokens = settings.get("tokenizer.ggml.tokens")
+    config.setdefault("vocab_size", len(tokens) if isinstance(tokens, list) else tokens)
+    _add_rotary(config, own, row)
+    for finish in FINISH.get(name, ()):
+        finish(config, own, names)
+    return {key: value for key, value in config.items() if value is not None or key in row.defaults}
+
+
+def num_heads(settings: Settings, layer: int) -> tuple[int, int]:
+    """Query and key heads of one layer; some models list them layer by layer."""
+    prefix = f"{settings['general.architecture']}.attention."
+    queries = settings.get(prefix + "head_count")
+    keys = settings.get(prefix + "head_count_kv", queries)
+    queries, keys = (value[layer] if _reaches(value, layer) else value for value in (queries, keys))
+    if type(queries) is not int or type(keys) is not int or not 0 < keys <= queries:
+        raise refuse("numbers of query and key heads in the GGUF file", f"{queries!r:.40} and {keys!r:.40}")
+    return queries, keys
+
+
+def _reaches(value: object, layer: int) -> bool:
+    return isinstance(value, list) and layer < len(value)
+
+
+def _check_counts(own: Settings) -> None:
+    for key in ("block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"):
+        values = own.get(key, 1)
+        for value in values if isinstance(values, list) else [values]:
+            if type(value) is not int or not 0 <= value < 2**24:
+                raise refuse(f"a whole number as {key} in the GGUF file", f"{value!r:.60}", "fetch it again")
+
+
+def _head_dim(own: Settings) -> int | None:
+    length, width, heads = (
+        own.get(key) for key in ("attention.key_length", "embedding_length", "attention.head_count")
+    )
+    if type(length) is int:
+        return length
+    return width // heads if type(width) is int and type(heads) is int and heads else None
+
+
+def _add_rotary(config: dict[str, Any], own: Settings, row: Architecture) -> None:
+    turned, head_dim = own.get("rope.dimension_count"), _head_dim(own)
+    if row.partial_rotary and type(turned) is int and head_dim:
+        config[row.partial_rotary] = turned / head_dim
+    kind = own.get("rope.scaling.type")
+    if kind in ("linear", "yarn"):
+        original = own.get("rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
+        config["rope_scaling"] = scaling | ({"original_max_position_embeddings": original} if original else {})
+
+
+def _fill_head_dim(config: dict[str, Any], own: Settings, names: Names) -> None:
+    config.setdefault("head_dim", own.get("rope.dimension_count"))
+
+
+def _mixtral(config: dict[str, Any], own: Settings, names: Names) -> None:
+    if config.pop("num_experts", 0):
+        config |= {"model_type": "mixtral", "num_local_experts": own["expert_count"]}
+
+
+def _attention_bias(config: dict[str, Any], own: Settings, names: Names) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in names
+
+
+def _query_scale(largest: int) -> Callable[[dict[str, Any], Settings, Names], None]:
+    """Gemma scales by the head's size, except its largest model (known by its layers) by width over heads."""
+
+    def finish(config: dict[str, Any], own: Settings, names: Names) -> None:
+        width, heads = own.get("embedding_length"), own.get("attention.head_count")
+        is_largest = own.get("block_count") == largest and type(heads) is int and heads
+        config["query_pre_attn_scalar"] = width // heads if is_largest and width else _head_dim(own)
+
+    return finish
+
+
+def _latent(config: dict[str, Any], own: Settings, names: Names) -> None:
+    key = own.get("attention.key_length_mla", own.get("attention.key_length"))
+    value = own.get("attention.value_length_mla", own.get("attention.value_length"))
+    turned = own.get("rope.dimension_count")
+    if type(key) is int and type(turned) is int:
+        config |= {"qk_nope_head_dim": key - turned, "qk_head_dim": key, "v_head_dim": value}
+    config["num_key_value_heads"] = own.get("attention.head_count")
+    if own.get("expert_gating_func") == 2:  # sigmoid
+        config["model_type"] = "deepseek_v3"
+
+
+def _falcon(config: dict[str, Any], own: Settings, names: Names) -> None:
+    keys = own.get("attention.head_count_kv", own.get("attention.head_count"))
+    config |= {
+        "num_kv_heads": keys,
+        "multi_query": keys == 1,
+        "new_decoder_architecture": "blk.0.attn_norm_2.weight" in names,
+        "bias": "blk.0.attn_qkv.bias" in names,
+    }
+
+
+def _stablelm(config: dict[str, Any], own: Settings, names: Names) -> None:
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in names
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
+
+
+def _neox(config: dict[str, Any], own: Settings, names: Names) -> None:
+    config["attention_bias"] = "blk.0.attn_qkv.bias" in names
+
+
+def _mpt(config: dict[str, Any], own: Settings, names: Names) -> None:
+    slope = own.get("attention.max_alibi_bias", 0)
+    is_real = isinstance(slope, float) and math.isfinite(slope) and slope > 0
+    config["attn_config"] = {"alibi": is_real, "clip_qkv": own.get("attention.clamp_kqv"), "qk_ln": False}
+
+
+FINISH: dict[str, tuple[Callable[[dict[str, Any], Settings, Names], None], ...]] = {
+    "llama": (_fill_head_dim, _mixtral, _attention_bias),
+    "mistral": (_fill_head_dim, _mixtral),
+    "gemma2": (_query_scale(46),),
+    "gemma3": (_query_scale(62),),
+    "deepseek2": (_latent,),
+    "falcon": (_falcon,),
+    "stablelm": (_stablelm,),
+    "gptneox": (_neox,),
+    "mpt": (_mpt,),
+}

@@ -1,0 +1,174 @@
+"""GGUF files, read by tensor and by row, under the names and in the layout of the model's own code."""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from ...errors import refuse
+from ..base import Checkpoint, Entry, Rows, view_bytes
+from ..bytes import ByteSource, Folder, check_range
+from ..locate import PART, complete_parts
+from .changes import Change, Shape
+from .config import make_config
+from .header import Header, Stored, read_header
+from .rope import add_factors
+from .translate import Translated, translate
+
+# Kinds that torch has a type for; everything else is unpacked into float32.
+PLAIN = {
+    0: torch.float32,
+    1: torch.float16,
+    24: torch.int8,
+    25: torch.int16,
+    26: torch.int32,
+    27: torch.int64,
+    28: torch.float64,
+    30: torch.bfloat16,
+}
+
+
+class Place(NamedTuple):
+    """A stored tensor, the file it lies in and the bytes of one innermost row."""
+
+    source: ByteSource
+    stored: Stored
+    row_bytes: int
+
+
+class GGUFFile(Checkpoint):
+    """One GGUF file, or the parts of one that was split.
+
+    Reading rows costs those rows, or whole heads where the converter moved rows, or the whole tensor where it fused.
+    """
+
+    format = "gguf"
+
+    def __init__(self, sources: list[ByteSource], *, config: dict[str, Any]) -> None:
+        self.sources = sources
+        headers = [read_header(source) for source in sources]
+        self.places = _places(sources, headers)
+        shapes = {name: place.stored.shape for name, place in self.places.items()}
+        settings = headers[0].settings
+        own = make_config(settings, self.places)
+        self.translated = translate(settings, shapes)
+        entries = {name: self._entry(item) for name, item in self.translated.items()}
+        # What lies beside the file may know more, but only if it speaks of the same model.
+        beside = config if config.get("model_type") == own["model_type"] else {}
+        super().__init__(entries, config={**beside, **own}, place=sources[0].name)
+        add_factors(self.config, self.entries, self.read)
+
+    def _entry(self, item: Translated) -> Entry:
+        kinds = [PLAIN.get(self.places[name].stored.kind, torch.float32) for name in item.sources]
+        return Entry(item.shape, kinds[0] if len(set(kinds)) == 1 else torch.float32)
+
+    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
+        item = self.translated[name]
+        if item.change is None:
+            return self._unpack(item.sources[0], rows)
+        return self._undo(item, item.change, rows).to(self.entries[name].dtype)
+
+    def _undo(self, item: Translated, change: Change, rows: Rows | None) -> Tensor:
+        group = change.group(item.shape)
+        if rows is None or group is None:
+            whole = change.apply([self._unpack(source, None) for source in item.sources], group)
+            return whole if rows is None else whole[rows[0] : rows[1]].clone()
+        start, stop = rows[0] // group * group, -(-rows[1] // group) * group
+        part = change.apply([self._unpack(item.sources[0], (start, stop))], group)
+        return part[rows[0] - start : rows[1] - start].contiguous()
+
+    def _unpack(self, name: str, rows: Rows | None) -> Tensor:
+        source, stored, row_bytes = self.places[name]
+        shape, skipped = stored.shape, 0
+        if rows is not None and len(shape) == 1:
+            return self._unpack_part(name, rows)
+        if rows is not None:
+            skipped, shape = rows[0] * math.prod(shape[1:-1]) * row_bytes, (rows[1] - rows[0], *shape[1:])
+        data = source.read(stored.start + skipped, math.prod(shape[:-1]) * row_bytes)
+        return _numbers(data, stored.kind, shape)
+
+    def _unpack_part(self, name: str, rows: Rows) -> Tensor:
+        """Elements of a vector; a packed one is unpacked whole."""
+        source, stored, _ = self.places[name]
+        if stored.kind not in PLAIN:
+            return self._unpack(name, None)[rows[0] : rows[1]].clone()
+        itemsize = PLAIN[stored.kind].itemsize
+        data = source.read(stored.start + rows[0] * itemsize, (rows[1] - rows[0]) * itemsize)
+        return _numbers(data, stored.kind, (rows[1] - rows[0],))
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def open_gguf(folder: Folder, files: list[str], *, config: dict[str, Any]) -> GGUFFile:
+    """A file, or all parts of a split one; naming the first part is enough."""
+    part = PART.match(files[0])
+    if len(files) == 1 and part is not None:
+        count = int(part["count"])
+        files = [f"{part['stem']}-{number:05d}-of-{part['count']}.gguf" for number in range(1, min(count, 999) + 1)]
+        files = complete_parts(files[0], [file for file in files if folder.find(file) is not None] or files[:1])
+    sources = [source for file in files if (source := folder.find(file)) is not None]
+    return GGUFFile(sources, config=config)
+
+
+def _numbers(data: bytearray, kind: int, shape: Shape) -> Tensor:
+    if kind in PLAIN:
+        return view_bytes(data, PLAIN[kind], shape)
+    if math.prod(shape) == 0:
+        return torch.empty(shape)
+    gguf = _gguf()
+    packed = numpy.frombuffer(data, dtype=numpy.uint8).reshape(*shape[:-1], -1)
+    # Blocks of random bytes may hold infinities; they are the file's, not an error of ours.
+    with numpy.errstate(all="ignore"):
+        return torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind)))
+
+
+def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place]:
+    places: dict[str, Place] = {}
+    for source, header in zip(sources, headers, strict=True):
+        end = 0
+        for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].start):
+            place = Place(source, stored, _row_bytes(name, stored))
+            length = math.prod(stored.shape[:-1]) * place.row_bytes
+            check_range(source, stored.start, length)
+            if stored.start < end or name in places:
+                raise refuse(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
+            places[name], end = place, stored.start + length
+    if not places:
+        raise refuse(f"tensors in {sources[0].name}", "none", "name a file that holds weights")
+    return {name: places[name] for header in headers for name in header.tensors}
+
+
+def _row_bytes(name: str, stored: Stored) -> int:
+    width = stored.shape[-1] if stored.shape else 1
+    if stored.kind in PLAIN:
+        return width * PLAIN[stored.kind].itemsize
+    known = _packed_sizes()
+    if stored.kind not in known:
+        remedy = 'a newer release may know it: pip install -U "locater[gguf]"'
+        raise refuse(f"a known kind of numbers for {name[:80]!r}", f"kind {stored.kind}", remedy)
+    block, size = known[stored.kind]
+    if width % block:
+        raise refuse(f"rows of whole blocks of {block} for {name[:80]!r}", f"rows of {width}", "fetch it again")
+    return width // block * size
+
+
+@cache
+def _packed_sizes() -> dict[int, tuple[int, int]]:
+    """Numbers and bytes of one block, for each kind that can be unpacked."""
+    gguf = _gguf()
+    return {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items() if hasattr(gguf.quants, kind.name)}
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        remedy = 'install it with: pip install "locater[gguf]"'
+        raise refuse("the package gguf, to unpack quantised weights", "an installation without it", remedy) from None
+    return gguf

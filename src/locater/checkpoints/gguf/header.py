@@ -1,0 +1,146 @@
+"""The header of a GGUF file: settings, then the names, shapes and places of the tensors. Nothing is mapped.
+
+Every count in the file is checked against the bytes that are left before anything is made from it.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import refuse
+from ..bytes import ByteSource, check_range
+
+BLOCK = 256 * 2**10
+MAX_SETTINGS, MAX_TENSORS, MAX_STRING, MAX_KEPT, MAX_DIMENSIONS = 2**16, 2**20, 2**20, 2**12, 8
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor: its shape in rows-first order, its kind of quantisation and its place in the file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the data; long lists are kept as their length only."""
+
+    settings: dict[str, Any]
+    tensors: dict[str, Stored]
+
+
+class Cursor:
+    """Reads forward through a source, in blocks."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self.source, self.position = source, 0
+        self.block, self.block_start = bytearray(), 0
+
+    @property
+    def left(self) -> int:
+        return self.source.size - self.position
+
+    def take(self, length: int) -> bytearray:
+        check_range(self.source, self.position, length)
+        offset = self.position - self.block_start
+        if offset + length > len(self.block):
+            self.block_start, offset = self.position, 0
+            self.block = self.source.read(self.position, max(length, min(BLOCK, self.left)))
+        self.position += length
+        return self.block[offset : offset + length]
+
+    def skip(self, length: int) -> None:
+        check_range(self.source, self.position, length)
+        self.position += length
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def count(self, what: str, *, unit: int, limit: int) -> int:
+        """How many things of at least `unit` bytes follow; refused when the file cannot hold them."""
+        value = self.number("Q")
+        if value > min(limit, self.left // unit):
+            most = min(limit, self.left // unit)
+            raise refuse(f"at most {most} {what} in {self.source.name}", value, "it is damaged; fetch it again")
+        return value
+
+    def text(self) -> str:
+        data = self.take(self.count("bytes of text", unit=1, limit=MAX_STRING))
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            raise refuse(f"UTF-8 text in the header of {self.source.name}", "other bytes", "fetch it again") from None
+
+
+def read_header(source: ByteSource) -> Header:
+    """Settings and tensors of a file; costs the header. Fails on any count or place that the file cannot hold."""
+    cursor = Cursor(source)
+    magic, version = bytes(cursor.take(4)), cursor.number("I")
+    if magic != b"GGUF" or version not in (2, 3):
+        remedy = "convert it again with a current llama.cpp" if magic == b"GGUF" else "it is not a GGUF file"
+        raise refuse(f"GGUF version 2 or 3 in {source.name}", f"{magic!r} version {version}", remedy)
+    num_tensors = cursor.count("tensors", unit=24, limit=MAX_TENSORS)
+    num_settings = cursor.count("settings", unit=13, limit=MAX_SETTINGS)
+    settings = _read_settings(cursor, num_settings)
+    infos = [_read_info(cursor) for _ in range(num_tensors)]
+    alignment = settings.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise refuse(f"a power of two as alignment in {source.name}", alignment)
+    base = -(-cursor.position // alignment) * alignment
+    tensors = {name: Stored(shape, kind, base + offset) for name, shape, kind, offset in infos}
+    if len(tensors) != len(infos):
+        raise refuse(f"each tensor once in {source.name}", "one of them twice", "fetch it again")
+    return Header(settings, tensors)
+
+
+def _read_settings(cursor: Cursor, number: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for _ in range(number):
+        key = cursor.text()
+        if key in settings:
+            raise refuse(f"each setting once in {cursor.source.name}", f"{key[:80]!r} twice", "fetch it again")
+        settings[key] = _read_value(cursor, cursor.number("I"))
+    return settings
+
+
+def _read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
+    if kind in SCALARS:
+        return cursor.number(SCALARS[kind])
+    if kind == STRING:
+        return cursor.text()
+    if kind != ARRAY or not may_nest:
+        raise refuse(f"a known kind of setting in {cursor.source.name}", kind, "it is damaged; fetch it again")
+    inner = cursor.number("I")
+    size = struct.calcsize("<" + SCALARS[inner]) if inner in SCALARS else 8
+    number = cursor.count("items of a list", unit=size, limit=2**62)
+    if number <= MAX_KEPT:
+        return [_read_value(cursor, inner, may_nest=False) for _ in range(number)]
+    if inner in SCALARS:
+        cursor.skip(number * size)
+    else:
+        for _ in range(number):
+            _skip_text(cursor, inner)
+    return number
+
+
+def _skip_text(cursor: Cursor, kind: int) -> None:
+    if kind != STRING:
+        raise refuse(f"lists of numbers or text in {cursor.source.name}", f"kind {kind}", "fetch it again")
+    cursor.skip(cursor.count("bytes of text", unit=1, limit=2**62))
+
+
+def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name, num_dimensions = cursor.text(), cursor.number("I")
+    if num_dimensions > MAX_DIMENSIONS:
+        raise refuse(f"at most {MAX_DIMENSIONS} dimensions for {name[:80]!r}", num_dimensions, "fetch it again")
+    shape = tuple(cursor.number("Q") for _ in range(num_dimensions))[::-1]
+    kind, offset = cursor.number("I"), cursor.number("Q")
+    # A packed number takes at least one bit, so no shape may ask for more than eight per byte of the file.
+    if math.prod(shape) > 8 * cursor.source.size or offset > cursor.source.size:
+        raise refuse(f"{name[:80]!r} within {cursor.source.name}", f"shape {list(shape)} at {offset}", "fetch it again")
+    return name, shape, kind, offset

@@ -1,0 +1,1 @@
+"""Files written by `torch.save`, read without executing anything."""

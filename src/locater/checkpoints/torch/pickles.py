@@ -1,0 +1,129 @@
+"""Pickles from strangers: only listed names are admitted, and those stand for plain records. Nothing is executed.
+
+The interpreter in Python is used on purpose: the one in C reserves memory for any memo number that a pickle names.
+"""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from io import BufferedIOBase
+from typing import Any
+
+from ...errors import Refusal, refuse
+
+Admitted = Mapping[tuple[str, str], Any]
+
+# Opcodes that set aside memory on the pickle's word, reach for code registered elsewhere, or hash what they are given.
+BARRED = (
+    pickle.BYTEARRAY8,
+    pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER,
+    pickle.EXT1,
+    pickle.EXT2,
+    pickle.EXT4,
+    pickle.INST,
+    pickle.OBJ,
+    pickle.EMPTY_SET,
+    pickle.FROZENSET,
+)
+
+
+class CodeRefusal(Refusal):
+    """The pickle asks for something to be imported that is not on the list."""
+
+
+class Record:
+    """Stands for an object of a class that is not imported; its state is data."""
+
+    state: Any = None
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def get(self, key: str, default: object = None) -> Any:
+        return self.state.get(key, default) if isinstance(self.state, dict) else default
+
+
+def check_key(key: Any) -> Any:
+    """The key of a dict, if it is plain: a tuple of a tuple of … that shares its parts takes for ever to hash."""
+    if isinstance(key, tuple) and len(key) < 100:
+        for part in key:
+            if isinstance(part, tuple):
+                raise pickle.UnpicklingError("a key of nested tuples")
+    return key
+
+
+def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+    """What a reduced `OrderedDict` builds."""
+    return OrderedDict((check_key(key), value) for key, value in items)
+
+
+class Unpickler(pickle._Unpickler):
+    """Reads one pickle, admitting only `(module, name)` pairs of the table."""
+
+    # Set by the interpreter; its type stubs leave them out.
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+
+    dispatch: Any = {code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in BARRED}
+
+    def __init__(
+        self, file: BufferedIOBase, *, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.admitted = admitted
+        self.persistent = persistent
+
+    def find_class(self, module: str, name: str) -> Any:  # type: ignore[override]
+        key = (module, name)
+        if key not in self.admitted:
+            asked = f"{module}.{name}"[:120]
+            raise CodeRefusal(str(refuse("a pickle of plain tensors", f"one that asks for the code {asked!r}")))
+        return self.admitted[key]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.persistent is None:
+            raise pickle.UnpicklingError("a reference to something outside the pickle")
+        return self.persistent(pid)
+
+    def load_build(self) -> None:
+        """Give state to records only; the state of other objects (notes of a state dict) is let go."""
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
+        elif not isinstance(self.stack[-1], OrderedDict):
+            raise pickle.UnpicklingError("state for an object that takes none")
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][check_key(key)] = value
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.stack[-1][check_key(key)] = value
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({check_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)})
+
+    dispatch |= {
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+    }
+
+
+def load_pickle(
+    file: BufferedIOBase, *, name: str, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    """The object in a pickle, built from data alone; fails on any name outside the table and on damage."""
+    try:
+        return Unpickler(file, admitted=admitted, persistent=persistent).load()
+    except Refusal:
+        raise
+    except Exception as cause:  # noqa: BLE001  (a damaged pickle can fail in any way)
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:120]
+        raise refuse(f"a readable pickle in {name}", f"a damaged one ({reason})", "fetch it again") from None

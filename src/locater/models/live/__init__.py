@@ -1,0 +1,105 @@
+"""Live models: the heads of an `nn.Module` as views of its parameters, so that gradients flow through them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from ...errors import Refusal, refuse
+from ...heads import Block
+from .. import Config, Family, Layer, Places, build, find_family, open_model
+from .explicit import Explicit, describe, explicit_row
+from .rows import Found, search
+from .tensors import ModuleTensors, named_modules, settings
+
+__all__ = ["ModuleTensors", "Site", "layers", "settings", "sites"]
+
+
+def layers(
+    model: nn.Module,
+    *,
+    family: Family | None = None,
+    heads: Sequence[Explicit] = (),
+    tensors: ModuleTensors | None = None,
+) -> Iterator[Layer]:
+    """The heads of every attention module, as views: what they say changes with the parameters.
+
+    A model whose config names a known family is read by that family's table. Any other is searched for torch's and
+    timm's attention modules, whose causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to
+    be causal. Or name the projections: `heads=[(query, key, num_heads, num_key_heads), …]`, one entry per layer.
+    Fails, naming what looks like attention, where nothing is known. `tensors` replaces what is read of the model.
+    """
+    return (site.build() for site in sites(model, family=family, heads=heads, tensors=tensors))
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention module: its name, and how to read its heads as they are at that moment."""
+
+    block: Block
+    number: int
+    num_heads: int
+    query_name: str
+    key_name: str
+    build: Callable[[], Layer]
+
+
+def sites(
+    model: nn.Module,
+    *,
+    family: Family | None = None,
+    heads: Sequence[Explicit] = (),
+    tensors: ModuleTensors | None = None,
+) -> list[Site]:
+    """Where the attention modules of `layers` are; nothing is read yet."""
+    tensors, config = tensors or ModuleTensors(model), Config(settings(model))
+    modules = named_modules(tensors.model)
+    if heads:
+        found = [explicit_row(entry, modules) for entry in heads]
+    elif family is not None or config.get("model_type") is not None:
+        return _of_family(tensors, config, family, modules)
+    else:
+        found = list(search(modules))
+    return list(_of_modules(found, tensors)) if found else _of_family(tensors, config, None, modules)
+
+
+def _of_family(
+    tensors: ModuleTensors, config: Config, family: Family | None, modules: dict[str, nn.Module]
+) -> list[Site]:
+    try:
+        family = family or find_family(config, tensors.names)
+    except Refusal:
+        kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
+        raise refuse("a live model of a known family or with known modules", kind, describe(modules)) from None
+    all_places = open_model(config, tensors, family=family).places
+    return [_site(places, number) for places in all_places for number in places.layers]
+
+
+def _site(places: Places, number: int) -> Site:
+    names = (places.name(pattern, number) for pattern in (places.row.query, places.row.key))
+    num_heads = places.shape.num_heads
+    return Site(places.row.block, number, num_heads, *names, build=partial(_read, places, number))
+
+
+def _read(places: Places, number: int) -> Layer:
+    return next(build(places, [number]))
+
+
+def _of_modules(found: Sequence[Found], tensors: ModuleTensors) -> Iterator[Site]:
+    """Modules are numbered within their block, in the order found."""
+    numbers = Counter()
+    for one in found:
+        number = numbers[one.block]
+        numbers[one.block] += 1
+        if isinstance(one.row, Refusal):
+            reason = f"{one.block} layer {number}: {one.row}"
+            refused = Layer(one.block, number, (), (reason,), one.name, one.name)
+            yield Site(one.block, number, 0, one.name, one.name, build=partial(_unchanged, refused))
+        else:
+            yield _site(Places(one.row, Config(), tensors, ""), number)
+
+
+def _unchanged(layer: Layer) -> Layer:
+    return layer

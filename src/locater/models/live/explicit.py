@@ -1,0 +1,82 @@
+"""Attention that the user names: the two projections and their numbers of heads; and how to, where nothing is known."""
+
+from torch import nn
+
+from ...errors import refuse
+from .. import Attention
+from .rows import Found
+
+# The query's and the key's projection, as modules or by name, and how many heads each has.
+Explicit = tuple[nn.Module | str, nn.Module | str, int, int]
+QUERIES, KEYS = ("q_proj", "query", "to_q", "wq", "q", "q_lin"), ("k_proj", "key", "to_k", "wk", "k", "k_lin")
+
+
+def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
+    """One attention module from its projections; positions, norms and masks are taken to be absent."""
+    if not isinstance(entry, tuple | list) or len(entry) != 4:
+        raise refuse("entries (query, key, num_heads, num_key_heads)", repr(entry))
+    (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])
+    if query is key:
+        raise refuse("a projection of its own for queries and for keys", f"`{query_name}` for both")
+    num_heads, num_key_heads = (_count(part) for part in entry[2:])
+    (rows, transposed), (key_rows, _) = _rows(query), _rows(key)
+    d_head, rest = divmod(rows, num_heads)
+    if rest or key_rows != num_key_heads * d_head:
+        expected = f"{num_heads} query heads and {num_key_heads} key heads of one size"
+        raise refuse(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
+    row = Attention(
+        block="decoder",
+        query=query_name,
+        key=key_name,
+        layers=1,
+        heads=num_heads,
+        key_heads=num_key_heads,
+        d_head=d_head,
+        transposed=transposed,
+        prefixes=("",),
+    )
+    return Found("decoder", query_name, row)
+
+
+def describe(modules: dict[str, nn.Module]) -> str:
+    """What looks like attention, and how to name it."""
+    likely = [name for name, module in modules.items() if name and _is_likely(module)]
+    known = next(((name, pair) for name in likely if (pair := _pair(modules[name]))), None)
+    name, (query, key) = known or ("layer", ("q_proj", "k_proj"))
+    listed = ", ".join(f"`{name}` ({type(modules[name]).__name__})" for name in likely[:4])
+    listed += f" and {len(likely) - 4} more" if len(likely) > 4 else ""
+    form = f'heads=[("{name}.{query}", "{name}.{key}", num_heads, num_key_heads), …]'
+    return f"it has {listed or 'no module that looks like attention'}: name the projections by {form}"
+
+
+def _is_likely(module: nn.Module) -> bool:
+    kind = type(module).__name__.lower()
+    return ("attention" in kind or "attn" in kind or _pair(module) is not None) and any(
+        True for _ in module.parameters()
+    )
+
+
+def _pair(module: nn.Module) -> tuple[str, str] | None:
+    return next(((q, k) for q, k in zip(QUERIES, KEYS, strict=True) if hasattr(module, q) and hasattr(module, k)), None)
+
+
+def _projection(part: nn.Module | str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
+    found = [(name, module) for name, module in modules.items() if name == part or module is part]
+    if not found:
+        raise refuse("a projection that is part of the model", part if isinstance(part, str) else type(part).__name__)
+    return found[0]
+
+
+def _rows(module: nn.Module) -> tuple[int, bool]:
+    """Rows of the weight as (out, in), and whether it is stored the other way, as transformers' Conv1D does."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 2:
+        raise refuse("a projection with a weight of two dimensions", type(module).__name__)
+    transposed = type(module).__name__ == "Conv1D"
+    return weight.shape[1 if transposed else 0], transposed
+
+
+def _count(part: object) -> int:
+    if isinstance(part, bool) or not isinstance(part, int) or part < 1:
+        raise refuse("a positive whole number of heads", repr(part))
+    return part

@@ -1,0 +1,125 @@
+"""Rows of the family tables made from live modules: torch's transformer layers, `nn.MultiheadAttention`, timm's shape.
+
+A row made here names one module, and takes its sizes from the module itself.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...errors import Refusal, refuse, within
+from ...heads import Block
+from .. import Attention, NormAt
+from .norms import Stacks, norm_at
+
+TIMM_PARTS = {"qkv", "q_norm", "k_norm", "proj", "norm", "gate", "attn_drop", "proj_drop"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One attention module: its row, or why it cannot have one."""
+
+    block: Block
+    name: str
+    row: Attention | Refusal
+
+
+def search(modules: dict[str, nn.Module]) -> Iterator[Found]:
+    """Every attention module of a known kind, in the order of the tree."""
+    stacks, seen = Stacks(modules), set()
+    for name, module in modules.items():
+        if id(module) in seen:
+            continue  # the same module under a second name
+        seen.add(id(module))
+        inside = stacks.is_layer(name.rpartition(".")[0])
+        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            yield from _layer(name, module, stacks)
+        elif isinstance(module, nn.MultiheadAttention) and not inside:
+            yield _found(_multihead, "encoder", name, module)
+        elif isinstance(getattr(module, "qkv", None), nn.Linear) and hasattr(module, "num_heads"):
+            yield _found(_timm, "vision", name, module, modules.get(name.rpartition(".")[0]))
+
+
+def _layer(
+    name: str, module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, stacks: Stacks
+) -> Iterator[Found]:
+    at = f"{name}.".lstrip(".")
+    block: Block = "encoder" if isinstance(module, nn.TransformerEncoderLayer) else "decoder"
+    yield _found(_multihead, block, f"{at}self_attn", module.self_attn, stacks.input_norm(name))
+    if isinstance(module, nn.TransformerDecoderLayer):
+        norms = stacks.cross_norm(name), stacks.memory_norm(name)
+        yield _found(_multihead, "cross", f"{at}multihead_attn", module.multihead_attn, *norms)
+
+
+def _found(make, block: Block, name: str, *parts) -> Found:
+    """The row that `make` gives, or its refusal."""
+    try:
+        with within(name or type(parts[0]).__name__):
+            return Found(block, name, make(block, f"{name}.".lstrip("."), *parts))
+    except Refusal as reason:
+        return Found(block, name, reason)
+
+
+def _multihead(
+    block: Block, at: str, module: nn.MultiheadAttention, norm: NormAt | None = None, key_norm: NormAt | None = None
+) -> Attention:
+    if module.in_proj_weight is None:
+        sizes = f"{module.embed_dim}, {module.kdim} and {module.vdim}"
+        raise refuse("queries, keys and values of one width", sizes, "a head compares vectors of one space")
+    if module.bias_k is not None or module.add_zero_attn:
+        extra = "add_zero_attn" if module.add_zero_attn else "bias_k"
+        remedy = "its softmax runs over more than the tokens"
+        raise refuse("keys that all come from the input", f"a further key ({extra})", remedy)
+    return Attention(
+        block=block,
+        query=f"{at}in_proj",
+        key=f"{at}in_proj",
+        layers=1,
+        heads=module.num_heads,
+        d_head=module.head_dim,
+        fused="qkv",
+        prefixes=("",),
+        input_norm=norm,
+        key_input_norm=key_norm,
+        lookahead=0 if block == "decoder" else None,
+    )
+
+
+def _timm(block: Block, at: str, module: Any, parent: nn.Module | None) -> Attention:
+    """Attention of timm's shape: qkv(x), a norm per head, scale · q·k. Its input norm is the `norm1` of its block."""
+    _check_timm(module)
+    num_heads, qkv = module.num_heads, module.qkv
+    d_head, rest = divmod(qkv.out_features, 3 * num_heads)
+    if rest:
+        raise refuse(f"three times {num_heads} heads of one size", f"{qkv.out_features} rows of qkv")
+    # A res-post-norm block has a norm of that name too, but behind its attention.
+    before = None if parent is None or "respost" in type(parent).__name__.lower() else getattr(parent, "norm1", None)
+    parent_at = at.rstrip(".").rpartition(".")[0]
+    return Attention(
+        block=block,
+        query=f"{at}qkv",
+        key=f"{at}qkv",
+        layers=1,
+        heads=num_heads,
+        d_head=d_head,
+        fused="qkv",
+        prefixes=("",),
+        input_norm=norm_at(f"{parent_at}.norm1".lstrip("."), before),
+        query_norm=norm_at(f"{at}q_norm", getattr(module, "q_norm", None)),
+        key_norm=norm_at(f"{at}k_norm", getattr(module, "k_norm", None)),
+        scale=float(getattr(module, "scale", d_head**-0.5)),
+    )
+
+
+def _check_timm(module: Any) -> None:
+    """Refuse attention that has more to it than the shape says."""
+    own = {name.partition(".")[0] for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    further = sorted(own - TIMM_PARTS) + [
+        name for name in inspect.signature(module.forward).parameters if "rope" in name
+    ]
+    if further or isinstance(module.num_heads, bool) or not isinstance(module.num_heads, int):
+        expected = "attention with `qkv`, `num_heads` and at most `q_norm`, `k_norm`"
+        raise refuse(expected, f"also {', '.join(further)}" if further else repr(module.num_heads))

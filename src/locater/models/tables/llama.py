@@ -1,0 +1,149 @@
+"""Decoders with rotary positions and separate projections, after Llama."""
+
+from dataclasses import replace
+
+from ..config import Config, optional
+from ..schema import Attention, Family, NormAt, NormCell, RotaryAt
+from .windows import ahead, all_but_every, every_layer, typed, window
+
+INPUT_NORM = "layers.{layer}.input_layernorm"
+QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"
+RMS_EPSILON, LAYER_EPSILON = optional("rms_norm_eps", 1e-6), optional("layer_norm_eps|norm_eps", 1e-5)
+
+
+def chosen(norm: NormAt, switch: str) -> NormCell:
+    """A norm that a model of the family has only if its config says so."""
+    return lambda config, layer: norm if config.get(switch, False) else None
+
+
+def smollm3_turns(config: Config, layer: int) -> bool:
+    """`no_rope_layers` holds 1 where a layer does turn."""
+    turns = config.get("no_rope_layers")
+    return bool(turns[layer]) if turns is not None else (layer + 1) % config.get("no_rope_layer_interval", 4) != 0
+
+
+@typed
+def qwen2_slides(config: Config, layer: int) -> bool:
+    return layer >= config.get("max_window_layers", 28)
+
+
+@typed
+def qwen2_moe_slides(config: Config, layer: int) -> bool:
+    return layer % 2 == 0 and layer < config.get("max_window_layers", 28)
+
+
+@typed
+def smollm3_slides(config: Config, layer: int) -> bool:
+    return not smollm3_turns(config, layer)
+
+
+cohere2_slides = all_but_every(4)
+
+LLAMA = Attention(
+    block="decoder",
+    query=QUERY,
+    key=KEY,
+    key_heads="num_key_value_heads|num_attention_heads",
+    d_head=optional("head_dim", None),
+    input_norm=NormAt("rms", INPUT_NORM, epsilon=RMS_EPSILON),
+    rotary=RotaryAt(),
+    lookahead=ahead,
+)
+MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096))
+MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=optional("rope_theta", 1e6)), lookback=window(every_layer))
+QWEN2 = replace(LLAMA, lookback=window(qwen2_slides, default=4096, switch="use_sliding_window"))
+QWEN2_MOE = replace(LLAMA, lookback=window(qwen2_moe_slides, default=4096, switch="use_sliding_window"))
+QWEN3 = replace(
+    QWEN2,
+    d_head=optional("head_dim", 128),
+    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON),
+    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON),
+)
+QWEN3_MOE = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(every_layer, default=4096, switch="use_sliding_window"))
+OLMO2 = replace(
+    LLAMA,
+    input_norm=None,
+    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=optional("rms_norm_eps", 1e-5)),
+    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=optional("rms_norm_eps", 1e-5)),
+    norm_over="projection",
+)
+SMOLLM3 = replace(
+    LLAMA,
+    rotary=RotaryAt(base=optional("rope_theta", 2e6), only=smollm3_turns),
+    lookback=window(smollm3_slides, switch="use_sliding_window"),
+)
+STABLELM = replace(
+    LLAMA,
+    d_head=None,
+    input_norm=NormAt("layer", INPUT_NORM, epsilon=LAYER_EPSILON),
+    query_norm=chosen(
+        NormAt("layer", "layers.{layer}.self_attn.q_layernorm.norms.{head}", epsilon=LAYER_EPSILON), "qk_layernorm"
+    ),
+    key_norm=chosen(
+        NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON), "qk_layernorm"
+    ),
+    rotary=RotaryAt(fraction=optional("partial_rotary_factor|rope_pct", 0.25)),
+)
+PHI = replace(
+    STABLELM,
+    d_head=LLAMA.d_head,
+    query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
+    key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
+    rotary=RotaryAt(fraction=optional("partial_rotary_factor", 0.5)),
+)
+PHI3 = replace(
+    LLAMA,
+    query="layers.{layer}.self_attn.qkv_proj",
+    key="layers.{layer}.self_attn.qkv_proj",
+    fused="qkv",
+    input_norm=NormAt("rms", INPUT_NORM, epsilon=optional("rms_norm_eps", 1e-5)),
+    lookback=window(every_layer),
+)
+COHERE = replace(
+    STABLELM,
+    d_head=LLAMA.d_head,
+    query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
+    key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
+    rotary=RotaryAt(base=optional("rope_theta", 5e5), interleaved=True),
+)
+COHERE2 = replace(
+    COHERE,
+    d_head=None,
+    query_norm=None,
+    key_norm=None,
+    rotary=RotaryAt(interleaved=True, only=cohere2_slides),
+    lookback=window(cohere2_slides, default=4096),
+)
+GRANITE = replace(LLAMA, scale=optional("attention_multiplier", 1.0))
+STARCODER2 = replace(
+    LLAMA,
+    input_norm=NormAt("layer", INPUT_NORM, epsilon=optional("norm_epsilon", 1e-5)),
+    lookback=window(every_layer),
+)
+INTERNLM2 = replace(
+    LLAMA,
+    query="layers.{layer}.attention.wqkv",
+    key="layers.{layer}.attention.wqkv",
+    fused="grouped",
+    input_norm=NormAt("rms", "layers.{layer}.attention_norm", epsilon=RMS_EPSILON),
+)
+
+FAMILIES = (
+    Family("llama", ("llama",), (LLAMA,)),
+    Family("mistral", ("mistral",), (MISTRAL,)),
+    Family("mixtral", ("mixtral",), (MIXTRAL,)),
+    Family("qwen2", ("qwen2",), (QWEN2,)),
+    Family("qwen2-moe", ("qwen2_moe",), (QWEN2_MOE,)),
+    Family("qwen3", ("qwen3",), (QWEN3,)),
+    Family("qwen3-moe", ("qwen3_moe",), (QWEN3_MOE,)),
+    Family("olmo2", ("olmo2",), (OLMO2,)),
+    Family("smollm3", ("smollm3",), (SMOLLM3,)),
+    Family("stablelm", ("stablelm", "stablelm_epoch"), (STABLELM,)),
+    Family("phi", ("phi",), (PHI,)),
+    Family("phi3", ("phi3",), (PHI3,)),
+    Family("cohere", ("cohere",), (COHERE,)),
+    Family("cohere2", ("cohere2",), (COHERE2,)),
+    Family("granite", ("granite", "granitemoe"), (GRANITE,)),
+    Family("starcoder2", ("starcoder2",), (STARCODER2,)),
+    Family("internlm2", ("internlm2",), (INTERNLM2,)),
+)

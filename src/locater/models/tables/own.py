@@ -1,0 +1,30 @@
+"""The models that `locater train` makes."""
+
+from ..config import Config, entry
+from ..schema import Attention, Family, NormAt, RotaryAt
+
+
+def input_norm(config: Config, layer: int) -> NormAt:
+    """A layer's own first norm, or in a post-LN model the last of the layer before; the walk's model has none."""
+    kind = "rms" if config.get("norm") == "rms" else "layer"
+    epsilon = entry("epsilon", 1e-5)
+    if config.get("norm_first", False):
+        return NormAt(kind, "layers.{layer}.attention_norm", epsilon=epsilon)
+    return NormAt(kind, "layers.{previous}.feedforward_norm", first=None, epsilon=epsilon)
+
+
+OWN = Attention(
+    block="decoder",
+    query="layers.{layer}.attention.query",
+    key="layers.{layer}.attention.key",
+    layers="num_layers",
+    heads="num_heads",
+    key_heads=lambda config, layer: config.get("num_key_heads") or config["num_heads"],
+    d_model="d_model",
+    prefixes=("", "model."),
+    input_norm=input_norm,
+    rotary=RotaryAt(base="rotary_base", only=lambda config, layer: config.get("positions") == "rotary"),
+    lookahead=0,
+)
+
+FAMILIES = (Family("locater", ("locater",), (OWN,)),)

@@ -1,0 +1,140 @@
+"""Encoder-decoders and encoders of speech: self-attention on both sides, and cross-attention."""
+
+from dataclasses import replace
+
+from ..config import Config, entry
+from ..schema import Attention, BucketsAt, Family, NormAt
+
+PREFIXES = ("", "model.", "transformer.")
+
+# ---------------------------------------------------------------------------------------------------------------- T5
+T5_EPSILON = entry("layer_norm_epsilon", 1e-6)
+
+
+def t5_buckets(stack: str, *, block: str = "0", bidirectional: bool) -> BucketsAt:
+    """T5 stores one table per stack, in its first block; UMT5 one per block."""
+    name = f"{stack}.block.{block}.layer.0.SelfAttention.relative_attention_bias"
+    return BucketsAt(name, bidirectional, entry("relative_attention_max_distance", 128))
+
+
+T5_ENCODER = Attention(
+    block="encoder",
+    query="encoder.block.{layer}.layer.0.SelfAttention.q",
+    key="encoder.block.{layer}.layer.0.SelfAttention.k",
+    layers="num_layers|num_hidden_layers",
+    heads="num_heads|num_attention_heads",
+    d_head="d_kv",
+    prefixes=PREFIXES,
+    input_norm=NormAt("rms", "encoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
+    buckets=t5_buckets("encoder", bidirectional=True),
+    scale=1.0,
+)
+T5_DECODER = replace(
+    T5_ENCODER,
+    block="decoder",
+    query="decoder.block.{layer}.layer.0.SelfAttention.q",
+    key="decoder.block.{layer}.layer.0.SelfAttention.k",
+    layers="num_decoder_layers|num_layers|num_hidden_layers",
+    input_norm=NormAt("rms", "decoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
+    buckets=t5_buckets("decoder", bidirectional=False),
+    lookahead=0,
+)
+T5_CROSS = replace(
+    T5_DECODER,
+    block="cross",
+    query="decoder.block.{layer}.layer.1.EncDecAttention.q",
+    key="decoder.block.{layer}.layer.1.EncDecAttention.k",
+    input_norm=NormAt("rms", "decoder.block.{layer}.layer.1.layer_norm", epsilon=T5_EPSILON),
+    key_input_norm=NormAt("rms", "encoder.final_layer_norm", epsilon=T5_EPSILON),
+    buckets=None,
+    lookahead=None,
+)
+UMT5_ENCODER = replace(T5_ENCODER, buckets=t5_buckets("encoder", block="{layer}", bidirectional=True))
+UMT5_DECODER = replace(T5_DECODER, buckets=t5_buckets("decoder", block="{layer}", bidirectional=False))
+
+
+# -------------------------------------------------------------------------------------------- BART and its relatives
+def last_encoder_layer(config: Config, layer: int) -> dict[str, int]:
+    return {"last": config["encoder_layers"] - 1}
+
+
+# Pre-LN: every attention has a norm of its own before it, and the encoder one at its end (mBART, Pegasus, Whisper).
+PRE_ENCODER = Attention(
+    block="encoder",
+    query="encoder.layers.{layer}.self_attn.q_proj",
+    key="encoder.layers.{layer}.self_attn.k_proj",
+    layers="encoder_layers",
+    heads="encoder_attention_heads",
+    d_model="d_model",
+    prefixes=PREFIXES,
+    input_norm=NormAt("layer", "encoder.layers.{layer}.self_attn_layer_norm"),
+)
+PRE_DECODER = replace(
+    PRE_ENCODER,
+    block="decoder",
+    query="decoder.layers.{layer}.self_attn.q_proj",
+    key="decoder.layers.{layer}.self_attn.k_proj",
+    layers="decoder_layers",
+    heads="decoder_attention_heads",
+    input_norm=NormAt("layer", "decoder.layers.{layer}.self_attn_layer_norm"),
+    lookahead=0,
+)
+PRE_CROSS = replace(
+    PRE_DECODER,
+    block="cross",
+    query="decoder.layers.{layer}.encoder_attn.q_proj",
+    key="decoder.layers.{layer}.encoder_attn.k_proj",
+    input_norm=NormAt("layer", "decoder.layers.{layer}.encoder_attn_layer_norm"),
+    key_input_norm=NormAt("layer", "encoder.layer_norm", optional=True),  # a decoder may be stored alone
+    lookahead=None,
+)
+
+# Post-LN: what comes in is the output of the norm before (BART).
+BART_ENCODER = replace(
+    PRE_ENCODER,
+    input_norm=NormAt("layer", "encoder.layers.{previous}.final_layer_norm", first="encoder.layernorm_embedding"),
+)
+BART_DECODER = replace(
+    PRE_DECODER,
+    input_norm=NormAt("layer", "decoder.layers.{previous}.final_layer_norm", first="decoder.layernorm_embedding"),
+)
+BART_CROSS = replace(
+    PRE_CROSS,
+    names=last_encoder_layer,
+    input_norm=NormAt("layer", "decoder.layers.{layer}.self_attn_layer_norm"),
+    key_input_norm=NormAt("layer", "encoder.layers.{last}.final_layer_norm", optional=True),
+)
+# Marian is BART without the embedding's norm.
+MARIAN_ENCODER = replace(
+    BART_ENCODER, input_norm=NormAt("layer", "encoder.layers.{previous}.final_layer_norm", first=None)
+)
+MARIAN_DECODER = replace(
+    BART_DECODER, input_norm=NormAt("layer", "decoder.layers.{previous}.final_layer_norm", first=None)
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ speech
+def wav2vec2_norm(config: Config, layer: int) -> NormAt:
+    epsilon = entry("layer_norm_eps", 1e-5)
+    if config.get("do_stable_layer_norm", False):
+        return NormAt("layer", "encoder.layers.{layer}.layer_norm", epsilon=epsilon)
+    return NormAt("layer", "encoder.layers.{previous}.final_layer_norm", "encoder.layer_norm", epsilon)
+
+
+WAV2VEC2 = Attention(
+    block="encoder",
+    query="encoder.layers.{layer}.attention.q_proj",
+    key="encoder.layers.{layer}.attention.k_proj",
+    prefixes=("", "wav2vec2.", "hubert."),
+    input_norm=wav2vec2_norm,
+)
+
+FAMILIES = (
+    Family("t5", ("t5", "mt5"), (T5_ENCODER, T5_DECODER, T5_CROSS)),
+    Family("umt5", ("umt5",), (UMT5_ENCODER, UMT5_DECODER, T5_CROSS)),
+    Family("bart", ("bart", "plbart"), (BART_ENCODER, BART_DECODER, BART_CROSS)),
+    Family("mbart", ("mbart", "pegasus", "m2m_100", "blenderbot"), (PRE_ENCODER, PRE_DECODER, PRE_CROSS)),
+    Family("marian", ("marian",), (MARIAN_ENCODER, MARIAN_DECODER, BART_CROSS)),
+    Family("whisper", ("whisper",), (PRE_ENCODER, PRE_DECODER, PRE_CROSS)),
+    Family("wav2vec2", ("wav2vec2", "hubert"), (WAV2VEC2,)),
+)

@@ -1,0 +1,119 @@
+"""`predict`: what each head will do, from its weights and the moments of its inputs, held against what it does."""
+
+from collections.abc import Callable, Iterable
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from ..errors import refuse
+from ..models import Layer, spans
+from ..training.data.embedded_text import embedded_text
+from .effort import Effort, check_window
+from .language_model import Source, load_model, load_tokenizer, self_attention
+from .pipeline import calibrate, measure, predict_layer
+from .result import HeadPrediction, Prediction
+from .terms import Terms
+from .windows import Windows, cut, spread
+
+__all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
+
+Progress = Callable[[int, int], None]  # steps done, and in all
+EMBEDDED = "embedded text"
+
+
+def predict(
+    source: Source,
+    *,
+    text: str | PathLike[str] | None = None,
+    tokens: Int[Tensor, "windows tokens"] | None = None,
+    tokenizer: Any = None,
+    layers: Iterable[int] | None = None,
+    effort: Effort | None = None,
+    terms: Terms | None = None,
+    progress: Progress | None = None,
+) -> Prediction:
+    """Predict every head's attention from the moments of its inputs on one part of a text; measure it on the other.
+
+    `text` is a file, by default the embedded text; `tokens` are windows that were cut already, of which a share is
+    measured. Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
+    """
+    effort, terms = effort or Effort(), terms or Terms()
+    model = load_model(source)
+    chosen, left_out = self_attention(model)
+    chosen = _wanted(chosen, layers)
+    windows, text_name = _windows(source, text, tokens, tokenizer, effort)
+    _check_length(model, windows.length)
+    step = _Steps(progress, len(windows.calibration) + len(windows.test) + len(chosen))
+    was_training = model.training
+    try:
+        model.eval()
+        collected = calibrate(model, chosen, windows, effort=effort, terms=terms, step=step)
+        measured = measure(model, chosen, windows, effort=effort, step=step)
+    finally:
+        model.train(was_training)
+    rows: list[HeadPrediction] = []
+    for layer, inputs, numbers in zip(chosen, collected, measured, strict=True):
+        predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
+        for head, *pair in zip(layer.heads, predicted, numbers, strict=True):
+            rows.append(HeadPrediction(layer.block, layer.number, head.index, *pair))
+        step(1)
+    name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
+    counts = len(windows.calibration), len(windows.test)
+    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out))
+
+
+class _Steps:
+    """Counts steps for whoever wants to know."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.total, self.done = progress, total, 0
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        if self.progress:
+            self.progress(self.done, self.total)
+
+
+def _windows(
+    source: Source, text: str | PathLike[str] | None, tokens: Tensor | None, tokenizer: Any, effort: Effort
+) -> tuple[Windows, str]:
+    if tokens is not None:
+        check_window(tokens.shape[1])
+        if len(tokens) < 2:
+            raise refuse("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
+        num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
+        for_test = spread(len(tokens), num_test)
+        return Windows(tokens[~for_test], tokens[for_test]), "tokens"
+    tokenizer = load_tokenizer(source if tokenizer is None else tokenizer) if _is_name(tokenizer) else tokenizer
+    content, name = (embedded_text(), EMBEDDED) if text is None else (_read(text), fspath(text))
+    counts = dict(num_calibration=effort.calibration, num_test=effort.test)
+    return cut(content, tokenizer, length=effort.window, **counts), name
+
+
+def _is_name(tokenizer: Any) -> bool:
+    return tokenizer is None or isinstance(tokenizer, str | PathLike)
+
+
+def _read(text: str | PathLike[str]) -> str:
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise refuse(f"a readable text at {text}", getattr(reason, "strerror", None) or reason) from None
+
+
+def _check_length(model: nn.Module, length: int) -> None:
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < length:
+        raise refuse(f"windows of at most {most} tokens, the model's longest", length, "choose a shorter --window")
+
+
+def _wanted(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
+    if layers is None:
+        return chosen
+    known, wanted = {layer.number for layer in chosen}, set(layers)
+    if not wanted or not wanted <= known:
+        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+    return [layer for layer in chosen if layer.number in wanted]

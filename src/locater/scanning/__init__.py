@@ -1,0 +1,1 @@
+"""What is asked of heads: their spectra as rows, regimes, findings, and what moved between checkpoints."""

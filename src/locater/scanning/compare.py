@@ -1,0 +1,146 @@
+"""`compare`: how every head moved between checkpoints, or along a training run."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import refuse
+from .rows import HeadRow
+from .scan import Scan, scan
+
+Key = tuple[str, int, int]
+Run = Callable[[Sequence[str], dict[str, Any]], list[Scan]]
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One head along the checkpoints: its rows, and how far its spectrum went from first to last.
+
+    `moved` is the length of (Δ tr W, Δη) over η of the first: 0 for an unchanged spectrum, about 1 for a head that is
+    another one; `path` adds up the steps between.
+    """
+
+    block: str
+    layer: int
+    head: int
+    rows: tuple[HeadRow, ...]
+
+    @property
+    def moved(self) -> float:
+        return _distance(self.rows[0], self.rows[-1], unit=self.rows[0].eta)
+
+    @property
+    def path(self) -> float:
+        return sum(_distance(before, after, unit=self.rows[0].eta) for before, after in pairwise(self.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        columns = ("trace", "eta", "xi", "localisation", "regime")
+        return {
+            "block": self.block,
+            "layer": self.layer,
+            "head": self.head,
+            "moved": self.moved,
+            "path": self.path,
+            **{column: [getattr(row, column) for row in self.rows] for column in columns},
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The scans compared, in order, and the movement of each head that all of them have."""
+
+    scans: tuple[Scan, ...]
+    heads: tuple[Movement, ...]
+
+    def most_moved(self, count: int) -> list[Movement]:
+        return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "locater.compare/1",
+            "sources": [one.source for one in self.scans],
+            "family": self.scans[0].family,
+            "coverage": [one.coverage for one in self.scans],
+            "heads": [movement.to_json() for movement in self.heads],
+        }
+
+
+def compare(sources: Iterable[str | Path], *, run: Run | None = None, **options: Any) -> Comparison:
+    """Scan every source (a run's folder stands for its checkpoints, by step) and follow each head through them.
+
+    `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`.
+    """
+    expanded = [name for source in sources for name in checkpoints_in(source)]
+    if len(expanded) < 2:
+        raise refuse("at least two checkpoints", expanded or "none", "name another, or a folder with several")
+    return follow((run or one_by_one)(expanded, options))
+
+
+def follow(scans: Sequence[Scan]) -> Comparison:
+    """Match the heads of all scans by block, layer and number; refuses models of different shape."""
+    tables: list[dict[Key, HeadRow]] = [{(row.block, row.layer, row.head): row for row in one.heads} for one in scans]
+    common = [key for key in tables[0] if all(key in table for table in tables)]
+    shapes = {(row.d_model, row.d_head) for table in tables for row in table.values()}
+    if not common or len({frozenset((r.d_model, r.d_head) for r in table.values()) for table in tables}) > 1:
+        raise refuse("models of one shape", " and ".join(f"{d}×{h}" for d, h in sorted(shapes)))
+    return Comparison(tuple(scans), tuple(Movement(*key, tuple(table[key] for table in tables)) for key in common))
+
+
+def checkpoints_in(source: str | Path) -> list[str]:
+    """The source itself, or, for a run's folder, the checkpoints in it sorted by the last number of their names."""
+    folder = Path(source)
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return [str(source)]
+    numbered = [(re.findall(r"\d+", entry.name), entry) for entry in folder.iterdir() if not entry.name.startswith(".")]
+    steps = [(int(numbers[-1]), entry) for numbers, entry in numbered if numbers and _holds_weights(entry)]
+    return [str(entry) for _, entry in sorted(steps)] if len(steps) > 1 else [str(source)]
+
+
+def _holds_weights(entry: Path) -> bool:
+    if entry.is_dir():
+        return (entry / "config.json").exists() or (entry / ".metadata").exists()
+    sharded = re.search(r"-\d+-of-\d+\.", entry.name)
+    return entry.suffix in (".pt", ".pth", ".safetensors", ".gguf") and not sharded
+
+
+def one_by_one(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+    """In this process."""
+    return [scan(source, **options) for source in sources]
+
+
+def in_processes(jobs: int) -> Run:
+    """Several at a time on this machine, each with its own memory."""
+
+    def run(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+        import multiprocessing
+
+        # Forking a process that has started torch's threads may hang; a fresh one never does.
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            futures = [pool.submit(scan, source, **options) for source in sources]
+            return [future.result() for future in futures]
+
+    return run
+
+
+def on_ray(address: str) -> Run:
+    """On a Ray cluster, a task per checkpoint."""
+
+    def run(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+        try:
+            import ray
+        except ImportError:
+            raise refuse("Ray, for --ray", "none", 'install it with: pip install "locater[ray]"') from None
+        ray.init(address=address, ignore_reinit_error=True)
+        task = ray.remote(scan)
+        return ray.get([task.remote(source, **options) for source in sources])
+
+    return run
+
+
+def _distance(before: HeadRow, after: HeadRow, *, unit: float) -> float:
+    length = ((after.trace - before.trace) ** 2 + (after.eta - before.eta) ** 2) ** 0.5
+    return length / unit if unit > 0 else length

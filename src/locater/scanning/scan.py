@@ -1,0 +1,167 @@
+"""`scan`: every head of a model, stored or live, with its spectrum, regime and localisation, one layer at a time."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Any
+
+from torch import nn
+
+from .. import checkpoints
+from ..errors import Refusal, refuse
+from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
+from ..theory.problem import check_length, check_temperature
+from .layer import Analysis, Settings, analyse
+from .rows import HeadRow
+from .workers import Workers, workers
+
+DEFAULT_LENGTH = 1024
+Source = str | PathLike[str] | nn.Module
+Progress = Callable[[int, int], None]  # attention modules done, and in all
+
+
+@dataclass(frozen=True)
+class Scan:
+    """All heads of one model; `coverage` says whether any layer is missing, `refused` which heads could not be read."""
+
+    source: str
+    family: str
+    format: str
+    coverage: str
+    heads: tuple[HeadRow, ...]
+    refused: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `locater scan --json` writes."""
+        refused = {"refused": list(self.refused)} if self.refused else {}
+        return {
+            "schema": "locater.scan/1",
+            "source": self.source,
+            "family": self.family,
+            "format": self.format,
+            "coverage": self.coverage,
+            **refused,
+            "heads": [row.to_json() for row in self.heads],
+        }
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame, a row per head."""
+        try:
+            import pandas
+        except ImportError:
+            raise refuse("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+        return pandas.DataFrame([row.to_record() for row in self.heads])
+
+    def summary(self) -> str:
+        """The findings in plain words."""
+        from .findings import summarise
+
+        return summarise(self)
+
+
+def scan(
+    source: Source,
+    *,
+    layers: Iterable[int] | None = None,
+    length: int = DEFAULT_LENGTH,
+    temperature: float | None = None,
+    raw: bool = False,
+    eigenvalues: bool = False,
+    adapter: str | PathLike[str] | None = None,
+    layout: str | PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Scan:
+    """Scan a checkpoint (directory, file, hub id, address) or a live module, holding one layer's weights at a time.
+
+    `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. Cost: three
+    d_h×d×d_h products and the eigenvalues of one d_h×d_h matrix per head.
+    """
+    settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues)
+    family = None if layout is None else read_layout(layout)
+    with ExitStack() as stack:
+        if isinstance(source, nn.Module):
+            opened = _open_live(source, family)
+        else:
+            checkpoint = stack.enter_context(checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle))
+            opened = _open_stored(fspath(source), checkpoint, family)
+        found, refused = _analyse(opened, _wanted(opened, layers), settings, progress)
+    rows = tuple(sorted(found, key=HeadRow.order))
+    return Scan(opened.source, opened.family, opened.format, opened.coverage, rows, tuple(refused))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source before anything is read: what it is, the layer of each attention module, and how to read the wanted."""
+
+    source: str
+    family: str
+    format: str
+    coverage: str
+    numbers: list[int]
+    read: Callable[[frozenset[int]], Iterator[Layer]]
+
+
+def _open_stored(source: str, checkpoint: checkpoints.Checkpoint, family: Family | None) -> _Opened:
+    model = open_model(Config(checkpoint.config), checkpoint, family=family)
+    return _of_model(model, source, checkpoint.format)
+
+
+def _open_live(module: nn.Module, family: Family | None) -> _Opened:
+    """By the table of its family where its config names one, else by the kinds of its modules."""
+    name, config = type(module).__name__, Config(live.settings(module))
+    if family is not None or config.get("model_type") is not None:
+        return _of_model(open_model(config, live.ModuleTensors(module), family=family), name, "module")
+    sites = live.sites(module)
+    missing = [site.query_name for site in sites if site.num_heads == 0]
+    coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
+
+    def read(wanted: frozenset[int]) -> Iterator[Layer]:
+        return (site.build() for site in sites if site.number in wanted)
+
+    numbers = [site.number for site in sites]
+    return _Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, read)
+
+
+def _of_model(model: Model, source: str, form: str) -> _Opened:
+    numbers = [layer for places in model.places for layer in places.layers]
+    return _Opened(source, model.family, form, model.coverage, numbers, model.layers)
+
+
+def _analyse(
+    opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None
+) -> tuple[list[HeadRow], list[str]]:
+    layers, total = opened.read(wanted), sum(number in wanted for number in opened.numbers)
+    rows: list[HeadRow] = []
+    refused: list[str] = []
+    with workers() as threads:
+        for done in range(total):
+            if progress:
+                progress(done, total)
+            # Handed on without a name of its own: one layer's weights are let go before the next are read.
+            found = _analyse_layer(next(layers), settings, threads)
+            rows += found.rows
+            refused += found.refused
+    if not rows:
+        raise Refusal(refused[0])
+    return rows, refused
+
+
+def _analyse_layer(layer: Layer, settings: Settings, threads: Workers) -> Analysis:
+    found = analyse(layer.heads, settings, threads)
+    return Analysis(found.rows, [*layer.refused, *found.refused])
+
+
+def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:
+    known = frozenset(opened.numbers)
+    if layers is None:
+        return known
+    wanted = frozenset(layers)
+    if not wanted or not wanted <= known:
+        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+    return wanted
+
+
+def _checked(temperature: float | None) -> float | None:
+    return None if temperature is None else check_temperature(temperature, 1)

@@ -1,0 +1,133 @@
+"""`Pair`: the queries and keys of one attention module, as a batch of heads that is read from the live weights."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor, nn
+
+from ...errors import Refusal, refuse
+from ...heads import Block, Head
+from ...models import Family, Layer
+from ...models.live import layers
+from ...models.live.explicit import Explicit
+from ...positions import Rotary
+from .places import Grid, Markers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Query heads (groups, heads, d_h, d) and their keys (groups, 1, d_h, d); `first` is the first head's index."""
+
+    block: Block
+    layer: int
+    first: int
+    query: Grid
+    key: Grid
+    temperature: float
+    d_model: int
+    rotary: Rotary | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        return self.query.place.identity == self.key.place.identity
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether both weights are parameters themselves."""
+        return self.query.place.is_stored and self.key.place.is_stored
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.query.num_heads > 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Groups, and query heads in each."""
+        return self.query.num_groups, self.query.num_heads
+
+    @property
+    def name(self) -> str:
+        return f"{self.block} layer {self.layer} ({self.query.place.name})"
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """What the heads are made from, once each: one tensor if fused, else two."""
+        query = self.query.place.read()
+        return (query,) if self.is_fused else (query, self.key.place.read())
+
+
+def find_pairs(
+    model: nn.Module, *, heads: Sequence[Explicit] = (), family: Family | None = None, trained: bool = True
+) -> list[Pair]:
+    """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
+
+    `trained` leaves out heads whose query and key are both frozen, and those whose query is their key.
+    """
+    markers = Markers(model)
+    skipped: list[str] = []
+    found: dict[object, Pair] = {}
+    for layer in layers(markers.model, heads=heads, family=family, tensors=markers):
+        skipped += layer.refused
+        for pair in _pairs_of(layer, markers, skipped):
+            reason = _unfit(pair) if trained else None
+            if reason:
+                skipped.append(f"{pair.name}: {reason}")
+            else:
+                found.setdefault((pair.query.identity, pair.key.identity), pair)
+    if not found:
+        raise refuse("attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…")
+    if skipped:
+        warnings.warn("left out: " + "; ".join(skipped), stacklevel=3)
+    return list(found.values())
+
+
+def _unfit(pair: Pair) -> str | None:
+    if pair.query.identity == pair.key.identity:
+        return "query and key are one weight"
+    if not (pair.query.place.is_trained or pair.key.place.is_trained):
+        return "query and key are frozen"
+    return None
+
+
+def _pairs_of(layer: Layer, markers: Markers, skipped: list[str]) -> Iterator[Pair]:
+    """A layer's heads as one pair; as several where their rows follow no single grid (CodeGen's four blocks)."""
+    if any(head.query.low_rank or head.key.low_rank for head in layer.heads):
+        skipped.append(f"{layer.block} layer {layer.number}: latent attention, whose weights are products")
+        return
+    groups = [tuple(group) for _, group in groupby(layer.heads, key=lambda head: head.key_index)]
+    start = 0
+    while start < len(groups):
+        # The longest run of groups on one grid; a single group always is one.
+        stop = next(n for n in range(len(groups), start, -1) if _pair(groups[start:n], markers) is not None)
+        pair = _pair(groups[start:stop], markers)
+        assert pair is not None
+        yield pair
+        start = stop
+
+
+def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
+    head = groups[0][0]
+    query = _grid([[one.query.weight for one in group] for group in groups], markers)
+    key = _grid([[group[0].key.weight] for group in groups], markers)
+    if query is None or key is None:
+        if len(groups) > 1:
+            return None
+        raise Refusal(f"{head.block} layer {head.layer}: its heads lie on no grid of rows")
+    return Pair(head.block, head.layer, head.index, query, key, head.temperature, head.d_model, head.rotary)
+
+
+def _grid(weights: list[list[Tensor]], markers: Markers) -> Grid | None:
+    """The one grid on which all slices lie, or None."""
+    located = [[markers.locate(weight) for weight in group] for group in weights]
+    place, first, transposed = located[0][0]
+    head_step = located[0][1][1] - first if len(located[0]) > 1 else 0
+    group_step = located[1][0][1] - first if len(located) > 1 else len(located[0]) * weights[0][0].shape[0]
+    expected = [
+        [(place, first + g * group_step + h * head_step, transposed) for h in range(len(located[0]))]
+        for g in range(len(located))
+    ]
+    if located != expected:
+        return None
+    d_head = weights[0][0].shape[0]
+    return Grid(place, transposed, d_head, len(located), len(located[0]), first, group_step, head_step)

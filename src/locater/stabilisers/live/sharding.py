@@ -1,0 +1,164 @@
+"""What of a pair this process computes on, for plain tensors and for DTensors (FSDP2, tensor parallelism).
+
+Columns sharded: the d_h×d_h Gram matrices are summed over the ranks. Whole heads sharded: nothing is exchanged but
+scalars. Anything else is gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...projections import widen
+from ...spectra import Grams
+from .pairs import Pair
+from .places import Grid
+
+Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Heads and columns at hand, in at least float32; sums over `across_columns` or `across_heads` complete them.
+
+    `query` and `key` are the parameters' own memory where they can be; `commit` writes them back where not.
+    """
+
+    pair: Pair
+    weights: tuple[Tensor, ...]
+    query: Float[Tensor, "groups heads d_head columns"]
+    key: Float[Tensor, "groups 1 d_head columns"]
+    working: tuple[Tensor, ...]
+    grids: tuple[Grid, Grid]
+    groups: slice = field(default_factory=lambda: slice(None))
+    columns: slice = field(default_factory=lambda: slice(None))
+    across_columns: Group = None
+    across_heads: Group = None
+
+    def complete(self, grams: Grams) -> Grams:
+        """The Gram matrices over all columns: one message for the three of them."""
+        if self.across_columns is None:
+            return grams
+        flat = torch.cat([gram.flatten() for gram in grams])
+        dist.all_reduce(flat, group=self.across_columns)
+        parts = flat.split([gram.numel() for gram in grams])
+        return Grams(*(part.view(gram.shape) for part, gram in zip(parts, grams, strict=True)))
+
+    def complete_sums(self, sums: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Per-head sums over the columns at hand, made complete."""
+        if self.across_columns is not None:
+            dist.all_reduce(sums, group=self.across_columns)
+        return sums
+
+    def total(self, values: Float[Tensor, "*heads"]) -> Float[Tensor, ""]:
+        """The sum over all heads of all ranks."""
+        value = values.sum()
+        if self.across_heads is not None:
+            dist.all_reduce(value, group=self.across_heads)
+        return value
+
+    def everywhere(self, values: Float[Tensor, "groups heads"]) -> Float[Tensor, "all_groups heads"]:
+        """The values of all heads, on every rank."""
+        if self.across_heads is None:
+            return values
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size(self.across_heads))]
+        dist.all_gather(gathered, values.contiguous(), group=self.across_heads)
+        return torch.cat(gathered)
+
+    def scatter(self, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, ...]:
+        """Gradients by heads as gradients by the weights, placed as these are."""
+        gradients = [self._blank(weight, grids) for weight, grids in zip(self.working, self._shared(), strict=True)]
+        self.grids[0].view(gradients[0]).copy_(by_query)
+        self.grids[1].view(gradients[-1]).copy_(by_key)
+        pairs = zip(gradients, self.weights, strict=True)
+        return tuple(_placed_as(gradient.to(weight.dtype), weight) for gradient, weight in pairs)
+
+    def _shared(self) -> list[tuple[Grid, ...]]:
+        """The grids in each weight."""
+        return [self.grids] if len(self.working) == 1 else [self.grids[:1], self.grids[1:]]
+
+    @staticmethod
+    def _blank(weight: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+        """Memory for a gradient, zero where no head of the grids will be written."""
+        blank, covered = torch.empty_like(weight), 0
+        for grid in grids:
+            covered += grid.num_rows if grid.is_dense and grid.first == covered else 0
+        blank.narrow(grids[0].row_axis, covered, weight.shape[grids[0].row_axis] - covered).zero_()
+        return blank
+
+    def commit(self) -> None:
+        """Write heads that were changed in place back to parameters that they are not the memory of."""
+        for working, weight in zip(self.working, self.weights, strict=True):
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            if working.data_ptr() != local.data_ptr() or working.dtype != local.dtype:
+                placed = _placed_as(working, weight)
+                local.copy_(placed.to_local() if isinstance(placed, DTensor) else placed)
+
+
+@torch.no_grad()
+def part_of(pair: Pair, weights: Sequence[Tensor]) -> Part:
+    """The part at hand, by how the weights are sharded now; FSDP2 changes that between forward and step."""
+    weights = tuple(weights)
+    plans = {_axis(weight, grid) for weight, grid in ((weights[0], pair.query), (weights[-1], pair.key))}
+    axis, mesh_axis = plans.pop() if len(plans) == 1 else ("gathered", -1)
+    mesh = weights[0].device_mesh if isinstance(weights[0], DTensor) else None
+    if axis == "columns" and mesh is not None:
+        local = [weight.to_local() for weight in weights]  # type: ignore
+        columns = _columns(pair, local[0], mesh, mesh_axis)
+        return _part(pair, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
+    if axis == "rows" and mesh is not None and _holds_whole_groups(pair, weights, mesh.size(mesh_axis)):
+        count = pair.query.num_groups // mesh.size(mesh_axis)
+        groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
+        local = [weight.to_local() for weight in weights]  # type: ignore
+        return _part(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
+    return _part(pair, weights, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights])
+
+
+def _part(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> Part:
+    working = tuple(widen(tensor.detach()) for tensor in local)
+    query, key = pair.query, pair.key
+    if "groups" in where:
+        count = where["groups"].stop - where["groups"].start
+        query, key = replace(query, num_groups=count), replace(key, num_groups=count)
+    views = query.view(working[0]), key.view(working[-1])
+    return Part(pair, weights, *views, working, (query, key), **where)
+
+
+def _axis(weight: Tensor, grid: Grid) -> tuple[str, int]:
+    """What the one sharded axis of the mesh holds of this weight: rows, columns, or neither."""
+    if not isinstance(weight, DTensor):
+        return "gathered", -1
+    sharded = [(n, placement) for n, placement in enumerate(weight.placements) if not isinstance(placement, Replicate)]
+    number, placement = sharded[0] if len(sharded) == 1 else (-1, None)
+    if type(placement) is not Shard:
+        return "gathered", -1
+    return ("rows" if placement.dim % 2 == grid.row_axis else "columns"), number
+
+
+def _columns(pair: Pair, local: Tensor, mesh, mesh_axis: int) -> slice:
+    """Which columns this rank holds: `Shard` gives every rank ⌈d / n⌉ of them as long as there are any."""
+    share = -(-pair.d_model // mesh.size(mesh_axis))
+    first = min(share * mesh.get_local_rank(mesh_axis), pair.d_model)
+    return slice(first, first + local.shape[1 - pair.query.row_axis])
+
+
+def _holds_whole_groups(pair: Pair, weights: tuple[Tensor, ...], num_ranks: int) -> bool:
+    alone = len(weights) == 2 and pair.query.is_whole and pair.key.is_whole
+    return alone and pair.query.num_groups % num_ranks == 0
+
+
+def _placed_as(full: Tensor, weight: Tensor) -> Tensor:
+    """A tensor that all ranks hold, cut as the weight is; one of the local size is taken to be cut already."""
+    if not isinstance(weight, DTensor):
+        return full
+    if full.shape == weight.shape and weight.to_local().shape != weight.shape:
+        mesh = weight.device_mesh
+        whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(mesh, weight.placements)
+    return DTensor.from_local(
+        full, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )

@@ -1,0 +1,51 @@
+"""Penalties on what attention does, gathered while the model runs: the shared part of z-loss and entropy."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser, non_negative
+from ..live.interception import Call, Slots
+from ..live.pairs import find_pairs
+
+
+class AttentionLoss(Stabiliser):
+    """weight · mean over layers, heads and queries of a number of the logits, since the last `penalty()`.
+
+    Cost: the logits are materialised, O(T²) memory per layer. Recomputation of activations does not count twice.
+    """
+
+    def __init__(self, model: nn.Module, *, weight: float, heads: Sequence[Explicit] = ()) -> None:
+        self.weight = non_negative(weight, "weight")
+        self.gathered: dict[str, list[Tensor]] = {}
+        self.slots = Slots(find_pairs(model, heads=heads, trained=False), self._attend)
+        self.last: dict[str, float] = {}
+
+    def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
+        raise NotImplementedError
+
+    def _attend(self, name: str, call: Call) -> Tensor:
+        logits = call.masked(call.raw())
+        if torch.is_grad_enabled():
+            some = (logits > -torch.inf).any(-1)
+            mean = self.number(logits).where(some, 0.0).sum() / some.sum()
+            # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
+            if torch._C._current_graph_task_id() == -1:
+                self.gathered.setdefault(name, []).append(mean)
+        return call.finish(logits)
+
+    def penalty(self) -> Float[Tensor, ""]:
+        """What the passes since the last call have gathered."""
+        means = {name: torch.stack(values).mean() for name, values in self.gathered.items()}
+        self.gathered.clear()
+        if not means:
+            return torch.zeros(())
+        self.last = {name: float(mean.detach()) for name, mean in means.items()}
+        return self.weight * torch.stack(list(means.values())).mean()
+
+    def detach(self) -> None:
+        self.slots.remove()
+        self.gathered.clear()

@@ -1,0 +1,119 @@
+"""QK-Clip: weights of a head rescaled after a step in which its logits grew too large.
+
+Kimi Team 2025, "Kimi K2", arXiv 2507.20534, there for latent attention; here for keys of their own or shared.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ...errors import refuse
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser, layer_key
+from ..live.interception import Call, Slots
+from ..live.pairs import Pair, find_pairs
+from ..live.places import Grid
+from ..live.sharding import part_of
+
+BLOCK = 128  # queries whose logits exist at a time
+
+
+class QKClip(Stabiliser):
+    """γ = threshold / max logit where that exceeds it: W_Q and W_K by √γ; with shared keys W_Q alone by γ.
+
+    Biases are scaled alike, so every logit shrinks by γ exactly. `step()` uses the largest logit since the last one,
+    over all ranks of `group` (the data-parallel ones). Cost: the logits of each training pass once more, in blocks.
+    `log_only` measures and changes nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        threshold: float = 100.0,
+        log_only: bool = False,
+        heads: Sequence[Explicit] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not 0 < threshold < float("inf"):
+            raise refuse("a positive, finite threshold", threshold)
+        self.threshold, self.log_only, self.group = threshold, log_only, group
+        self.pairs = find_pairs(model, heads=heads, trained=not log_only)
+        self.largest: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
+        self.slots = Slots(self.pairs, self._attend)
+
+    def _attend(self, name: str, call: Call) -> Tensor:
+        if torch.is_grad_enabled():
+            largest = largest_logits(call)
+            known = self.largest.get(name)
+            self.largest[name] = largest if known is None else torch.maximum(known, largest)
+        return call.attend()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for largest in self.largest.values():
+            if dist.is_initialized():
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        self.last, self.largest = self.largest, {}
+        for pair in self.pairs if not self.log_only else ():
+            if pair.name in self.last:
+                clip(pair, (self.threshold / self._of(pair)).clamp(max=1.0))
+
+    def metrics(self, *, heads: bool = False) -> dict[str, float]:
+        """`qk/layer_03/max_logit` at the last step, and with `heads` each head's."""
+        several = len({pair.block for pair in self.pairs}) > 1
+        found: dict[str, float] = {}
+        for pair in (pair for pair in self.pairs if pair.name in self.last):
+            key, values = layer_key(pair.block, pair.layer, several=several), self._of(pair).flatten().tolist()
+            found[f"qk/{key}/max_logit"] = max(found.get(f"qk/{key}/max_logit", -math.inf), *values)
+            for number, value in enumerate(values if heads else ()):
+                found[f"qk/{key}/head_{pair.first + number:02d}/max_logit"] = value
+        return found
+
+    def _of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
+        """The pair's heads among all of its module."""
+        return self.last[pair.name][pair.first : pair.first + math.prod(pair.shape)].view(pair.shape)
+
+    def detach(self) -> None:
+        self.slots.remove()
+
+
+@torch.no_grad()
+def largest_logits(call: Call) -> Float[Tensor, " heads"]:
+    """max over batch, queries and admissible keys, block by block: no T×T matrix."""
+    rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
+    blocks = [call.masked(call.raw(block), block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
+    return torch.stack(blocks).amax(0)
+
+
+def clip(pair: Pair, factors: Float[Tensor, "groups heads"]) -> None:
+    """Scale every logit of head h by factors[h]; shared or frozen keys leave it all to the query."""
+    weights = pair.weights()
+    part = part_of(pair, weights)
+    own = factors[part.groups].to(part.query)
+    both = not pair.is_grouped and weights[0].requires_grad and weights[-1].requires_grad
+    by_query = own.sqrt() if both else own
+    part.query.mul_(by_query[..., None, None])
+    scale_bias(pair.query, by_query, part.groups)
+    if both:
+        part.key.mul_(by_query[..., None, None])
+        scale_bias(pair.key, by_query, part.groups)
+    part.commit()
+
+
+def scale_bias(grid: Grid, factors: Float[Tensor, "groups heads"], groups: slice) -> None:
+    """The bias belonging to a grid's rows, if there is one."""
+    bias = getattr(grid.place.module, grid.place.attribute.replace("weight", "bias"), None)
+    if bias is None:
+        return
+    local = bias.to_local() if hasattr(bias, "to_local") else bias
+    if local.shape != bias.shape and (groups.start is None or not grid.is_whole):
+        raise refuse("a bias that is sharded as its heads are", grid.place.name, "replicate it")
+    count = len(factors)
+    size, steps = (count, grid.num_heads, grid.d_head), (grid.group_step, grid.head_step, 1)
+    local.detach().as_strided(size, steps, local.storage_offset() + grid.first).mul_(factors[..., None].to(local))

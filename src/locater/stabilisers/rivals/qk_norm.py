@@ -1,0 +1,91 @@
+"""QK-norm: queries and keys normalised per head before their product.
+
+RMS with a gain as in Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442) and most language models since; L2 with a learned
+temperature as in Henry et al. 2020 (arXiv 2010.04245).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import refuse
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser
+from ..live.interception import Call, Slots
+from ..live.pairs import Pair, find_pairs
+
+SUBMODULE = "qk_norm"
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """What is learned for a module's heads, and the changed call."""
+
+    def make(self, pair: Pair, num_heads: int) -> nn.Module: ...
+    def apply(self, learned: nn.Module, call: Call) -> Call: ...
+
+
+class RMS:
+    """γ_Q∘q/rms(q) · γ_K∘k/rms(k) / λ: logits within ±d_h/λ at gain one. The gains stand behind rotary positions."""
+
+    def make(self, pair: Pair, num_heads: int) -> nn.Module:
+        like = pair.weights()[0]
+        size: Any = dict(device=like.device, dtype=like.dtype)
+        return nn.ModuleDict({name: nn.RMSNorm(pair.query.d_head, eps=1e-6, **size) for name in ("query", "key")})
+
+    def apply(self, learned: nn.Module, call: Call) -> Call:
+        return call.changed(query=learned["query"](call.query), key=learned["key"](call.key))  # type: ignore[index]
+
+
+class L2:
+    """g · cos(q, k), with one learned g per head that starts at log₂(L² − L), L the length of the texts."""
+
+    def __init__(self, length: int = 512) -> None:
+        if length < 2:
+            raise refuse("a length of at least 2", length)
+        self.start = math.log2(length**2 - length)
+
+    def make(self, pair: Pair, num_heads: int) -> nn.Module:
+        like = pair.weights()[0]
+        start = torch.full((num_heads, 1, 1), self.start, device=like.device, dtype=like.dtype)
+        return nn.ParameterDict({"temperature": nn.Parameter(start)})
+
+    def apply(self, learned: nn.Module, call: Call) -> Call:
+        query = nn.functional.normalize(call.query, dim=-1) * learned["temperature"]  # type: ignore[index]
+        return call.changed(query=query, key=nn.functional.normalize(call.key, dim=-1), scale=1.0)
+
+
+class QKNorm(Stabiliser):
+    """Attach before the optimiser is made, or give it `parameters()`: the gains are learned, and saved with the model.
+
+    Cost: one pass over queries and keys; torch's own kernel does the rest.
+    """
+
+    def __init__(self, model: nn.Module, *, kind: Kind | None = None, heads: Sequence[Explicit] = ()) -> None:
+        self.kind = kind or RMS()
+        pairs = find_pairs(model, heads=heads, trained=False)
+        self.modules = {pair.name: pair.query.place.attention for pair in pairs}
+        for name, module in self.modules.items():
+            own = [pair for pair in pairs if pair.name == name]
+            if hasattr(module, SUBMODULE):
+                raise refuse("attention without a QK-norm of ours", f"one in {name}", "detach() the other first")
+            module.add_module(SUBMODULE, self.kind.make(own[0], sum(math.prod(pair.shape) for pair in own)))
+        self.slots = Slots(pairs, self._attend)
+
+    def _attend(self, name: str, call: Call) -> Tensor:
+        return self.kind.apply(getattr(self.modules[name], SUBMODULE), call).attend()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [weight for module in self.modules.values() for weight in getattr(module, SUBMODULE).parameters()]
+
+    def metrics(self, *, heads: bool = False) -> dict[str, float]:
+        means = [float(parameter.detach().abs().mean()) for parameter in self.parameters()]
+        return {"qk_norm/gain": sum(means) / len(means)}
+
+    def detach(self) -> None:
+        self.slots.remove()
+        for module in self.modules.values():
+            delattr(module, SUBMODULE)

@@ -1,0 +1,29 @@
+"""Logit soft-capping: ω ↦ c·tanh(ω/c) (Gemma Team 2024, arXiv 2408.00118; after Bello et al. 2016)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import refuse
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser
+from ..live.interception import Call, Slots
+from ..live.pairs import find_pairs
+
+
+class SoftCap(Stabiliser):
+    """No logit beyond ±cap. Cost: the logits are materialised, O(T²) memory, since no fused kernel on CPU caps."""
+
+    def __init__(self, model: nn.Module, *, cap: float = 50.0, heads: Sequence[Explicit] = ()) -> None:
+        if not 0 < cap < float("inf"):
+            raise refuse("a positive, finite cap", cap)
+        self.cap = cap
+        self.slots = Slots(find_pairs(model, heads=heads, trained=False), self._attend)
+
+    def _attend(self, name: str, call: Call) -> Tensor:
+        # Masks come behind the cap, which would make them finite.
+        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap))
+
+    def detach(self) -> None:
+        self.slots.remove()

@@ -1,0 +1,51 @@
+"""Weight decay on queries and keys only, decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101) or in the loss."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...errors import refuse
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser, learning_rate, learning_rates, non_negative
+from ..live.pairs import Pair, find_pairs
+from ..live.places import Grid
+from ..live.sharding import part_of
+
+
+class QKDecay(Stabiliser):
+    """With an optimiser, W −= lr·decay·W after its step; without, penalty decay/2 · (‖W_Q‖² + ‖W_K‖²)."""
+
+    def __init__(
+        self, model: nn.Module, *, decay: float, optimizer: Optimizer | None = None, heads: Sequence[Explicit] = ()
+    ) -> None:
+        self.decay, self.optimizer = non_negative(decay, "decay"), optimizer
+        self.pairs = find_pairs(model, heads=heads)
+
+    def penalty(self) -> Float[Tensor, ""]:
+        if self.optimizer is not None:
+            return torch.zeros(())
+        sides = [side for pair in self.pairs for side in _sides(pair)]
+        if any(isinstance(weight, DTensor) for _, weight in sides):
+            raise refuse("plain weights for a decay in the loss", "sharded ones", "give the optimizer: decoupled")
+        return self.decay / 2 * torch.stack([grid.view(weight).square().sum() for grid, weight in sides]).sum()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.optimizer is None:
+            return
+        rates = learning_rates(self.optimizer)
+        for pair in self.pairs:
+            part = part_of(pair, pair.weights())
+            for heads, (grid, weight) in zip((part.query, part.key), _sides(pair), strict=True):
+                if weight.requires_grad:
+                    heads.mul_(1 - self.decay * learning_rate(rates, weight, grid.place.name))
+            part.commit()
+
+
+def _sides(pair: Pair) -> tuple[tuple[Grid, Tensor], tuple[Grid, Tensor]]:
+    weights = pair.weights()
+    return (pair.query, weights[0]), (pair.key, weights[-1])

@@ -1,0 +1,83 @@
+"""Tokenised text on disk, by the hash of what it was made from: made once, then memory-mapped."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from ...errors import refuse
+from . import vocabulary
+from .options import DataOptions
+from .text import Corpus
+from .vocabulary import BytePairs, Vocabulary, Words
+
+FORMAT = "1"  # part of every hash: raise it when what is stored changes
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token numbers of both parts, and the hash that names them."""
+
+    identity: str
+    vocabulary: Vocabulary
+    train: numpy.ndarray
+    valid: numpy.ndarray
+
+
+def cache_folder() -> Path:
+    """$LOCATER_CACHE, or the user's cache."""
+    if chosen := os.environ.get("LOCATER_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locater"
+
+
+def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
+    """The tokens of a corpus, from the cache if it was met before."""
+    identity = _identity(corpus, options)
+    folder = cache_folder() / "tokens" / identity
+    if folder.exists():
+        try:
+            return _read(folder)
+        except Exception:  # damaged in whatever way, by a loss of power perhaps: it can be made again
+            shutil.rmtree(folder, ignore_errors=True)
+    _make(folder, corpus, options)
+    return _read(folder)
+
+
+def _read(folder: Path) -> Tokens:
+    parts = [numpy.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("train", "valid")]
+    return Tokens(folder.name, vocabulary.load(folder), *parts)
+
+
+def _identity(corpus: Corpus, options: DataOptions) -> str:
+    setting = f"bpe {options.bpe_size}" if options.tokenizer == "bpe" else "words"
+    digest = hashlib.sha256()
+    for part in (FORMAT, setting, corpus.train, corpus.valid):
+        encoded = part.encode("utf-8")
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.hexdigest()[:32]
+
+
+def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
+    """Write a neighbouring folder, then rename it: no reader ever sees half of it."""
+    made = BytePairs.of(corpus.train, options.bpe_size) if options.tokenizer == "bpe" else Words.of(corpus.train)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            for name in ("train", "valid"):
+                numpy.save(temporary / f"{name}.npy", made.encode(getattr(corpus, name)), allow_pickle=False)
+            made.save(temporary)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as reason:
+        if folder.exists():
+            return  # another process was quicker; its content is the same
+        remedy = "free some room, or name another folder by LOCATER_CACHE"
+        raise refuse(f"to write the tokens to {folder}", reason.strerror or reason, remedy) from None
