@@ -5,7 +5,7 @@ import torch
 from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
-COMPUTING = ("attention", "heads", "positions", "prediction", "projections", "spectra", "stabilisers", "theory")
+COMPUTING = ("attention", "head", "positions", "prediction", "projections", "spectra", "stabilisers", "theory")
 TRAINING = ("training",)
 install_import_hook([f"locater.{name}" for name in COMPUTING + TRAINING], "beartype.beartype")
 

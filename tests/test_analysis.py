@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from locater.heads import Head
+from locater.head import Head
 from locater.positions import Alibi, Buckets
 from locater.projections import Projection
 from locater.scanning.layer import Settings, analyse

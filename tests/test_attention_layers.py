@@ -5,7 +5,7 @@ import torch
 
 from locater.attention import materialised, observe, queries_and_keys
 from locater.errors import Refusal
-from locater.heads import Head
+from locater.head import Head
 from locater.positions import Alibi, Buckets, Rotary
 from locater.projections import LowRank, Norm, Projection, Whole
 

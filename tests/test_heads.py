@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from locater.errors import Refusal
-from locater.heads import Head
+from locater.head import Head
 from locater.positions import Alibi, Buckets, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, YaRN
 from locater.projections import LowRank, Norm, Projection, Whole
 

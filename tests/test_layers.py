@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 LAYERS = [
     {"errors"},
     {"records", "positions", "projections", "spectra"},
-    {"heads", "theory"},
+    {"head", "theory"},
     {"attention", "models"},
     {"checkpoints"},
     {"scanning", "stabilisers", "monitor"},
@@ -56,4 +56,4 @@ def test_imports_point_down(path):
 
 
 def test_the_order_itself_would_notice():
-    assert imported_parts(PACKAGE / "heads.py") >= {"errors", "positions", "projections"}
+    assert imported_parts(PACKAGE / "head.py") >= {"errors", "positions", "projections"}

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from locater.attention.input_moments import MomentsCollector
-from locater.heads import Head
+from locater.head import Head
 from locater.positions import Rotary
 from locater.prediction.agreement import bias, mean_absolute_error, spearman
 from locater.prediction.expected import effective, lag_shift

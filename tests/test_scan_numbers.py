@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from locater.errors import Refusal
-from locater.heads import BLOCKS
+from locater.head import BLOCKS
 from locater.scanning.scan import scan
 from locater.spectra import moments
 from locater.theory import closed_form, regimes, rotary

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..errors import refuse
-from ..heads import Head
+from ..head import Head
 from ..positions import Alibi, Buckets
 from ..projections import Projection, widen
 from .masks import Mask

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import refuse, within
-from ..heads import BLOCKS
+from ..head import BLOCKS
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
 
 # Columns that hold a row of their own; the rest are numbers, words or names of config entries.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Refusal, refuse, within
-from ..heads import Block, Head
+from ..head import Block, Head
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import is_finite
 from .config import resolve

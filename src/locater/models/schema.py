@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..heads import Block
+from ..head import Block
 from .config import Cell, Config
 from .fused import Layout
 

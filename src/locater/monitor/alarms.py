@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..heads import Block
+from ..head import Block
 from .report import LayerReport
 
 Finding = tuple[str, float, float, str, str]  # kind, figure, threshold, meaning, remedy

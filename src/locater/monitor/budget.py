@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ..heads import Head
+from ..head import Head
 
 LEAST_QUERIES = 16
 LEAST_SHARE = 1 / 64  # of a layer's budget; below, a pass is not looked at

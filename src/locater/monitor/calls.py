@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Mask, Rule
-from ..heads import Block
+from ..head import Block
 
 Positions = tuple[Tensor, Tensor]
 SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask", "attention_mask", "mask")

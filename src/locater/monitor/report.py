@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..attention import NAMES
-from ..heads import Block
+from ..head import Block
 from .tally import (
     CLUSTERS,
     COUNT,

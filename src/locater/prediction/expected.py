@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention.input_moments import InputMoments
-from ..heads import Head
+from ..head import Head
 from ..projections import Projection
 
 

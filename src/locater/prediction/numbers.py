@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..attention.statistics import NEAR
-from ..heads import Head
+from ..head import Head
 
 FIRST_QUERY = 64  # earlier queries have few keys: all of them are near
 NAMES = ("near_mass", "normalised_entropy", "sink_mass", "mean_distance")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Refusal, refuse
-from ..heads import Head
+from ..head import Head
 from ..positions import Rotary
 from ..spectra import Grams, Moments, moments_of, spread
 from ..theory import closed_form, regimes

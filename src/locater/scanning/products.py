@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..heads import Head
+from ..head import Head
 from ..projections import Norm, widen
 from ..spectra import Grams
 from .linear import Linear

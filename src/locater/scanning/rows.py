@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..heads import BLOCKS
+from ..head import BLOCKS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from ...errors import Refusal, refuse
-from ...heads import Block
+from ...head import Block
 from .. import Config, Family, Layer, Places, build, find_family, open_model
 from .explicit import Explicit, describe, explicit_row
 from .rows import Found, search

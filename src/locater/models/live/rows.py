@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import Refusal, refuse, within
-from ...heads import Block
+from ...head import Block
 from .. import Attention, NormAt
 from .norms import Stacks, norm_at
 

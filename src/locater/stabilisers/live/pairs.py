@@ -8,7 +8,7 @@ from itertools import groupby
 from torch import Tensor, nn
 
 from ...errors import Refusal, refuse
-from ...heads import Block, Head
+from ...head import Block, Head
 from ...models import Family, Layer
 from ...models.live import layers
 from ...models.live.explicit import Explicit
