@@ -1,28 +1,54 @@
 """See, predict and control where attention looks, from the eigenspectrum of each head's query-key matrix."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOMES` says the same, later
+    from . import stabilisers, theory
+    from .head import Head
+    from .monitor.monitor import AttentionMonitor
+    from .prediction.predict import predict
+    from .projections import Projection
+    from .scanning.compare import compare
+    from .scanning.scan import Scan, scan
+    from .stabilisers.locater import LocAteR
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionMonitor",
+    "Head",
+    "LocAteR",
+    "Projection",
+    "Scan",
+    "compare",
+    "predict",
+    "scan",
+    "stabilisers",
+    "theory",
+]
 
 # Looked up when first used: the command line must not load torch to print its help.
 _HOMES = {
-    "AttentionMonitor": "monitor",
-    "Head": "heads",
-    "LocAteR": "stabilisers",
+    "AttentionMonitor": "monitor.monitor",
+    "Head": "head",
+    "LocAteR": "stabilisers.locater",
     "Projection": "projections",
     "Scan": "scanning.scan",
     "compare": "scanning.compare",
     "predict": "prediction.predict",
     "scan": "scanning.scan",
+    "stabilisers": None,
+    "theory": None,
 }
-__all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'locater' has no attribute {name!r}")
-    found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = found
-    return found
+    home = _HOMES[name]
+    thing = import_module(f".{name}", __name__) if home is None else getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = thing
+    return thing
 
 
 def __dir__() -> list[str]:
