@@ -11,10 +11,10 @@ class Refusal(ValueError):
     """Something the user gave cannot be used; the message is one sentence fit to print as it is."""
 
 
-def refuse(expected: str, got: object, remedy: str = "") -> Refusal:
-    """The sentence of a refusal.
+def refusal(expected: str, got: object, remedy: str = "") -> Refusal:
+    """The exception to raise, with its sentence.
 
-    >>> raise refuse("a length of at least 1", 0, "pass --length 128")
+    >>> raise refusal("a length of at least 1", 0, "pass --length 128")
     Traceback (most recent call last):
     locater.errors.Refusal: expected a length of at least 1, got 0; pass --length 128
     """

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .errors import refuse, within
+from .errors import refusal, within
 from .positions import PositionBias, Rotary
 from .projections import Projection, size
 
@@ -122,14 +122,14 @@ def _check(head: Head) -> None:
     """Refuse, in a sentence, what cannot be a head."""
     query, key = head.query.weight, head.key.weight
     if query.shape != key.shape:
-        raise refuse("query and key weights of one shape (d_head, d_model)", f"{size(query)} and {size(key)}")
+        raise refusal("query and key weights of one shape (d_head, d_model)", f"{size(query)} and {size(key)}")
     if not (math.isfinite(head.scale) and head.scale > 0):
-        raise refuse("a positive, finite logit scale", head.scale)
+        raise refusal("a positive, finite logit scale", head.scale)
     if head.block not in BLOCKS:
-        raise refuse("a block among " + ", ".join(BLOCKS), repr(head.block))
+        raise refusal("a block among " + ", ".join(BLOCKS), repr(head.block))
     if head.rotary is not None and head.rotary.start + head.rotary.num_dims > query.shape[0]:
-        raise refuse(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
+        raise refusal(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
     if head.softcap is not None and not head.softcap > 0:
-        raise refuse("a positive soft-cap", head.softcap)
+        raise refusal("a positive soft-cap", head.softcap)
     if not (head.query.is_finite and head.key.is_finite):
-        raise refuse("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")
+        raise refusal("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .errors import refuse
+from .errors import refusal
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Norm:
 
     def __post_init__(self):
         if self.kind not in ("layer", "rms", "l2"):
-            raise refuse("a norm of kind layer, rms or l2", repr(self.kind))
+            raise refusal("a norm of kind layer, rms or l2", repr(self.kind))
 
     def __call__(
         self, y: Float[Tensor, "*batch dims"], *, over: Float[Tensor, "*batch all_dims"] | None = None
@@ -176,10 +176,10 @@ def _direct_rows_only(folded: Tensor | None, stored: Tensor | None, num_rows: in
 def _check(projection: Projection) -> None:
     weight = projection.weight
     if weight.dim() != 2 or not weight.is_floating_point():
-        raise refuse("floating-point weights of shape (d_head, d_model)", f"{weight.dtype} of {size(weight)}")
+        raise refusal("floating-point weights of shape (d_head, d_model)", f"{weight.dtype} of {size(weight)}")
     rows, columns = weight.shape
     if not 0 < rows <= columns:
-        raise refuse("0 < d_head ≤ d_model", size(weight), "weights stored as (d_model, d_head) must be transposed")
+        raise refusal("0 < d_head ≤ d_model", size(weight), "weights stored as (d_model, d_head) must be transposed")
     expected = (
         ("bias", projection.bias, rows),
         ("gain of the input norm", projection.input_norm and projection.input_norm.gain, columns),
@@ -187,7 +187,7 @@ def _check(projection: Projection) -> None:
     )
     for name, vector, count in expected:
         if vector is not None and vector.shape != (count,):
-            raise refuse(f"a {name} of {count} numbers", size(vector))
+            raise refusal(f"a {name} of {count} numbers", size(vector))
 
 
 def is_finite(weight: Tensor) -> bool:

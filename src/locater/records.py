@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import refuse
+from .errors import refusal
 
 STANDARD_OUTPUT = Path("-")
 
@@ -25,12 +25,12 @@ def write_json(document: Mapping[str, Any], path: Path) -> None:
 def write(path: Path, save: Callable[[Path], Any]) -> None:
     """Let `save` write a neighbouring file of the same suffix, then rename it: readers see the old or the new whole."""
     if path.is_dir():
-        raise refuse("a file to write", f"the directory {path}", "name a file in it")
+        raise refusal("a file to write", f"the directory {path}", "name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     except OSError as reason:
-        raise refuse(f"a place to write {path}", reason.strerror or reason, "choose another path") from None
+        raise refusal(f"a place to write {path}", reason.strerror or reason, "choose another path") from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -39,7 +39,7 @@ def write(path: Path, save: Callable[[Path], Any]) -> None:
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
     except OSError as reason:
-        raise refuse(f"to write {path}", reason.strerror or reason, "free some room or choose another path") from None
+        raise refusal(f"to write {path}", reason.strerror or reason, "free some room or choose another path") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -64,7 +64,7 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise refuse("pyarrow, for Parquet", "none", 'install it with: pip install "locater[report]"') from None
+        raise refusal("pyarrow, for Parquet", "none", 'install it with: pip install "locater[report]"') from None
     columns = pyarrow.Table.from_pylist([dict(row) for row in rows])
     write(path, lambda temporary: pyarrow.parquet.write_table(columns, temporary))
 

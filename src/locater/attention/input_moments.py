@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..projections import widen
 
 
@@ -49,7 +49,7 @@ class InputMoments:
 
     def _index(self, lag: int) -> int:
         if lag not in self.lags:
-            raise refuse(f"a lag among {', '.join(map(str, self.lags))}", lag, "collect the moments with that lag")
+            raise refusal(f"a lag among {', '.join(map(str, self.lags))}", lag, "collect the moments with that lag")
         return self.lags.index(lag)
 
 
@@ -62,7 +62,7 @@ class MomentsCollector:
 
     def __init__(self, *, lags: Sequence[int] = (), rank: int | None = None, skip: int = 0):
         if any(lag < 0 for lag in lags) or skip < 0:
-            raise refuse("lags and a number of skipped tokens of at least 0", f"{list(lags)} and {skip}")
+            raise refusal("lags and a number of skipped tokens of at least 0", f"{list(lags)} and {skip}")
         self.lags = tuple(sorted({0, *lags}))
         self.rank, self.skip = rank, skip
         self.shift: Tensor | None = None
@@ -94,11 +94,11 @@ class MomentsCollector:
     def _begin(self, x: Tensor, valid: Tensor) -> None:
         tokens = x[valid]
         if not len(tokens):
-            raise refuse("at least one valid token in the first batch", "none")
+            raise refusal("at least one valid token in the first batch", "none")
         self.shift = tokens.mean(0)
         if self.rank is not None and self.rank < x.shape[-1]:
             if len(tokens) <= self.rank:
-                raise refuse(f"a first batch of more than {self.rank} tokens", len(tokens), "or take a lower rank")
+                raise refusal(f"a first batch of more than {self.rank} tokens", len(tokens), "or take a lower rank")
             self.basis = torch.linalg.svd(tokens - self.shift, full_matrices=False).Vh[: self.rank].mT.contiguous()
         d_model, size = x.shape[-1], x.shape[-1] if self.basis is None else self.basis.shape[1]
         self.total = x.new_zeros(d_model, dtype=torch.float64)
@@ -126,7 +126,7 @@ class MomentsCollector:
         """What the sums say, in float64."""
         if self.shift is None or not bool((self.counts > 0).all()):
             longest = max(self.lags) + self.skip
-            raise refuse(f"texts of more than {longest} tokens", "none yet", "add some, or take shorter lags")
+            raise refusal(f"texts of more than {longest} tokens", "none yet", "add some, or take shorter lags")
         mean = self.total / self.counts[0]
         inside = mean if self.basis is None else mean @ self.basis.double()
         counts = self.counts[:, None]

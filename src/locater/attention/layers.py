@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..errors import refuse
+from ..errors import refusal
 from ..head import Head
 from ..positions import Alibi, Buckets
 from ..projections import Projection, widen
@@ -148,10 +148,10 @@ def observe(
 def check(heads: Sequence[Head]) -> Head:
     """The first head, which speaks for all: heads of one layer differ in weights, slopes and tables only."""
     if not heads:
-        raise refuse("at least one head", "none")
+        raise refusal("at least one head", "none")
     names = ("block", "layer", "scale", "rotary", "softcap", "lookback", "lookahead")
     if len({tuple(getattr(head, name) for name in names) for head in heads}) > 1:
-        raise refuse("heads of one layer", "heads that differ in their layer, scale, rotary positions or window")
+        raise refusal("heads of one layer", "heads that differ in their layer, scale, rotary positions or window")
     return heads[0]
 
 

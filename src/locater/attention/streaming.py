@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..projections import widen
 from .fold import CLOSE, DISTANCE, FIRST, SHIFTED, SQUARE, TOTAL, UNIT, Block, Running, absorb_far, absorb_near, start
 from .masks import Mask
@@ -61,7 +61,7 @@ def stream(
     """
     num_heads, num_key_heads = queries.shape[1], keys.shape[1]
     if num_heads % num_key_heads:
-        raise refuse("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
+        raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
     blocks = blocks or Blocks()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))

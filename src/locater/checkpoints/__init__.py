@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import Refusal, refuse, within
+from ..errors import Refusal, refusal, within
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
@@ -53,7 +53,7 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     name = (read_settings(folder) or {}).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise refuse(f"the name of the base in {ADAPTER_CONFIG}", f"{name!r:.80}", "name base and adapter both")
+        raise refusal(f"the name of the base in {ADAPTER_CONFIG}", f"{name!r:.80}", "name base and adapter both")
     base_folder, file = locate(name)
     base = _open_files(base_folder, [file] if file else choose(base_folder), allow_pickle=allow_pickle)
     return open_adapter(base, folder, allow_pickle=allow_pickle)
@@ -63,7 +63,7 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
     config = read_config(folder)
     first = folder.find(files[0])
     if first is None:
-        raise refuse(f"the file {files[0]} in {folder.place}", "no such file")
+        raise refusal(f"the file {files[0]} in {folder.place}", "no such file")
     if files[0].endswith(METADATA):
         return Distributed(folder, first, config=config)
     if files[0].endswith(GGUF):
@@ -83,4 +83,4 @@ def _reader(file: str, config: dict[str, Any], *, allow_pickle: bool) -> Callabl
     if kind.endswith(TORCH):
         return lambda source: open_torch(source, config=config, allow_pickle=allow_pickle)
     known = (*SAFETENSORS, *TORCH, *GGUF)
-    raise refuse(f"weights ending in {', '.join(known)} or a directory with {METADATA}", file[:120])
+    raise refusal(f"weights ending in {', '.join(known)} or a directory with {METADATA}", file[:120])

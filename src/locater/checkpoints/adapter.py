@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder
 from .document import read_object
@@ -73,9 +73,9 @@ def read_settings(folder: Folder) -> dict[str, Any] | None:
         return None
     settings = read_object(source)
     if settings.get("peft_type") != "LORA":
-        raise refuse("an adapter of the kind LORA", f"{settings.get('peft_type')!r:.40}", "merge it with peft first")
+        raise refusal("an adapter of the kind LORA", f"{settings.get('peft_type')!r:.40}", "merge it with peft first")
     if beyond := [key for key in BEYOND if settings.get(key)]:
-        raise refuse("a plain LoRA adapter", f"one with {beyond[0]}", "merge it with peft first, and open the result")
+        raise refusal("a plain LoRA adapter", f"one with {beyond[0]}", "merge it with peft first, and open the result")
     return settings
 
 
@@ -85,7 +85,7 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
     source = next((found for name in WEIGHTS if (found := folder.find(name)) is not None), None)
     if settings is None or source is None:
         missing = CONFIG if settings is None else WEIGHTS[0]
-        raise refuse(f"{missing} in {folder.place}", "no such file", "name the directory that peft saved")
+        raise refusal(f"{missing} in {folder.place}", "no such file", "name the directory that peft saved")
     if source.name.endswith(".safetensors"):
         return Adapted(base, SafetensorsFile(source, config={}), settings)
     return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
@@ -101,7 +101,7 @@ def _match(
         if found := FACTOR.fullmatch(bare):
             factors.setdefault(found["module"], {})[found["side"]] = stored
         elif "lora_" in bare:
-            raise refuse("factors A and B in the adapter", f"{stored[:120]!r}", "merge it with peft first")
+            raise refusal("factors A and B in the adapter", f"{stored[:120]!r}", "merge it with peft first")
         else:
             replaced[_find(base, bare.replace(".modules_to_save.default", "")) or bare] = stored
     pairs = {}
@@ -109,7 +109,7 @@ def _match(
         name = _find(base, f"{module}.weight")
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
-            raise refuse(f"{cause} for {module[:120]!r}", "none", "check that adapter and base belong together")
+            raise refusal(f"{cause} for {module[:120]!r}", "none", "check that adapter and base belong together")
         pairs[name] = _pair(base, adapter, settings, name, module, sides)
     return pairs, replaced
 
@@ -121,7 +121,7 @@ def _pair(
     straight = _product_shape(up, down)
     if straight is None or weight.shape not in (straight, straight[::-1]):
         got = f"{list(up.shape)} times {list(down.shape)}"
-        raise refuse(f"factors whose product has shape {list(weight.shape)} for {module[:120]!r}", got)
+        raise refusal(f"factors whose product has shape {list(weight.shape)} for {module[:120]!r}", got)
     # A square weight fits both ways: only the settings tell. Embeddings are always kept as (in, out).
     wants_flip = bool(settings.get("fan_in_fan_out")) or "lora_embedding_" in sides["A"]
     is_flipped = wants_flip if straight == straight[::-1] else weight.shape != straight
@@ -139,15 +139,15 @@ def _scale(settings: Mapping[str, Any], module: str, *, rank: int) -> float:
     alpha = settings.get("lora_alpha", 8)
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise refuse(f"a mapping as alpha_pattern in {CONFIG}", f"{patterns!r:.60}")
+        raise refusal(f"a mapping as alpha_pattern in {CONFIG}", f"{patterns!r:.60}")
     for pattern, value in patterns.items():
         if not HARMLESS.fullmatch(pattern) or pattern.count("*") > 3:
-            raise refuse(f"simple patterns in {CONFIG}", f"{pattern!r:.80}", "merge it with peft first")
+            raise refusal(f"simple patterns in {CONFIG}", f"{pattern!r:.80}", "merge it with peft first")
         if _matches(pattern, module):
             alpha = value
             break
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise refuse(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
+        raise refusal(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .bytes import ByteSource, check_range
 
 Rows = tuple[int, int]
@@ -50,7 +50,7 @@ class Checkpoint(ABC):
         if name not in self.entries:
             nearest = difflib.get_close_matches(name, list(self.entries)[:5000], n=1)
             remedy = f"the nearest name is {nearest[0]}" if nearest else ""
-            raise refuse(f"the name of a tensor in {self.place}", name, remedy)
+            raise refusal(f"the name of a tensor in {self.place}", name, remedy)
         return self.entries[name]
 
     def read(self, name: str, rows: Rows | None = None) -> Shaped[Tensor, "..."]:
@@ -59,7 +59,7 @@ class Checkpoint(ABC):
         if rows is None:
             return self.fetch(name, None)
         if not shape or not 0 <= rows[0] <= rows[1] <= shape[0]:
-            raise refuse(f"rows within {name} of shape {list(shape)}", f"{rows[0]} to {rows[1]}")
+            raise refusal(f"rows within {name} of shape {list(shape)}", f"{rows[0]} to {rows[1]}")
         return self.fetch(name, None if rows == (0, shape[0]) else rows)
 
     @abstractmethod

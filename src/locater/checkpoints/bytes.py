@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 
 
 @runtime_checkable
@@ -69,7 +69,7 @@ class LocalBytes:
             while view and (count := file.readinto(view)):
                 view = view[count:]
         if view:
-            raise refuse(f"{self.size} bytes in {self.name}", "fewer", "the file changed while it was read")
+            raise refusal(f"{self.size} bytes in {self.name}", "fewer", "the file changed while it was read")
 
     def close(self) -> None:
         pass
@@ -157,13 +157,15 @@ def reading(name: str) -> Iterator[None]:
         if isinstance(cause, Refusal):
             raise
         reason = getattr(cause, "strerror", None) or str(cause)
-        raise refuse(f"to read {name[:200]!r}", f"an error of the system ({reason})", "check its permissions") from None
+        raise refusal(
+            f"to read {name[:200]!r}", f"an error of the system ({reason})", "check its permissions"
+        ) from None
 
 
 def check_range(source: ByteSource, start: int, length: int) -> None:
     """Refuse a stretch that the source does not hold, before any memory is set aside for it."""
     if start < 0 or length < 0 or start + length > source.size:
-        raise refuse(
+        raise refusal(
             f"{source.name} to hold bytes {start} to {start + length}",
             f"a file of {source.size} bytes",
             "it is truncated or damaged; fetch it again",

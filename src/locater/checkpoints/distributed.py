@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, Part, check_range
 from .sharded import check_beside
@@ -74,7 +74,7 @@ class Distributed(Checkpoint):
             for chunk in tensor.chunks:
                 check_range(self.sources[chunk.file], chunk.start, chunk.length)
         if not self.tensors:
-            raise refuse(f"tensors in {folder.place}", "none", "name the directory of a model's checkpoint")
+            raise refusal(f"tensors in {folder.place}", "none", "name the directory of a model's checkpoint")
         entries = {name: tensor.entry for name, tensor in self.tensors.items()}
         super().__init__(entries, config=config, place=folder.place)
 
@@ -101,7 +101,9 @@ class Distributed(Checkpoint):
         archive = open_archive(Part(self.sources[chunk.file], chunk.start, chunk.length))
         if not isinstance(archive.tree, View) or archive.tree.entry != Entry(chunk.sizes, dtype):
             got = archive.tree.entry if isinstance(archive.tree, View) else type(archive.tree).__name__
-            raise refuse(f"a chunk of shape {list(chunk.sizes)} and {dtype} at byte {chunk.start} of {chunk.file}", got)
+            raise refusal(
+                f"a chunk of shape {list(chunk.sizes)} and {dtype} at byte {chunk.start} of {chunk.file}", got
+            )
         return archive.read(archive.tree, rows)
 
     def close(self) -> None:
@@ -112,7 +114,7 @@ class Distributed(Checkpoint):
 def read_metadata(source: ByteSource) -> dict[str, Any]:
     """The saved tree, nested as it was before it was flattened, with `Chunked` for each tensor."""
     if source.size > MAX_PICKLE:
-        raise refuse(f"at most {MAX_PICKLE} bytes in {source.name}", source.size)
+        raise refusal(f"at most {MAX_PICKLE} bytes in {source.name}", source.size)
     stream = io.BytesIO(source.read(0, source.size))
     metadata = load_pickle(stream, name=source.name, admitted=NAMES)
     tensors, storage = (_mapping(metadata, key) for key in ("state_dict_metadata", "storage_data"))
@@ -129,7 +131,7 @@ def read_metadata(source: ByteSource) -> dict[str, Any]:
 def _mapping(metadata: Any, key: str) -> Mapping[Any, Any]:
     value = metadata.get(key) if isinstance(metadata, Record) else None
     if not isinstance(value, Mapping):
-        raise refuse(f"a mapping {key} in .metadata", type(value).__name__, "save again with dcp.save")
+        raise refusal(f"a mapping {key} in .metadata", type(value).__name__, "save again with dcp.save")
     return value
 
 
@@ -137,7 +139,7 @@ def _plant(tree: dict[str, Any], path: tuple[Any, ...], leaf: Chunked) -> None:
     for key in path[:-1]:
         inner = tree.setdefault(str(key) if isinstance(key, str | int) else "", {})
         if not isinstance(inner, dict):
-            raise refuse("one meaning of each name in .metadata", "two")
+            raise refusal("one meaning of each name in .metadata", "two")
         tree = inner
     tree[str(path[-1]) if isinstance(path[-1], str | int) else ""] = leaf
 
@@ -152,13 +154,13 @@ def _parse_tensor(name: str, record: Record, places: Mapping[Any, Any]) -> Chunk
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else None  # as TensorProperties.__getstate__ orders it
     if not isinstance(dtype, torch.dtype) or not isinstance(chunks, list) or not chunks:
-        raise refuse(f"a dtype and chunks for {name[:80]!r} in .metadata", "something else")
+        raise refusal(f"a dtype and chunks for {name[:80]!r} in .metadata", "something else")
     entry = Entry(_counts(record.get("size"), f"the shape of {name[:80]!r}"), dtype)
     parsed = tuple(_parse_chunk(name, chunk, entry, places) for chunk in chunks)
     volume = sum(math.prod(chunk.sizes) for chunk in parsed)
     distinct = len({(chunk.file, chunk.start) for chunk in parsed})
     if volume != math.prod(entry.shape) or distinct != len(parsed):
-        raise refuse(
+        raise refusal(
             f"chunks that make up {name[:80]!r} of shape {list(entry.shape)}", f"{volume} elements in {distinct}"
         )
     return Chunked(entry, parsed)
@@ -172,12 +174,12 @@ def _parse_chunk(name: str, record: Any, entry: Entry, places: Mapping[Any, Any]
     if not len(offsets) == len(sizes) == len(entry.shape) or any(
         low + size > whole for low, size, whole in zip(offsets, sizes, entry.shape, strict=True)
     ):
-        raise refuse(f"a chunk within {name[:80]!r} of shape {list(entry.shape)}", f"{sizes} at {offsets}")
+        raise refusal(f"a chunk within {name[:80]!r} of shape {list(entry.shape)}", f"{sizes} at {offsets}")
     info = places.get((name, offsets))
     if not isinstance(info, Record):
-        raise refuse(f"the place of the chunk at {list(offsets)} of {name[:80]!r} in .metadata", "none")
+        raise refusal(f"the place of the chunk at {list(offsets)} of {name[:80]!r} in .metadata", "none")
     if info.get("transform_descriptors"):
-        raise refuse("chunks as they are", "chunks that were transformed (compressed) on saving", "save without it")
+        raise refusal("chunks as they are", "chunks that were transformed (compressed) on saving", "save without it")
     start, length = _counts((info.get("offset"), info.get("length")), "the place of a chunk")
     return Chunk(offsets, sizes, check_beside(info.get("relative_path"), ".metadata"), start, length)
 
@@ -185,14 +187,14 @@ def _parse_chunk(name: str, record: Any, entry: Entry, places: Mapping[Any, Any]
 def _counts(values: Any, what: str) -> tuple[int, ...]:
     fine = isinstance(values, tuple | list) and len(values) <= 32
     if not fine or not all(type(value) is int and 0 <= value < 2**63 for value in values):
-        raise refuse(f"whole numbers as {what} in .metadata", reprlib.repr(values))
+        raise refusal(f"whole numbers as {what} in .metadata", reprlib.repr(values))
     return tuple(values)
 
 
 def _open_file(folder: Folder, file: str) -> ByteSource:
     source = folder.find(file)
     if source is None:
-        raise refuse(
+        raise refusal(
             f"the file {file[:120]} in {folder.place}, which .metadata names", "no such file", "fetch it again"
         )
     return source

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from .bytes import ByteSource, Folder
 
 # Python objects take some 25 times the room of the shortest JSON that makes them: this keeps hostile files below 1 GB.
@@ -13,23 +13,23 @@ MAX_BYTES = 24 * 2**20
 def parse_object(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
     """The JSON object in `data`; fails on anything else, and on keys that occur twice."""
     if len(data) > MAX_BYTES:
-        raise refuse(f"at most {MAX_BYTES} bytes of JSON in {name}", len(data))
+        raise refusal(f"at most {MAX_BYTES} bytes of JSON in {name}", len(data))
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except Refusal as cause:
         raise Refusal(f"{name}: {cause}") from None
     except (ValueError, RecursionError) as cause:
         reason = str(cause).splitlines()[0] or type(cause).__name__
-        raise refuse(f"valid JSON in {name}", f"something else ({reason})", "fetch the file again") from None
+        raise refusal(f"valid JSON in {name}", f"something else ({reason})", "fetch the file again") from None
     if not isinstance(value, dict):
-        raise refuse(f"a JSON object in {name}", f"a {type(value).__name__}")
+        raise refusal(f"a JSON object in {name}", f"a {type(value).__name__}")
     return value
 
 
 def read_object(source: ByteSource) -> dict[str, Any]:
     """The JSON object that a whole file holds."""
     if source.size > MAX_BYTES:
-        raise refuse(f"at most {MAX_BYTES} bytes of JSON in {source.name}", source.size)
+        raise refusal(f"at most {MAX_BYTES} bytes of JSON in {source.name}", source.size)
     return parse_object(source.read(0, source.size), name=source.name)
 
 
@@ -44,5 +44,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise refuse("each key once", f"{twice!r:.80} twice")
+        raise refusal("each key once", f"{twice!r:.80} twice")
     return result

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import refuse
+from ..errors import refusal
 from .bytes import Folder, LocalFolder
 
 SAFETENSORS = (".safetensors",)
@@ -36,11 +36,11 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
             return LocalFolder(path.parent), path.name
         exists = path.exists()
     except (OSError, ValueError) as cause:  # a name too long, or with a null byte
-        raise refuse("a path or a hub id", f"{text!r:.120} ({cause})") from None
+        raise refusal("a path or a hub id", f"{text!r:.120} ({cause})") from None
     if exists:
-        raise refuse("a file or a directory", f"{text}, which is neither")
+        raise refusal("a file or a directory", f"{text}, which is neither")
     if looks_like_path(text):
-        raise refuse("a path that exists", f"{text[:200]}: no such file", "check the spelling")
+        raise refusal("a path that exists", f"{text[:200]}: no such file", "check the spelling")
     from .remote import locate_hub
 
     return locate_hub(text), None
@@ -61,7 +61,7 @@ def choose(folder: Folder) -> list[str]:
         found = next((group for kind in (SAFETENSORS, TORCH, GGUF) if (group := _choose_kind(files, kind))), [])
         found = found or [METADATA] * (METADATA in files)
     if not found:
-        raise refuse(
+        raise refusal(
             f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",
             "none of them" if files else "no files",
             "name the directory or file that holds them",
@@ -87,11 +87,11 @@ def complete_parts(first: str, files: list[str]) -> list[str]:
     """The files `stem-00001-of-0000N` that `files` consists of; fails when it holds others or lacks one."""
     part = PART.match(first)
     if part is None:
-        raise refuse("one file of weights, or an index", f"{len(files)}, such as {', '.join(files[:3])}", "name one")
+        raise refusal("one file of weights, or an index", f"{len(files)}, such as {', '.join(files[:3])}", "name one")
     count = int(part["count"])
     expected = [f"{part['stem']}-{number:05d}-of-{part['count']}{part['suffix']}" for number in range(1, count + 1)]
     if missing := [name for name in expected[: len(files) + 1] if name not in files]:
-        raise refuse(f"all {count} parts of {part['stem']}", f"no {missing[0]}", "fetch it again")
+        raise refusal(f"all {count} parts of {part['stem']}", f"no {missing[0]}", "fetch it again")
     if len(files) != count:
-        raise refuse("one file of weights, or an index", f"several, such as {files[0]} and {files[-1]}", "name one")
+        raise refusal("one file of weights, or an index", f"several, such as {files[0]} and {files[-1]}", "name one")
     return expected

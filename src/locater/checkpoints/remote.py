@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from .bytes import Folder, LocalFolder, check_range
 from .document import read_object
 from .locate import INDEX, METADATA, WEIGHTS, choose
@@ -19,7 +19,7 @@ class RemoteBytes:
         self.path = path
         self.file = system.open(path, "rb", cache_type="none")
         if not isinstance(self.file.size, int) or not self.file.seekable():
-            raise refuse(f"a server that sends parts of {self.name}", "one that does not", "download the file first")
+            raise refusal(f"a server that sends parts of {self.name}", "one that does not", "download the file first")
         self.size: int = self.file.size
 
     def read(self, start: int, length: int) -> bytearray:
@@ -30,7 +30,7 @@ class RemoteBytes:
         except Exception as cause:  # noqa: BLE001  (each back-end has errors of its own)
             raise _unreachable(self.path, cause) from None
         if len(data) != length:
-            raise refuse(
+            raise refusal(
                 f"{length} bytes of {self.name}", len(data), "the server does not send parts; download it first"
             )
         return data
@@ -56,7 +56,7 @@ class RemoteFolder:
         try:
             items = self.system.ls(self.place, detail=True)
         except FileNotFoundError:
-            raise refuse("a folder that exists", f"{self.place}: no such folder", "check the spelling") from None
+            raise refusal("a folder that exists", f"{self.place}: no such folder", "check the spelling") from None
         except Exception as cause:  # noqa: BLE001
             raise _unreachable(self.place, cause) from None
         return frozenset(item["name"].rpartition("/")[2] for item in items if item["type"] == "file")
@@ -90,7 +90,7 @@ def locate_address(address: str) -> tuple[Folder, str | None]:
         system, path = fsspec.core.url_to_fs(bare, **(_web_settings(address) if is_web else {}))
     except (ImportError, ValueError) as cause:
         remedy = f'install what reads {protocol}://, or install it with: pip install "locater[remote]"'
-        raise refuse("an address that can be read", f"{address[:200]} ({cause})", remedy) from None
+        raise refusal("an address that can be read", f"{address[:200]} ({cause})", remedy) from None
     root, _, last = path.rstrip("/").rpartition("/")
     if last.endswith((*WEIGHTS, INDEX)) or last == METADATA:
         return RemoteFolder(system, root, can_list=not is_web, queries={last: mark + query}), last
@@ -112,7 +112,7 @@ def locate_hub(text: str) -> Folder:
         name = hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT).id
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError, hub.errors.HFValidationError):
         remedy = "check the spelling, or log in with `hf auth login` if it is private or gated"
-        raise refuse("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy) from None
+        raise refusal("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy) from None
     except Exception as cause:  # noqa: BLE001  (every way a network can fail)
         raise _unreachable(f"{text} on Hugging Face (there is no such path on disk)", cause) from None
     return RemoteFolder(hub.HfFileSystem(), f"{name}@{revision}" if revision else name, can_list=True)
@@ -141,10 +141,10 @@ def _import(module: str, source: str, *, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         remedy = f'to read from elsewhere, install it with: pip install "locater[{extra}]"'
-        raise refuse("a path on disk", f"{source[:200]!r}, which needs {module}", remedy) from None
+        raise refusal("a path on disk", f"{source[:200]!r}, which needs {module}", remedy) from None
 
 
 def _unreachable(path: str, cause: BaseException) -> Refusal:
     reason = (str(cause).splitlines() or [""])[0][:160] or type(cause).__name__
     remedy = "check the network and the address, or give a local copy"
-    return refuse(f"to reach {path.partition('?')[0][:200]}", f"{type(cause).__name__} ({reason})", remedy)
+    return refusal(f"to reach {path.partition('?')[0][:200]}", f"{type(cause).__name__} ({reason})", remedy)

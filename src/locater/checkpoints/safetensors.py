@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .base import Checkpoint, Entry, Rows, read_tensor, row_span
 from .bytes import ByteSource, check_range
 from .document import MAX_BYTES, parse_object
@@ -70,7 +70,7 @@ def read_header(source: ByteSource) -> list[Stored]:
     """The tensors of a file, checked to fill it exactly: no overlap, no gap, nothing outside. Costs the header."""
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > min(MAX_BYTES, source.size - 8):
-        raise refuse(
+        raise refusal(
             f"a header of at most {min(MAX_BYTES, source.size - 8)} bytes in {source.name}",
             f"a length of {length}",
             "it is truncated, damaged or not a safetensors file; fetch it again",
@@ -85,16 +85,16 @@ def read_header(source: ByteSource) -> list[Stored]:
 def _parse_item(name: str, value: object, *, base: int) -> Stored:
     label = f"tensor {name[:80]!r}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise refuse(f"dtype, shape and data_offsets for {label}", f"{value!r:.80}")
+        raise refusal(f"dtype, shape and data_offsets for {label}", f"{value!r:.80}")
     if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES:
-        raise refuse(f"a known dtype for {label}", f"{value['dtype']!r:.40}", f"known are {', '.join(DTYPES)}")
+        raise refusal(f"a known dtype for {label}", f"{value['dtype']!r:.40}", f"known are {', '.join(DTYPES)}")
     shape, offsets = value["shape"], value["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise refuse(f"whole numbers as shape and two offsets of {label}", f"{shape!r:.80} and {offsets!r:.80}")
+        raise refusal(f"whole numbers as shape and two offsets of {label}", f"{shape!r:.80} and {offsets!r:.80}")
     entry = Entry(tuple(shape), DTYPES[value["dtype"]])
     needed = math.prod(shape) * entry.dtype.itemsize
     if offsets[1] - offsets[0] != needed:
-        raise refuse(
+        raise refusal(
             f"{needed} bytes for {label} of shape {shape!r:.80} and dtype {value['dtype']}",
             f"{offsets[1] - offsets[0]} bytes",
             "the header is damaged; fetch the file again",
@@ -108,11 +108,11 @@ def _check_cover(source: ByteSource, items: list[Stored], *, base: int) -> None:
         check_range(source, item.start, item.stop - item.start)
         if item.start != position:
             kind = "an overlap" if item.start < position else "a gap"
-            raise refuse(f"tensors one after another in {source.name}", f"{kind} at {item.name[:80]!r}")
+            raise refusal(f"tensors one after another in {source.name}", f"{kind} at {item.name[:80]!r}")
         position = item.stop
     if position != source.size:
         remedy = "it is damaged; fetch it again"
-        raise refuse(f"{source.name} to end at byte {position}", f"{source.size} bytes", remedy)
+        raise refusal(f"{source.name} to end at byte {position}", f"{source.size} bytes", remedy)
 
 
 def _are_counts(values: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder
 from .document import read_object
@@ -36,11 +36,11 @@ def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, conf
     """All shards that the index names, each opened once; fails on a shard or a tensor that is missing."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise refuse(f"a weight_map of names to files in {index.name}", f"{weight_map!r:.80}")
+        raise refusal(f"a weight_map of names to files in {index.name}", f"{weight_map!r:.80}")
     opened = {file: _open_named(folder, index, file, open_shard) for file in _shard_files(weight_map, index)}
     missing = [name for name, file in weight_map.items() if name not in opened[file].entries]
     if missing:
-        raise refuse(
+        raise refusal(
             f"{missing[0][:80]!r} in {weight_map[missing[0]]}, as {index.name} says",
             f"a file without it ({len(missing)} missing in all)",
             "fetch index and shards again, from one revision",
@@ -54,10 +54,10 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
     for file in files:
         shard = _open_named(folder, None, file, open_shard)
         if twice := shards.keys() & shard.entries.keys():
-            raise refuse(f"each tensor once in {folder.place}", f"{min(twice)[:80]!r} twice", "name one of the files")
+            raise refusal(f"each tensor once in {folder.place}", f"{min(twice)[:80]!r} twice", "name one of the files")
         shards |= dict.fromkeys(shard.entries, shard)
     if not shards:
-        raise refuse(f"at least one tensor in {folder.place}", "none")
+        raise refusal(f"at least one tensor in {folder.place}", "none")
     return Sharded(shards, config=config, place=folder.place)
 
 
@@ -68,7 +68,7 @@ def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[st
 def check_beside(file: object, index: str) -> str:
     """The name of a file in the index's own folder: an index is a stranger's text and may not point outside."""
     if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:\0"):
-        raise refuse(f"names of files beside {index}", reprlib.repr(file), "do not use this index")
+        raise refusal(f"names of files beside {index}", reprlib.repr(file), "do not use this index")
     return file
 
 
@@ -76,7 +76,7 @@ def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard:
     source = folder.find(file)
     if source is None:
         named = f", which {index.name} names" if index else ""
-        raise refuse(f"the shard {file[:120]} in {folder.place}{named}", "no such file", "fetch it again")
+        raise refusal(f"the shard {file[:120]} in {folder.place}{named}", "no such file", "fetch it again")
     try:
         return open_shard(source)
     except Refusal as cause:

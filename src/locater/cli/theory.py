@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import BadArguments, refuse
+from ..errors import BadArguments, refusal
 from .output import JsonPath, console_for, table
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _load_matrix(path: Path) -> "tuple[Tensor, Tensor]":
 
     loaded = _load(path)
     if loaded.dim() != 2 or loaded.shape[0] != loaded.shape[1]:
-        raise refuse(f"a square matrix in {path}", f"shape {tuple(loaded.shape)}", "use --query and --key for factors")
+        raise refusal(f"a square matrix in {path}", f"shape {tuple(loaded.shape)}", "use --query and --key for factors")
     return loaded, torch.eye(len(loaded), dtype=loaded.dtype)
 
 
@@ -132,11 +132,11 @@ def _load(path: Path) -> "Tensor":
     try:
         array = numpy.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as reason:
-        raise refuse(f"a NumPy file at {path}", reason, "save it with numpy.save") from None
+        raise refusal(f"a NumPy file at {path}", reason, "save it with numpy.save") from None
     if not isinstance(array, numpy.ndarray) or array.dtype.kind not in "fiu" or array.ndim not in (1, 2):
-        raise refuse(f"a real matrix in {path}", getattr(array, "dtype", "an archive"))
+        raise refusal(f"a real matrix in {path}", getattr(array, "dtype", "an archive"))
     if not numpy.isfinite(array).all():
-        raise refuse(f"finite numbers in {path}", "NaN or infinity")
+        raise refusal(f"finite numbers in {path}", "NaN or infinity")
     return torch.from_numpy(array.astype(numpy.float64))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from ..errors import refuse
+from ..errors import refusal
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
 
@@ -56,5 +56,5 @@ class AttentionCallback(Callback):
             return next(with_config, module)
         found = getattr(module, self.part, None)
         if not isinstance(found, nn.Module):
-            raise refuse(f"a module under the name {self.part}", type(found).__name__)
+            raise refusal(f"a module under the name {self.part}", type(found).__name__)
         return found

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import refuse
+from ..errors import refusal
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Config:
     def __getitem__(self, keys: str) -> Any:
         if (value := self.get(keys)) is None:
             wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
-            raise refuse(
+            raise refusal(
                 f"{wanted} in the config", "none", "add it to config.json, or describe the model with --layout"
             )
         return value
@@ -35,7 +35,7 @@ class Config:
         """An entry that must be a positive number; files write whole ones without a point."""
         value = self[keys] if default is None else self.get(keys, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise refuse(f"a positive number for `{keys}` in the config", repr(value), "mend config.json")
+            raise refusal(f"a positive number for `{keys}` in the config", repr(value), "mend config.json")
         return float(value)
 
     def within(self, key: str | None) -> "Config":
@@ -58,7 +58,7 @@ def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
         try:
             return cell(config, layer)
         except (LookupError, TypeError, AttributeError, ArithmeticError) as cause:
-            raise refuse(
+            raise refusal(
                 "a config that describes this model", f"one that ends in {cause!r}", "mend config.json"
             ) from cause
     return config[cell] if isinstance(cell, str) else cell
@@ -68,7 +68,7 @@ def count(cell: Cell, config: Config, what: str) -> int:
     """The value of a cell that must be a positive whole number."""
     value = resolve(cell, config)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refuse(f"a positive whole number for the {what}", repr(value), "mend config.json or use --layout")
+        raise refusal(f"a positive whole number for the {what}", repr(value), "mend config.json or use --layout")
     return value
 
 

@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse, within
+from ..errors import refusal, within
 from ..head import BLOCKS
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
 
@@ -33,12 +33,12 @@ def read_layout(path: str | PathLike[str]) -> Family:
         try:
             document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-            raise refuse("a readable YAML file", str(reason).replace("\n", " ")) from None
+            raise refusal("a readable YAML file", str(reason).replace("\n", " ")) from None
         if not isinstance(document, dict) or not isinstance(document.get("attention"), list):
-            raise refuse("a list `attention` of blocks", type(document).__name__, f"for example: {EXAMPLE}")
+            raise refusal("a list `attention` of blocks", type(document).__name__, f"for example: {EXAMPLE}")
         rows = tuple(_row(Attention, entry, f"attention[{n}]") for n, entry in enumerate(document["attention"]))
         if not rows or any(row.block not in BLOCKS for row in rows):
-            raise refuse("blocks among " + ", ".join(BLOCKS), [row.block for row in rows])
+            raise refusal("blocks among " + ", ".join(BLOCKS), [row.block for row in rows])
         return Family(str(document.get("family", "layout")), (), rows)
 
 
@@ -46,12 +46,12 @@ def _row(kind: type, entry: Any, place: str) -> Any:
     """One row of the given kind, refusing columns that it does not have."""
     columns = {field.name: field for field in fields(kind) if field.name not in NOT_IN_FILES}
     if not isinstance(entry, dict):
-        raise refuse(f"a table at {place}", repr(entry))
+        raise refusal(f"a table at {place}", repr(entry))
     if unknown := set(entry) - set(columns):
-        raise refuse(f"columns of {place} among {', '.join(columns)}", ", ".join(map(str, sorted(unknown, key=str))))
+        raise refusal(f"columns of {place} among {', '.join(columns)}", ", ".join(map(str, sorted(unknown, key=str))))
     needed = [name for name, field in columns.items() if field.default is MISSING and name not in entry]
     if needed:
-        raise refuse(f"{', '.join(needed)} in {place}", "none")
+        raise refusal(f"{', '.join(needed)} in {place}", "none")
     return kind(**{name: _cell(name, value, f"{place}.{name}") for name, value in entry.items()})
 
 
@@ -61,5 +61,5 @@ def _cell(name: str, value: Any, place: str) -> Any:
     if name == "prefixes" and isinstance(value, list):
         return tuple(map(str, value))
     if not isinstance(value, str | int | float | bool | None):
-        raise refuse(f"a number, a word or the name of a config entry at {place}", repr(value))
+        raise refusal(f"a number, a word or the name of a config entry at {place}", repr(value))
     return value

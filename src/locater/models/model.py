@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..errors import refuse
+from ..errors import refusal
 from .config import Config
 from .places import Places, Tensors
 from .reader import Layer, build
@@ -33,7 +33,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
     places = tuple(one for one in found if one is not None)
     if not places:
         first = family.attention[0].query
-        raise refuse(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
+        raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     partial = family.partial(config) if family.partial else None
     return Model(family.name, places, _coverage(places, partial))
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .config import Config, count, resolve
 from .fused import Shape
 from .scaled import SUFFIXES, unscale
@@ -44,7 +44,7 @@ class Places:
         found = [places for places in found if places.layers]
         if len(found) > 1:
             names = ", ".join(places.name(row.query, places.layers[0]) for places in found)
-            raise refuse(f"one place for {row.block} queries", names, "describe the one you mean with --layout")
+            raise refusal(f"one place for {row.block} queries", names, "describe the one you mean with --layout")
         return found[0] if found else None
 
     @cached_property
@@ -65,12 +65,12 @@ class Places:
         if self.row.key_heads is not None:
             num_key_heads = count(self.row.key_heads, self.config, "number of key heads")
         if num_heads % num_key_heads:
-            raise refuse("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
+            raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
         d_head = resolve(self.row.d_head, self.config)
         if d_head is None:
             d_head, rest = divmod(self.width, num_heads)
             if rest:
-                raise refuse("a model width that is a multiple of the number of heads", f"{num_heads} heads")
+                raise refusal("a model width that is a multiple of the number of heads", f"{num_heads} heads")
         return Shape(num_heads, num_key_heads, d_head)
 
     @property
@@ -102,7 +102,7 @@ class Places:
         """A weight as (out, in), in the type it is stored in, or in float32 if its scale is stored beside it."""
         name = self.stored(module)
         if name is None:
-            raise refuse(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
+            raise refusal(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
         if self.row.transposed and len(self.tensors.shape(name)) == 2:
             weight = self._wide(name, None).T
             return weight if rows is None else weight[rows[0] : rows[1]]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import Refusal, refuse, within
+from ..errors import Refusal, refusal, within
 from ..head import Block, Head
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import is_finite
@@ -105,7 +105,7 @@ def _check_rows(places: Places, module: str, *, key: bool) -> None:
     if stored[-1 if row.transposed else 0] not in (expected, with_values):
         counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
         remedy = "the config and the weights disagree"
-        raise refuse(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
+        raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
 
 
 def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:

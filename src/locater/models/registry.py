@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ..errors import refuse
+from ..errors import refusal
 from .config import Config
 from .schema import Family
 from .tables import encoders, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
@@ -34,5 +34,5 @@ def _checked(family: Family, names: Collection[str]) -> Family:
     foreign = next((name for name in names for part in family.foreign if part in name), None)
     if foreign is not None:
         remedy = "its attention is of another kind: describe it with --layout"
-        raise refuse(f"a {family.name} model without further terms in its attention", f"`{foreign}`", remedy)
+        raise refusal(f"a {family.name} model without further terms in its attention", f"`{foreign}`", remedy)
     return family

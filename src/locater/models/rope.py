@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from ..errors import refuse
+from ..errors import refusal
 from ..positions import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
 from .config import Config, resolve
 from .schema import RotaryAt
@@ -18,7 +18,7 @@ def rotary_of(row: RotaryAt | None, config: Config, *, layer: int, d_head: int) 
     chosen = resolve(row.parameters, config, layer)
     entries = Config(config.get("rope_parameters|rope_scaling", {}) if chosen is None else chosen)
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
-        raise refuse("rotary parameters as one table in the config", repr(entries.values))
+        raise refusal("rotary parameters as one table in the config", repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
     fraction = entries.positive("partial_rotary_factor", resolve(row.fraction, config, layer))
     start, num_dims = resolve(row.start, config, layer), resolve(row.num_dims, config, layer)
@@ -51,7 +51,7 @@ def _scaling(kind: str, entries: Config, config: Config, num_turning: int) -> Sc
             return _yarn(entries, factor, original)
         case "longrope" | "su" | "yarn":  # early Phi-3 files say su, or yarn with factors per pair
             return _longrope(entries, factor, original)
-    raise refuse("a known kind of rotary scaling", repr(kind), "describe the model with --layout")
+    raise refusal("a known kind of rotary scaling", repr(kind), "describe the model with --layout")
 
 
 def _longrope(entries: Config, factor: float, original: int) -> LongRoPE:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..projections import size
 from .config import Config
 
@@ -16,9 +16,9 @@ def unscale(weight: Tensor, scale: Tensor | None, config: Config, *, name: str, 
     `weight` may be a range of rows; `scale` belongs to the whole tensor.
     """
     if scale is None:
-        raise refuse(f"a scale beside the eight-bit `{name}`", "none", "convert the checkpoint to 16 bits")
+        raise refusal(f"a scale beside the eight-bit `{name}`", "none", "convert the checkpoint to 16 bits")
     if weight.dim() != 2 or scale.dim() > 2:
-        raise refuse(f"matrices for the eight-bit `{name}` and its scale", f"{size(weight)} and {size(scale)}")
+        raise refusal(f"matrices for the eight-bit `{name}` and its scale", f"{size(weight)} and {size(scale)}")
     scale, (start, stop) = scale.float(), rows or (0, len(weight))
     if scale.numel() > 1 and (scale.dim() == 1 or scale.shape[1] == 1):
         scale = scale.reshape(-1, 1)[start:stop]
@@ -26,8 +26,8 @@ def unscale(weight: Tensor, scale: Tensor | None, config: Config, *, name: str, 
         height, width = config.get("quantization_config.weight_block_size", (128, 128))
         down, across = torch.arange(start, stop) // height, torch.arange(weight.shape[1]) // width
         if down.max() >= scale.shape[0] or across.max() >= scale.shape[1]:
-            raise refuse(f"a scale for every {height}×{width} block of `{name}`", size(scale))
+            raise refusal(f"a scale for every {height}×{width} block of `{name}`", size(scale))
         scale = scale[down][:, across]
     if scale.numel() > 1 and len(scale) != len(weight):
-        raise refuse(f"a scale for each of the {len(weight)} rows of `{name}`", size(scale))
+        raise refusal(f"a scale for each of the {len(weight)} rows of `{name}`", size(scale))
     return weight.float() * scale

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..projections import LowRank, Norm, Projection, Whole, size
 from .config import count, resolve
 from .fused import first_row
@@ -60,7 +60,7 @@ class Side:
         if len(self.weight) < rows.stop:
             num_heads = shape.num_key_heads if self.key else shape.num_heads
             expected = f"{num_heads} heads of {shape.d_head} rows"
-            raise refuse(expected, size(self.weight), "the config and the weights disagree")
+            raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
         projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
         norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)

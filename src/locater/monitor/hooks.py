@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import refuse
+from ..errors import refusal
 from ..models.live import Site
 from .calls import Call, arguments, has_cached_keys
 from .tensors import whole
@@ -46,7 +46,7 @@ class Hooks:
         for site in sites:
             name = owner_name(site)
             if name not in modules:
-                raise refuse(f"a module `{name}` around the queries of layer {site.number}", "none")
+                raise refusal(f"a module `{name}` around the queries of layer {site.number}", "none")
             self.owners.setdefault(name, Owner(modules[name])).sites.append(site)
         self._register(root, modules)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..attention import NEAR, Blocks, observe, rank, sample_queries
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..models import spans
 from ..models.live import Site, sites
 from ..models.live.explicit import Explicit
@@ -54,7 +54,7 @@ class AttentionMonitor:
         attention: Sequence[Explicit] = (),
     ):
         if every < 1 or budget < 1:
-            raise refuse("`every` and `budget` of at least 1", f"{every} and {budget}")
+            raise refusal("`every` and `budget` of at least 1", f"{every} and {budget}")
         self.model = unwrap(model)
         self.every, self.per_head, self.budget, self.near = every, per_head, budget, near
         self.thresholds, self.sinks = thresholds or Thresholds(), tuple(sinks)
@@ -125,7 +125,7 @@ class AttentionMonitor:
         chosen = [site for site in found if (wanted is None or site.number in wanted) and self._indices(site)]
         if not chosen:
             known = spans(sorted({site.number for site in found}))
-            raise refuse(f"layers among {known} with the heads asked for", "none")
+            raise refusal(f"layers among {known} with the heads asked for", "none")
         return chosen
 
     def _indices(self, site: Site) -> tuple[int, ...]:

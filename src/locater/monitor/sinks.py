@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import refuse
+from ..errors import refusal
 from .report import LayerReport, Report
 
 COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
@@ -125,4 +125,4 @@ def _table(layers: tuple[LayerReport, ...], title: str) -> Table:
 
 
 def _missing(library: str, remedy: str):
-    return refuse(f"{library} to be installed", "no such module", f"install it with: {remedy}")
+    return refusal(f"{library} to be installed", "no such module", f"install it with: {remedy}")

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .scaling import Scaling, plain
 
 
@@ -25,9 +25,9 @@ class Rotary:
 
     def __post_init__(self):
         if self.num_dims < 2 or self.num_dims % 2:
-            raise refuse("an even number of rotated dimensions, at least 2", self.num_dims)
+            raise refusal("an even number of rotated dimensions, at least 2", self.num_dims)
         if not self.base > 0:
-            raise refuse("a positive rotary base", self.base)
+            raise refusal("a positive rotary base", self.base)
 
     @property
     def amplitude(self) -> float:

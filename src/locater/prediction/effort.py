@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..errors import refuse
+from ..errors import refusal
 from .numbers import FIRST_QUERY
 
 WIDEST = 1024  # inputs wider than this get a covariance of this rank, unless told otherwise
@@ -28,9 +28,9 @@ class Effort:
     def __post_init__(self):
         check_window(self.window)
         if min(self.calibration, self.test, self.texts, self.batch) < 1:
-            raise refuse("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
+            raise refusal("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
         if self.lag_rank < 1 or (self.rank is not None and self.rank < 1):
-            raise refuse("ranks of at least 1", f"{self.rank} and {self.lag_rank}")
+            raise refusal("ranks of at least 1", f"{self.rank} and {self.lag_rank}")
 
     def ranks(self, d_model: int, num_windows: int) -> tuple[int | None, int | None]:
         """Ranks for inputs this wide, None for full; a basis needs more tokens than its rank in the first batch."""
@@ -43,4 +43,4 @@ class Effort:
 
 def check_window(length: int) -> None:
     if length <= FIRST_QUERY:
-        raise refuse(f"windows of more than {FIRST_QUERY} tokens", length, "earlier queries are not counted")
+        raise refusal(f"windows of more than {FIRST_QUERY} tokens", length, "earlier queries are not counted")

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..models import Layer, live
 
 INSTALL = 'install it with: pip install "locater[hf]"'
@@ -30,14 +30,14 @@ def load_model(source: Source) -> nn.Module:
         try:
             model = transformers.AutoModel.from_pretrained(place, **options)
         except Exception as reason:
-            raise refuse(f"a model that transformers can load from {source}", _first_line(reason)) from None
+            raise refusal(f"a model that transformers can load from {source}", _first_line(reason)) from None
     return model.eval()
 
 
 def load_tokenizer(source: Source) -> Any:
     """The tokenizer that lies beside or within the source."""
     if isinstance(source, nn.Module):
-        raise refuse("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
+        raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
     transformers = _transformers()
     place, options = _place(source)
     with quiet(transformers):
@@ -45,7 +45,7 @@ def load_tokenizer(source: Source) -> Any:
             return transformers.AutoTokenizer.from_pretrained(place, **options)
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), or name one with --tokenizer"
-            raise refuse(f"a tokenizer in {source}", _first_line(reason), remedy) from None
+            raise refusal(f"a tokenizer in {source}", _first_line(reason), remedy) from None
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
@@ -53,10 +53,10 @@ def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
-            raise refuse("a GGUF file that exists", fspath(source), "check the spelling")
+            raise refusal("a GGUF file that exists", fspath(source), "check the spelling")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_file():
-        raise refuse("a directory, a hub id or a GGUF file, for running a model", fspath(source), "name its directory")
+        raise refusal("a directory, a hub id or a GGUF file, for running a model", fspath(source), "name its directory")
     if path.is_dir():
         return str(path), {}
     name, _, revision = fspath(source).partition("@")
@@ -67,7 +67,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise refuse("transformers, for running models", "none", INSTALL) from None
+        raise refusal("transformers, for running models", "none", INSTALL) from None
     return transformers
 
 
@@ -98,7 +98,7 @@ def self_attention(model: nn.Module) -> tuple[list[Layer], list[str]]:
         elif layer.heads:
             found.append(layer)
     if not found:
-        raise Refusal(left_out[0]) if left_out else refuse("self-attention layers", "none")
+        raise Refusal(left_out[0]) if left_out else refusal("self-attention layers", "none")
     return found, left_out
 
 
@@ -123,7 +123,9 @@ def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch token
         for number, layer in enumerate(layers):
             module = by_name.get(layer.query_name)
             if module is None:
-                raise refuse(f"a module {layer.query_name} to listen to", "none", "only Hugging Face models can be run")
+                raise refusal(
+                    f"a module {layer.query_name} to listen to", "none", "only Hugging Face models can be run"
+                )
             handle = module.register_forward_pre_hook(hook(number), with_kwargs=True)
             stack.callback(handle.remove)
         model(**_arguments(model, ids.to(next(model.parameters()).device)))

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ..errors import refuse
+from ..errors import refusal
 from ..models import Layer, spans
 from ..training.data.embedded_text import embedded_text
 from .effort import Effort, check_window
@@ -83,7 +83,7 @@ def _windows(
     if tokens is not None:
         check_window(tokens.shape[1])
         if len(tokens) < 2:
-            raise refuse("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
+            raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
         num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
         for_test = spread(len(tokens), num_test)
         return Windows(tokens[~for_test], tokens[for_test]), "tokens"
@@ -101,13 +101,13 @@ def _read(text: str | PathLike[str]) -> str:
     try:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
-        raise refuse(f"a readable text at {text}", getattr(reason, "strerror", None) or reason) from None
+        raise refusal(f"a readable text at {text}", getattr(reason, "strerror", None) or reason) from None
 
 
 def _check_length(model: nn.Module, length: int) -> None:
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < length:
-        raise refuse(f"windows of at most {most} tokens, the model's longest", length, "choose a shorter --window")
+        raise refusal(f"windows of at most {most} tokens, the model's longest", length, "choose a shorter --window")
 
 
 def _wanted(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
@@ -115,5 +115,5 @@ def _wanted(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
         return chosen
     known, wanted = {layer.number for layer in chosen}, set(layers)
     if not wanted or not wanted <= known:
-        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+        raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
     return [layer for layer in chosen if layer.number in wanted]

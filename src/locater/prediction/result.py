@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import refuse
+from ..errors import refusal
 from .agreement import bias, mean_absolute_error, spearman
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
@@ -89,7 +89,7 @@ class Prediction:
         try:
             import pandas
         except ImportError:
-            raise refuse("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
         rows = []
         for head in self.heads:
             sides = {"predicted": head.predicted, "measured": head.measured}

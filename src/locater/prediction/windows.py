@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
 
@@ -44,7 +44,7 @@ def cut(text: str, tokenizer: Any, *, length: int, num_calibration: int, num_tes
         ids = _some_tokens(text[number * stretch : (number + 1) * stretch], tokenizer, inside)
         if len(ids) < inside:
             remedy = "give a longer text, or fewer or shorter windows"
-            raise refuse(f"a text of {total} windows of {length} tokens", f"{len(text)} characters", remedy)
+            raise refusal(f"a text of {total} windows of {length} tokens", f"{len(text)} characters", remedy)
         windows.append([*before, *ids, *after])
     ids, for_test = torch.tensor(windows), spread(total, num_test)
     return Windows(ids[~for_test], ids[for_test], len(before), len(after))

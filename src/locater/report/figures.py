@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import refuse
+from ..errors import refusal
 from ..records import write
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOCALIZED = ("early", "middle", "late")
 def save(figure: "Figure", path: Path) -> None:
     """PNG, SVG or PDF by the suffix."""
     if path.suffix.lower() not in SUFFIXES:
-        raise refuse("a picture ending in " + ", ".join(SUFFIXES), path.name)
+        raise refusal("a picture ending in " + ", ".join(SUFFIXES), path.name)
     write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
 
 
@@ -116,7 +116,7 @@ def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axe
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise refuse("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
+        raise refusal("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
     figure = Figure(figsize=size)
     grid = figure.subplots(2, panels // 2) if panels >= 4 else figure.subplots(1, panels)
     axes = list(grid.flat) if panels > 1 else [grid]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse
+from ..errors import refusal
 from .rows import HeadRow
 from .scan import Scan, scan
 
@@ -76,7 +76,7 @@ def compare(sources: Iterable[str | Path], *, run: Run | None = None, **options:
     """
     expanded = [name for source in sources for name in checkpoints_in(source)]
     if len(expanded) < 2:
-        raise refuse("at least two checkpoints", expanded or "none", "name another, or a folder with several")
+        raise refusal("at least two checkpoints", expanded or "none", "name another, or a folder with several")
     return follow((run or one_by_one)(expanded, options))
 
 
@@ -86,7 +86,7 @@ def follow(scans: Sequence[Scan]) -> Comparison:
     common = [key for key in tables[0] if all(key in table for table in tables)]
     shapes = {(row.d_model, row.d_head) for table in tables for row in table.values()}
     if not common or len({frozenset((r.d_model, r.d_head) for r in table.values()) for table in tables}) > 1:
-        raise refuse("models of one shape", " and ".join(f"{d}×{h}" for d, h in sorted(shapes)))
+        raise refusal("models of one shape", " and ".join(f"{d}×{h}" for d, h in sorted(shapes)))
     return Comparison(tuple(scans), tuple(Movement(*key, tuple(table[key] for table in tables)) for key in common))
 
 
@@ -133,7 +133,7 @@ def on_ray(address: str) -> Run:
         try:
             import ray
         except ImportError:
-            raise refuse("Ray, for --ray", "none", 'install it with: pip install "locater[ray]"') from None
+            raise refusal("Ray, for --ray", "none", 'install it with: pip install "locater[ray]"') from None
         ray.init(address=address, ignore_reinit_error=True)
         task = ray.remote(scan)
         return ray.get([task.remote(source, **options) for source in sources])

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..head import Head
 from ..positions import Rotary
 from ..spectra import Grams, Moments, moments_of, spread
@@ -97,7 +97,7 @@ def _eigenvalues(core: Tensor) -> Tensor:
     try:
         return torch.linalg.eigvals(core)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-        raise refuse("a core whose eigenvalues can be computed", "one that does not converge") from None
+        raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
 
 
 def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: Settings) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .. import checkpoints
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
 from ..theory.problem import check_length, check_temperature
 from .layer import Analysis, Settings, analyse
@@ -50,7 +50,7 @@ class Scan:
         try:
             import pandas
         except ImportError:
-            raise refuse("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
         return pandas.DataFrame([row.to_record() for row in self.heads])
 
     def summary(self) -> str:
@@ -159,7 +159,7 @@ def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:
         return known
     wanted = frozenset(layers)
     if not wanted or not wanted <= known:
-        raise refuse(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+        raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
     return wanted
 
 

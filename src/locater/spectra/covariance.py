@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .moments import working
 
 Covariance = float | Tensor
@@ -33,18 +33,18 @@ def covariance_root(covariance: Float[Tensor, "..."], d_model: int) -> Float[Ten
     """L with L L^T = Σ, of the same shape as Σ: a number, a diagonal, or a matrix."""
     shape = tuple(covariance.shape)
     if shape not in ((), (d_model,), (d_model, d_model)):
-        raise refuse(f"a covariance that is a number, ({d_model},) or ({d_model}, {d_model})", f"shape {shape}")
+        raise refusal(f"a covariance that is a number, ({d_model},) or ({d_model}, {d_model})", f"shape {shape}")
     if not torch.isfinite(covariance).all():
-        raise refuse("a finite covariance", "NaN or infinity")
+        raise refusal("a finite covariance", "NaN or infinity")
     if covariance.dim() < 2:
         if (covariance < 0).any():
-            raise refuse("variances of at least 0", float(covariance.min()))
+            raise refusal("variances of at least 0", float(covariance.min()))
         return covariance.sqrt()
     # Rounding in an estimated covariance grows with its size, so both tests are relative to it.
     tolerance = covariance.abs().max() * d_model * torch.finfo(covariance.dtype).eps * 16
     if (covariance - covariance.mT).abs().max() > tolerance:
-        raise refuse("a symmetric covariance", "one that is not", "average it with its transpose")
+        raise refusal("a symmetric covariance", "one that is not", "average it with its transpose")
     values, vectors = torch.linalg.eigh(covariance)
     if values[0] < -tolerance:
-        raise refuse("a covariance without negative eigenvalues", float(values[0]))
+        raise refusal("a covariance without negative eigenvalues", float(values[0]))
     return vectors * values.clamp_min(0).sqrt()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,9 @@ def working(
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Both weights in the precision of the computation: float64 if one of them is, else float32."""
     if query.shape[-2:] != key.shape[-2:]:
-        raise refuse("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
+        raise refusal("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
     if query.shape[-2] > query.shape[-1]:
-        raise refuse("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
+        raise refusal("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
     dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
     return query.to(dtype), key.to(dtype)
 
@@ -92,7 +92,7 @@ def grams(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#
     # Squared row norms: where they are finite so are all rows, and every product by Cauchy and Schwarz.
     norms = [product.diagonal(dim1=-2, dim2=-1).sum() for product in (found.query, found.key)]
     if not bool(torch.isfinite(norms[0] + norms[1])):
-        raise refuse("weights with finite products", "NaN or infinity", "check the weights, or give them as float64")
+        raise refusal("weights with finite products", "NaN or infinity", "check the weights, or give them as float64")
     return found
 
 
@@ -107,7 +107,7 @@ def moments_of(products: Grams, *, d_model: int) -> Moments:
     trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
     square, norm = (core * core.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
     if not all(bool(torch.isfinite(moment).all()) for moment in (trace, square, norm)):
-        raise refuse("weights with finite moments", "an overflow", "give the weights as float64")
+        raise refusal("weights with finite moments", "an overflow", "give the weights as float64")
     return Moments(trace, square, norm, d_model=d_model, d_head=core.shape[-1])
 
 
@@ -118,7 +118,7 @@ def eigenvalues(
     query, key = working(query, key)
     core = key @ query.mT
     if not bool(torch.isfinite(core).all()):
-        raise refuse("weights with a finite core", "NaN or infinity", "check the weights")
+        raise refusal("weights with a finite core", "NaN or infinity", "check the weights")
     return torch.linalg.eigvals(core)
 
 

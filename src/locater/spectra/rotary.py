@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .moments import Grams, Moments, grams
 
 
@@ -79,7 +79,7 @@ def _order(pairs: Int[Tensor, "pairs 2"], d_head: int) -> Int[Tensor, " d_head"]
     """Row indices: the first row of every pair, the second of every pair, the rest."""
     named = pairs.T.flatten()
     if len(named.unique()) < len(named) or bool(((named < 0) | (named >= d_head)).any()):
-        raise refuse(f"pairs of different rows from 0 to {d_head - 1}", pairs.tolist())
+        raise refusal(f"pairs of different rows from 0 to {d_head - 1}", pairs.tolist())
     free = torch.ones(d_head, dtype=torch.bool, device=pairs.device)
     free[named] = False
     return torch.cat([named, free.nonzero()[:, 0]])

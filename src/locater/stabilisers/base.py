@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import refuse
+from ..errors import refusal
 
 
 class Stabiliser:
@@ -37,7 +37,7 @@ class Stabiliser:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            raise refuse("an empty state", ", ".join(state))
+            raise refusal("an empty state", ", ".join(state))
 
     def detach(self) -> None:
         """Leave the model's outputs and the keys of its `state_dict` as they would be without the stabiliser."""
@@ -46,7 +46,7 @@ class Stabiliser:
 def non_negative(value: float, what: str) -> float:
     """Refuses what is negative, infinite or not a number."""
     if not 0 <= value < float("inf"):
-        raise refuse(f"a {what} of at least 0", value)
+        raise refusal(f"a {what} of at least 0", value)
     return float(value)
 
 
@@ -59,7 +59,7 @@ def learning_rate(rates: dict[int, float], parameter: Tensor, name: str) -> floa
     """The rate of one parameter; refuses an optimiser that does not own it."""
     if id(parameter) not in rates:
         remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
-        raise refuse(f"an optimiser that owns `{name}`", "one that does not", remedy)
+        raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
     return rates[id(parameter)]
 
 

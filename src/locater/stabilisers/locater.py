@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import refuse
+from ..errors import refusal
 from ..models import Family
 from ..models.live.explicit import Explicit
 from .base import Stabiliser, learning_rate, learning_rates, non_negative
@@ -68,7 +68,7 @@ class LocAteR(Stabiliser):
     def step(self) -> None:
         """Shrink the scale if an optimiser was given, then hold the mean. Refuses NaN."""
         if self.optimizer is None and not self._in_loss:
-            raise refuse("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
+            raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
         self.steps += 1
         rates = {} if self.optimizer is None else learning_rates(self.optimizer)
         if self.optimizer is not None:
@@ -90,7 +90,7 @@ class LocAteR(Stabiliser):
         """Refuses the state of a model with other heads."""
         shapes = [tuple(values.shape) for values in state["initial"]]
         if shapes != [pair.shape for pair in self.pairs]:
-            raise refuse("the state of a model with these heads", f"one of {len(shapes)} attention modules")
+            raise refusal("the state of a model with these heads", f"one of {len(shapes)} attention modules")
         self.steps = int(state["steps"])
         self.initial = [values.to(own).clone() for values, own in zip(state["initial"], self.initial, strict=True)]
 
@@ -116,7 +116,7 @@ class LocAteR(Stabiliser):
     def _project(self, number: int, pair: Pair, targets: Float[Tensor, "groups heads"]) -> None:
         weights = pair.weights()
         if not pair.is_stored:
-            raise refuse("plain parameters to project", f"computed ones in {pair.name}", "hold the mean by Penalty(…)")
+            raise refusal("plain parameters to project", f"computed ones in {pair.name}", "hold the mean by Penalty(…)")
         part = part_of(pair, weights)
         moves = weights[0].requires_grad, weights[-1].requires_grad
         hold_trace(part, targets[part.groups], moves=moves, gain=self.inputs.gain(number))
@@ -134,7 +134,7 @@ class LocAteR(Stabiliser):
         """Refuses values that are not finite, or flags that are not all set."""
         good = values if values.dtype == torch.bool else torch.isfinite(values.detach())
         if not bool(good.all()):
-            raise refuse(
+            raise refusal(
                 "finite query and key weights", "NaN or infinity", "the run has diverged: go back to a checkpoint"
             )
         return values

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import Refusal, refuse, within
+from ..errors import Refusal, refusal, within
 from .live.sharding import Part
 
 PerHead = Float[Tensor, "groups heads"]
@@ -73,6 +73,6 @@ def _check(multiple: PerHead, present: PerHead, targets: PerHead) -> None:
     worst = int((~torch.isfinite(multiple)).flatten().nonzero()[0])
     now, wanted = float(present.flatten()[worst]), float(targets.flatten()[worst])
     if now != now:
-        raise refuse("finite weights", "NaN", "the run has diverged: go back to a checkpoint")
+        raise refusal("finite weights", "NaN", "the run has diverged: go back to a checkpoint")
     remedy = "choose a nearer target, a WarmUp, or start from SpectralInitialisation"
-    raise refuse("a target of tr W within reach", f"{wanted:.4g} where tr W = {now:.4g}", remedy)
+    raise refusal("a target of tr W within reach", f"{wanted:.4g} where tr W = {now:.4g}", remedy)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..positions import Rotary
 from ..spectra import Grams, rotary_forms, rotation
 
@@ -110,7 +110,7 @@ class OverOffsets:
 
     def __post_init__(self):
         if self.length < 1:
-            raise refuse("a length of at least 1", self.length)
+            raise refusal("a length of at least 1", self.length)
 
     def value(self, grams: Grams, setting: Setting) -> Float[Tensor, "*heads"]:
         if setting.rotary is None:

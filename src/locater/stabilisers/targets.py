@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class WarmUp:
 
     def __post_init__(self):
         if self.steps < 1:
-            raise refuse("a warm-up of at least one step", self.steps)
+            raise refusal("a warm-up of at least one step", self.steps)
 
     def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"]:
         share = min(step / self.steps, 1.0)
@@ -63,7 +63,7 @@ class Until:
 
     def __post_init__(self):
         if self.steps < 1:
-            raise refuse("a mean that is held for at least one step", self.steps)
+            raise refusal("a mean that is held for at least one step", self.steps)
 
     def at(self, step: int, initial: Float[Tensor, "groups heads"]) -> Float[Tensor, "groups heads"] | None:
         return self.target.at(step, initial) if step <= self.steps else None
@@ -85,7 +85,7 @@ class Penalty:
 
     def __post_init__(self):
         if not 0 <= self.weight < float("inf"):
-            raise refuse("a weight of the mean penalty of at least 0", self.weight)
+            raise refusal("a weight of the mean penalty of at least 0", self.weight)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..spectra import Covariance, Moments, moments, whiten
 from ..theory import closed_form, exact, monte_carlo, regimes
 
@@ -52,7 +52,7 @@ def profile_of_moments(
 ) -> dict[str, Any]:
     """The same from three moments, which fix the closed form only."""
     if not frobenius_squared >= abs(trace_of_square):
-        raise refuse("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
+        raise refusal("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
     given = (torch.tensor(value, dtype=torch.float64) for value in (trace, trace_of_square, frobenius_squared))
     found = Moments(*given, d_model=1, d_head=1)
     profile = closed_form.from_moments(found, length=length, temperature=temperature)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import StatisticsError, fmean, stdev
 from typing import Any, NamedTuple
 
-from ..errors import refuse
+from ..errors import refusal
 from ..training.metrics import METRICS, Row, read_rows
 
 CONFIG = "config.json"
@@ -75,7 +75,7 @@ def compare_runs(
     kept = [run for run in runs if at in run.validations]
     found = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
     if against is not None and against not in found:
-        raise refuse(f"--against with an arm that has step {at}: {_some(found)}", repr(against))
+        raise refusal(f"--against with an arm that has step {at}: {_some(found)}", repr(against))
     present = {name for run in kept for name in run.validations[at]}
     score = next((name for name in SCORES if name in present), SCORES[-1])
     rows = [_arm(group, at, None if against in (None, arm) else found[against]) for arm, group in found.items()]
@@ -99,10 +99,10 @@ def read_runs(folder: Path) -> list[Run]:
     try:
         found = sorted(path for path in folder.iterdir() if (path / METRICS).is_file())
     except OSError as reason:
-        raise refuse("a folder with runs of locater train", f"{folder} ({reason.strerror})") from None
+        raise refusal("a folder with runs of locater train", f"{folder} ({reason.strerror})") from None
     if not found:
         remedy = "give the folder above it" if (folder / METRICS).exists() else "make some with locater train --out"
-        raise refuse(f"a folder with runs of locater train in folders with {METRICS}", folder, remedy)
+        raise refusal(f"a folder with runs of locater train in folders with {METRICS}", folder, remedy)
     runs = sorted((_read_run(path) for path in found), key=lambda run: (run.arm, run.seed))
     for _, group in groupby(runs, key=lambda run: run.arm):
         _check_arm(list(group))
@@ -113,10 +113,10 @@ def _chosen(runs: Sequence[Run], arms: Collection[str] | None, seeds: Collection
     """Those of some arms and seeds; an arm that is not there is a slip, a seed that some arm lacks is none."""
     there = dict.fromkeys(run.arm for run in runs)
     if unknown := [arm for arm in arms or () if arm not in there]:
-        raise refuse(f"--arms among {_some(there)}", _some(unknown))
+        raise refusal(f"--arms among {_some(there)}", _some(unknown))
     found = [run for run in runs if (arms is None or run.arm in arms) and (seeds is None or run.seed in seeds)]
     if not found:
-        raise refuse(f"--seeds with one of {_some(sorted({run.seed for run in runs}))}", _some(seeds or ()))
+        raise refusal(f"--seeds with one of {_some(sorted({run.seed for run in runs}))}", _some(seeds or ()))
     return found
 
 
@@ -128,7 +128,7 @@ def _read_run(folder: Path) -> Run:
         training = {_step(row): float(row["loss"]) for row in rows if row["kind"] == "train"}
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
-        raise refuse(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
+        raise refusal(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
     named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
     arm, seed = (named[1], int(named[2])) if named else (folder.name, _seed(folder / CONFIG))
     return Run(folder.name, arm, seed, validations, training)
@@ -158,7 +158,7 @@ def _seed(path: Path) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["loop"]["seed"])
     except (OSError, ValueError, TypeError, KeyError) as reason:
         remedy = "name the folder ARM-seedN"
-        raise refuse(
+        raise refusal(
             f"a seed of locater train in {path}", f"{type(reason).__name__} ({reason!s:.80})", remedy
         ) from None
 
@@ -167,22 +167,22 @@ def _check_arm(runs: Sequence[Run]) -> None:
     """A folder named without a seed is an arm by itself; else a seed has one run."""
     names = _some(run.name for run in runs)
     if len({run.seed for run in runs}) < len(runs) or len(runs) > 1 and any(run.name == run.arm for run in runs):
-        raise refuse(f"one run for each seed of the arm {runs[0].arm}", names, "rename a folder")
+        raise refusal(f"one run for each seed of the arm {runs[0].arm}", names, "rename a folder")
 
 
 def _common_step(runs: Sequence[Run]) -> int:
     validated = [set(run.validations) for run in runs if run.validations]
     if not validated:
-        raise refuse("a run with a validation", f"{len(runs)} without", "wait for the first one")
+        raise refusal("a run with a validation", f"{len(runs)} without", "wait for the first one")
     common = set.intersection(*validated)
     if not common:
-        raise refuse("a step that every run was validated at", "none", f"choose one by --step: {_steps(runs)}")
+        raise refusal("a step that every run was validated at", "none", f"choose one by --step: {_steps(runs)}")
     return max(common)
 
 
 def _known_step(runs: Sequence[Run], step: int) -> int:
     if not any(step in run.validations for run in runs):
-        raise refuse(f"--step with one that a run was validated at: {_steps(runs)}", step)
+        raise refusal(f"--step with one that a run was validated at: {_steps(runs)}", step)
     return step
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention import NEAR
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..models import live
 from ..scanning.scan import scan
 from ..training.config import Config, make_config
@@ -56,7 +56,7 @@ def check(out: Path) -> None:
         folder = out / name
         if (folder / CONFIG).exists() and _known(folder) != config_of(name):
             expected = "a new folder, or one that this demo began to fill"
-            raise refuse(expected, f"{folder}, a run of another config", "choose another --out")
+            raise refusal(expected, f"{folder}, a run of another config", "choose another --out")
 
 
 def _known(folder: Path) -> Config | None:

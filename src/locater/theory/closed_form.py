@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..spectra import Covariance, Moments, moments
 from .problem import check_length, check_temperature, prepare, walk_weights
 
@@ -63,7 +63,7 @@ def limit(
 ) -> Float[Tensor, "*batch positions"]:
     """ρ(θ) for T → ∞ at θ = t/T in [0, 1]; 1 for A = 0, which is on the sloped piece at every finite T."""
     if bool(((theta < 0) | (theta > 1)).any()):
-        raise refuse("positions θ from 0 to 1", theta.tolist(), "divide t by T")
+        raise refusal("positions θ from 0 to 1", theta.tolist(), "divide t by T")
     theta = theta.to(found.trace.device, torch.float64)
     centred = theta - 0.5
     squares = theta.square() - theta + 1 / 3

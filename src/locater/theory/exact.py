@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..spectra import Covariance, Moments
 from . import closed_form, interpolation
 from .problem import Problem, prepare, walk_weights
@@ -77,7 +77,7 @@ def canonical_form(
     product = left.mT @ key_factor @ query_factor.mT @ right.mT
     unit = float(product.abs().max())
     if not unit < torch.inf:
-        raise refuse("weights whose products are finite", "an overflow", "scale the weights down")
+        raise refusal("weights whose products are finite", "an overflow", "scale the weights down")
     unit = unit or 1.0
     return CanonicalForm(product / unit, correlation.clamp(0, 1), unit, length, temperature)
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..spectra import Covariance, whiten
 
 
@@ -36,7 +36,7 @@ def prepare(query: Tensor, key: Tensor, *, length: int, temperature: float | Non
     length, temperature = check_length(length), check_temperature(temperature, query.shape[-2])
     query, key = whiten(query, key, covariance)
     if not (_all_finite(query) and _all_finite(key)):
-        raise refuse("finite weights", "NaN or infinity", "check the weights and the covariance")
+        raise refusal("finite weights", "NaN or infinity", "check the weights and the covariance")
     return Problem(query, key, length, temperature)
 
 
@@ -48,7 +48,7 @@ def _all_finite(weights: Tensor) -> bool:
 def check_length(length: int) -> int:
     """T, a whole number of at least 1."""
     if length < 1:
-        raise refuse("a length of at least 1", length)
+        raise refusal("a length of at least 1", length)
     return int(length)
 
 
@@ -57,7 +57,7 @@ def check_temperature(temperature: float | None, d_head: int) -> float:
     if temperature is None:
         return math.sqrt(d_head)
     if not (math.isfinite(temperature) and temperature > 0):
-        raise refuse("a temperature above 0", temperature)
+        raise refusal("a temperature above 0", temperature)
     return float(temperature)
 
 

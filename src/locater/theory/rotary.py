@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
 from . import walks
 from .clipped_softmax import on_slope
@@ -77,7 +77,7 @@ class Series:
         amplitude: float = 1.0,
     ):
         if bool(((positions < 1) | (positions > length)).any()):
-            raise refuse(f"positions from 1 to {length}", positions.tolist())
+            raise refusal(f"positions from 1 to {length}", positions.tolist())
         offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=positions.device)
         terms = rotation(offsets, frequencies, amplitude=amplitude)
         suffix = terms.flip(0).cumsum(0).flip(0) / length

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refuse
+from ..errors import refusal
 from .problem import Problem
 
 # Largest number of normal variates held at once.
@@ -34,7 +34,7 @@ def logits(
         direction = steps.sum(1) @ query.mT @ key
         found = (steps @ direction[..., None])[..., 0].cumsum(-1)
         if not bool(torch.isfinite(found).all()):
-            raise refuse("weights whose logits are finite", "an overflow", "scale the weights down or use float64")
+            raise refusal("weights whose logits are finite", "an overflow", "scale the weights down or use float64")
         yield found
 
 
@@ -43,7 +43,7 @@ def normal_steps(
 ) -> Iterator[Float[Tensor, "walks length d_model"]]:
     """Standard normal steps in blocks of bounded memory."""
     if num_walks < 1:
-        raise refuse("at least one walk", num_walks)
+        raise refusal("at least one walk", num_walks)
     at_once = max(1, VARIATES_AT_ONCE // (shape[0] * shape[1]))
     for start in range(0, num_walks, at_once):
         walks = min(at_once, num_walks - start)

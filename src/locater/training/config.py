@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ..errors import BadArguments, refuse
+from ..errors import BadArguments, refusal
 from .data.options import DataOptions
 from .shape import SHAPES, Shape, check_fields, option
 
@@ -25,11 +25,11 @@ class OptimiserOptions:
     def __post_init__(self):
         check_fields(self)
         if self.learning_rate <= 0:
-            raise refuse("a learning rate above 0", self.learning_rate)
+            raise refusal("a learning rate above 0", self.learning_rate)
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise refuse("decays of Adam's moments in [0, 1)", f"{self.beta1} and {self.beta2}")
+            raise refusal("decays of Adam's moments in [0, 1)", f"{self.beta1} and {self.beta2}")
         if self.warmup < 0 or self.clip < 0 or self.weight_decay < 0 or not 0 <= self.final_share <= 1:
-            raise refuse("warm-up, clipping and weight decay of at least 0, a final share in [0, 1]", asdict(self))
+            raise refusal("warm-up, clipping and weight decay of at least 0, a final share in [0, 1]", asdict(self))
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class StabiliserOptions:
             try:
                 float(self.mean)
             except ValueError:
-                raise refuse("a mean that is free, initial or a number", repr(self.mean)) from None
+                raise refusal("a mean that is free, initial or a number", repr(self.mean)) from None
         if self.mean_warmup < 0 or self.mean_until < 0:
-            raise refuse("a warm-up and an end of the mean of at least 0 steps", asdict(self))
+            raise refusal("a warm-up and an end of the mean of at least 0 steps", asdict(self))
         if self.mean_until and self.mean == "free":
             raise BadArguments("--mean-until lets go of a mean that is held: give --mean initial or a number with it")
         if self.qk_decay and self.is_locater:
@@ -87,11 +87,11 @@ class LoopOptions:
         check_fields(self)
         for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
-                raise refuse(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))
+                raise refusal(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))
         if self.epochs < 0 or self.validation_windows < 0:
-            raise refuse("epochs and validation windows of at least 0", f"{self.epochs}, {self.validation_windows}")
+            raise refusal("epochs and validation windows of at least 0", f"{self.epochs}, {self.validation_windows}")
         if not 0 <= self.seed < 2**63:
-            raise refuse("a seed from 0 to below 2^63", self.seed)
+            raise refusal("a seed from 0 to below 2^63", self.seed)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Config:
             groups = {name: _group(kind, document[name]) for name, kind in GROUPS.items()}
             return cls(document["preset"], **groups)
         except (KeyError, TypeError, AttributeError) as reason:
-            raise refuse("the config of a run of this version", f"{reason}") from None
+            raise refusal("the config of a run of this version", f"{reason}") from None
 
 
 GROUPS: dict[str, type] = {

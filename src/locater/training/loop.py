@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ..errors import Refusal, refuse
+from ..errors import Refusal, refusal
 from ..models.live.tensors import unwrap
 from .config import Config
 from .data.sources import Data
@@ -93,10 +93,10 @@ class Trainer:
         if not small:
             if rows_of_run(self.folder):
                 remedy = "restore them, or start a new run with --out"
-                raise refuse(f"the checkpoints of this run in {self.store.folder}", "none", remedy)
+                raise refusal(f"the checkpoints of this run in {self.store.folder}", "none", remedy)
             return
         if small["data"] != self.data.identity:
-            raise refuse("the data that this run began with", "other data", "restore it, or start a new run")
+            raise refusal("the data that this run began with", "other data", "restore it, or start a new run")
         state = self._state()
         self.store.load(state)
         self.stabiliser.load_state_dict(state["stabiliser"])

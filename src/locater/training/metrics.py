@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..errors import refuse
+from ..errors import refusal
 from ..records import write
 
 METRICS = "metrics.jsonl"
@@ -31,7 +31,7 @@ def rows_of_run(folder: Path) -> list[Row]:
         return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0]
     except (OSError, ValueError, TypeError, KeyError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
-        raise refuse(f"metrics of locater train in {path}", got, "mend its lines, or remove it") from None
+        raise refusal(f"metrics of locater train in {path}", got, "mend its lines, or remove it") from None
 
 
 class Metrics:
@@ -55,7 +55,7 @@ class Metrics:
             self.file.write(_line(row))
             self.file.flush()
         except OSError as reason:
-            raise refuse(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None
+            raise refusal(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None
         if self.board is not None:
             for name, value in flat(row):
                 self.board.add_scalar(name, value, row["step"])
@@ -89,7 +89,7 @@ def _board(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         remedy = 'install it with: pip install "locater[tensorboard]"'
-        raise refuse("the package tensorboard", "none", remedy) from None
+        raise refusal("the package tensorboard", "none", remedy) from None
     # Lines of a run that was stopped later than its last checkpoint are hidden by the viewer.
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 

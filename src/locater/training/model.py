@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import refuse
+from ..errors import refusal
 from ..theory.clipped_softmax import clipped_linear
 from .loss import linear_cross_entropy
 from .shape import Shape
@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         if shape.vocab_size < 1:
-            raise refuse("a vocabulary", shape.vocab_size, "set vocab_size")
+            raise refusal("a vocabulary", shape.vocab_size, "set vocab_size")
         self.config = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         if shape.positions == "learned":
@@ -166,7 +166,7 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
         """What the output layer sees."""
         if tokens.shape[1] > self.config.context:
-            raise refuse(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise --context")
+            raise refusal(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise --context")
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)

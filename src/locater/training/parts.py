@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from ..errors import refuse
+from ..errors import refusal
 from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, QKDecay, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
 from .data.sources import Data
@@ -21,7 +21,7 @@ def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
     known, wanted = data.tokens.vocabulary.size, config.shape.vocab_size
     if wanted and known > wanted:
         remedy = f"raise it to {known}, leave it out, or use --tokenizer bpe with --bpe-size {wanted}"
-        raise refuse(f"data of at most {wanted} different tokens (--vocab-size)", known, remedy)
+        raise refusal(f"data of at most {wanted} different tokens (--vocab-size)", known, remedy)
     return LanguageModel(replace(config.shape, vocab_size=wanted or known))
 
 

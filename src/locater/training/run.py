@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse, within
+from ..errors import refusal, within
 from ..records import write_json
 from .config import Config
 from .data.sources import open_data
@@ -53,7 +53,7 @@ class Outcome:
 def start(config: Config, folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
     """A new run; refuses a folder that holds anything, or that would be read as part of the data."""
     if would_read(Path(config.data.data), folder):
-        raise refuse("a run outside of the folder that is its data", folder, "choose another --out")
+        raise refusal("a run outside of the folder that is its data", folder, "choose another --out")
     with join(config.loop.device) as processes:
         if processes.is_first:
             _claim(folder)
@@ -80,7 +80,7 @@ def read_config(folder: Path) -> Config:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
-        raise refuse(
+        raise refusal(
             f"the folder of a run, with {CONFIG}", f"{folder} ({reason!s:.80})", "start one with --out"
         ) from None
     with within(str(path)):
@@ -92,10 +92,10 @@ def _claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         taken = next(folder.iterdir(), None)
     except OSError as reason:
-        raise refuse(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
+        raise refusal(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
     if taken is not None:
         remedy = f"continue it with --resume {folder}, or choose another --out"
-        raise refuse("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
+        raise refusal("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _lock(handle: int, folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise refuse(f"to be the only one that trains in {folder}", "another process", "wait for its end") from None
+        raise refusal(f"to be the only one that trains in {folder}", "another process", "wait for its end") from None
     except OSError:
         pass  # a file system that locks no folders
 
@@ -164,7 +164,7 @@ def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
     """Keep a config with another end; what is behind cannot be undone."""
     if trainer.num_steps < trainer.step:
         done = f"an end after the {trainer.step} steps that are done"
-        raise refuse(done, f"{trainer.num_steps} steps", "start a shorter run with --out")
+        raise refusal(done, f"{trainer.num_steps} steps", "start a shorter run with --out")
     if not trainer.processes.is_first or read_config(folder).loop == trainer.config.loop:
         return
     if trainer.config.optimiser.schedule == "cosine":

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from ..errors import refuse
+from ..errors import refusal
 
 
 def option(default: Any, help: str) -> Any:
@@ -26,7 +26,7 @@ def check_fields(options: Any) -> None:
             kind = "finite number" if one.type is float else getattr(one.type, "__name__", "value")
             expected, fits = f"{one.name} to be a {kind}", isinstance(value, KINDS.get(one.type, object))
         if not fits or isinstance(value, float) and not math.isfinite(value):
-            raise refuse(expected, repr(value))
+            raise refusal(expected, repr(value))
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Shape:
         check_fields(self)
         for name in ("context", "num_layers", "num_heads", "d_model", "d_feedforward"):
             if getattr(self, name) < 1:
-                raise refuse(f"{name} of at least 1", getattr(self, name))
+                raise refusal(f"{name} of at least 1", getattr(self, name))
         if self.vocab_size < 0 or self.num_key_heads < 0 or not 0 <= self.dropout < 1:
             got = f"{self.vocab_size}, {self.num_key_heads}, {self.dropout}"
-            raise refuse("a vocabulary and key heads of at least 0 and a dropout in [0, 1)", got)
+            raise refusal("a vocabulary and key heads of at least 0 and a dropout in [0, 1)", got)
         if self.d_model % self.num_heads or self.num_heads % self.key_heads:
             expected = "a width that is a multiple of the heads, and these of the key heads"
-            raise refuse(expected, f"{self.d_model}, {self.num_heads} and {self.key_heads}")
+            raise refusal(expected, f"{self.d_model}, {self.num_heads} and {self.key_heads}")
         for positions, width in (("rotary", self.d_head), ("sinusoidal", self.d_model)):
             if self.positions == positions and width % 2:
-                raise refuse(f"an even width for {positions} positions", width)
+                raise refusal(f"an even width for {positions} positions", width)
 
     @property
     def key_heads(self) -> int:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from ..errors import refuse
+from ..errors import refusal
 from ..records import write_json
 from .processes import Processes
 
@@ -67,7 +67,7 @@ class Store:
             shutil.rmtree(partial, ignore_errors=True)
             kept = self.names().get("last")
             remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
-            raise refuse(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
+            raise refusal(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
         if self.processes.is_first:
             self._publish(partial, name, best=best)
         self.processes.wait()
@@ -99,7 +99,7 @@ class Store:
             try:
                 state_dict_loader.load(state, checkpoint_id=self.folder / name, no_dist=self.processes.count == 1)
             except (OSError, RuntimeError, CheckpointException) as reason:
-                raise refuse(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
+                raise refusal(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
 
 
 def _read(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _read(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
         got = f"one without {', '.join(missing)}" if missing else f"a {type(found).__name__}"
     except (OSError, ValueError, TypeError) as reason:
         got = _cause(reason)
-    raise refuse(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
+    raise refusal(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
 
 
 def _cause(reason: BaseException) -> str:

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...errors import refuse
+from ...errors import refusal
 
 Shape = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Permuted:
 
     def shape(self, *shapes: Shape) -> Shape:
         if not shapes[0] or not shapes[0][0] or shapes[0][0] % (2 * self.num_heads):
-            raise refuse(f"rows for {self.num_heads} heads with rotary pairs", f"shape {list(shapes[0])}")
+            raise refusal(f"rows for {self.num_heads} heads with rotary pairs", f"shape {list(shapes[0])}")
         return shapes[0]
 
     def group(self, shape: Shape) -> int | None:
@@ -65,7 +65,7 @@ class Transposed:
 
     def shape(self, *shapes: Shape) -> Shape:
         if len(shapes[0]) != 2:
-            raise refuse("a matrix", f"shape {list(shapes[0])}")
+            raise refusal("a matrix", f"shape {list(shapes[0])}")
         return shapes[0][::-1]
 
     def group(self, shape: Shape) -> int | None:
@@ -85,7 +85,7 @@ class Regrouped:
     def shape(self, *shapes: Shape) -> Shape:
         rows, parts = shapes[0][0] if shapes[0] else 0, self.num_heads + 2 * self.num_key_heads
         if not rows or rows % parts or self.num_heads % self.num_key_heads:
-            raise refuse(f"rows for {self.num_heads} query and {self.num_key_heads} key heads", f"{list(shapes[0])}")
+            raise refusal(f"rows for {self.num_heads} query and {self.num_key_heads} key heads", f"{list(shapes[0])}")
         return shapes[0]
 
     def group(self, shape: Shape) -> int | None:
@@ -105,7 +105,7 @@ class Joined:
     def shape(self, *shapes: Shape) -> Shape:
         key, value = shapes
         if len(key) != 3 or len(value) != 3 or key[0] != value[0] or key[1] != value[2]:
-            raise refuse("key and value maps of the same heads and rank", f"{list(key)} and {list(value)}")
+            raise refusal("key and value maps of the same heads and rank", f"{list(key)} and {list(value)}")
         return (key[0] * (key[2] + value[1]), key[1])
 
     def group(self, shape: Shape) -> int | None:

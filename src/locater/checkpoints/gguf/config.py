@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Any
 
-from ...errors import refuse
+from ...errors import refusal
 from .names import ARCHITECTURES, COMMON, Architecture
 
 Settings = dict[str, Any]
@@ -15,7 +15,7 @@ def architecture_of(settings: Settings) -> str:
     """The architecture of a file; llama.cpp files Mistral and Mixtral under `llama`."""
     name = settings.get("general.architecture")
     if not isinstance(name, str):
-        raise refuse("general.architecture in the GGUF file", f"{name!r:.60}", "name the first part of a split file")
+        raise refusal("general.architecture in the GGUF file", f"{name!r:.60}", "name the first part of a split file")
     if name == "llama" and "mistral" in str(settings.get("general.name", "")).lower():
         return "mistral"
     return name
@@ -47,7 +47,7 @@ def num_heads(settings: Settings, layer: int) -> tuple[int, int]:
     keys = settings.get(prefix + "head_count_kv", queries)
     queries, keys = (value[layer] if _reaches(value, layer) else value for value in (queries, keys))
     if type(queries) is not int or type(keys) is not int or not 0 < keys <= queries:
-        raise refuse("numbers of query and key heads in the GGUF file", f"{queries!r:.40} and {keys!r:.40}")
+        raise refusal("numbers of query and key heads in the GGUF file", f"{queries!r:.40} and {keys!r:.40}")
     return queries, keys
 
 
@@ -60,7 +60,7 @@ def _check_counts(own: Settings) -> None:
         values = own.get(key, 1)
         for value in values if isinstance(values, list) else [values]:
             if type(value) is not int or not 0 <= value < 2**24:
-                raise refuse(f"a whole number as {key} in the GGUF file", f"{value!r:.60}", "fetch it again")
+                raise refusal(f"a whole number as {key} in the GGUF file", f"{value!r:.60}", "fetch it again")
 
 
 def _head_dim(own: Settings) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...errors import refuse
+from ...errors import refusal
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
@@ -137,10 +137,10 @@ def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place
             length = math.prod(stored.shape[:-1]) * place.row_bytes
             check_range(source, stored.start, length)
             if stored.start < end or name in places:
-                raise refuse(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
+                raise refusal(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
             places[name], end = place, stored.start + length
     if not places:
-        raise refuse(f"tensors in {sources[0].name}", "none", "name a file that holds weights")
+        raise refusal(f"tensors in {sources[0].name}", "none", "name a file that holds weights")
     return {name: places[name] for header in headers for name in header.tensors}
 
 
@@ -151,10 +151,10 @@ def _row_bytes(name: str, stored: Stored) -> int:
     known = _packed_sizes()
     if stored.kind not in known:
         remedy = 'a newer release may know it: pip install -U "locater[gguf]"'
-        raise refuse(f"a known kind of numbers for {name[:80]!r}", f"kind {stored.kind}", remedy)
+        raise refusal(f"a known kind of numbers for {name[:80]!r}", f"kind {stored.kind}", remedy)
     block, size = known[stored.kind]
     if width % block:
-        raise refuse(f"rows of whole blocks of {block} for {name[:80]!r}", f"rows of {width}", "fetch it again")
+        raise refusal(f"rows of whole blocks of {block} for {name[:80]!r}", f"rows of {width}", "fetch it again")
     return width // block * size
 
 
@@ -170,5 +170,5 @@ def _gguf() -> Any:
         import gguf
     except ImportError:
         remedy = 'install it with: pip install "locater[gguf]"'
-        raise refuse("the package gguf, to unpack quantised weights", "an installation without it", remedy) from None
+        raise refusal("the package gguf, to unpack quantised weights", "an installation without it", remedy) from None
     return gguf

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import refuse
+from ...errors import refusal
 from ..bytes import ByteSource, check_range
 
 BLOCK = 256 * 2**10
@@ -66,7 +66,7 @@ class Cursor:
         value = self.number("Q")
         if value > min(limit, self.left // unit):
             most = min(limit, self.left // unit)
-            raise refuse(f"at most {most} {what} in {self.source.name}", value, "it is damaged; fetch it again")
+            raise refusal(f"at most {most} {what} in {self.source.name}", value, "it is damaged; fetch it again")
         return value
 
     def text(self) -> str:
@@ -74,7 +74,7 @@ class Cursor:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
-            raise refuse(f"UTF-8 text in the header of {self.source.name}", "other bytes", "fetch it again") from None
+            raise refusal(f"UTF-8 text in the header of {self.source.name}", "other bytes", "fetch it again") from None
 
 
 def read_header(source: ByteSource) -> Header:
@@ -83,18 +83,18 @@ def read_header(source: ByteSource) -> Header:
     magic, version = bytes(cursor.take(4)), cursor.number("I")
     if magic != b"GGUF" or version not in (2, 3):
         remedy = "convert it again with a current llama.cpp" if magic == b"GGUF" else "it is not a GGUF file"
-        raise refuse(f"GGUF version 2 or 3 in {source.name}", f"{magic!r} version {version}", remedy)
+        raise refusal(f"GGUF version 2 or 3 in {source.name}", f"{magic!r} version {version}", remedy)
     num_tensors = cursor.count("tensors", unit=24, limit=MAX_TENSORS)
     num_settings = cursor.count("settings", unit=13, limit=MAX_SETTINGS)
     settings = _read_settings(cursor, num_settings)
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     alignment = settings.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
-        raise refuse(f"a power of two as alignment in {source.name}", alignment)
+        raise refusal(f"a power of two as alignment in {source.name}", alignment)
     base = -(-cursor.position // alignment) * alignment
     tensors = {name: Stored(shape, kind, base + offset) for name, shape, kind, offset in infos}
     if len(tensors) != len(infos):
-        raise refuse(f"each tensor once in {source.name}", "one of them twice", "fetch it again")
+        raise refusal(f"each tensor once in {source.name}", "one of them twice", "fetch it again")
     return Header(settings, tensors)
 
 
@@ -103,7 +103,7 @@ def _read_settings(cursor: Cursor, number: int) -> dict[str, Any]:
     for _ in range(number):
         key = cursor.text()
         if key in settings:
-            raise refuse(f"each setting once in {cursor.source.name}", f"{key[:80]!r} twice", "fetch it again")
+            raise refusal(f"each setting once in {cursor.source.name}", f"{key[:80]!r} twice", "fetch it again")
         settings[key] = _read_value(cursor, cursor.number("I"))
     return settings
 
@@ -114,7 +114,7 @@ def _read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
     if kind == STRING:
         return cursor.text()
     if kind != ARRAY or not may_nest:
-        raise refuse(f"a known kind of setting in {cursor.source.name}", kind, "it is damaged; fetch it again")
+        raise refusal(f"a known kind of setting in {cursor.source.name}", kind, "it is damaged; fetch it again")
     inner = cursor.number("I")
     size = struct.calcsize("<" + SCALARS[inner]) if inner in SCALARS else 8
     number = cursor.count("items of a list", unit=size, limit=2**62)
@@ -130,17 +130,19 @@ def _read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
 
 def _skip_text(cursor: Cursor, kind: int) -> None:
     if kind != STRING:
-        raise refuse(f"lists of numbers or text in {cursor.source.name}", f"kind {kind}", "fetch it again")
+        raise refusal(f"lists of numbers or text in {cursor.source.name}", f"kind {kind}", "fetch it again")
     cursor.skip(cursor.count("bytes of text", unit=1, limit=2**62))
 
 
 def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, num_dimensions = cursor.text(), cursor.number("I")
     if num_dimensions > MAX_DIMENSIONS:
-        raise refuse(f"at most {MAX_DIMENSIONS} dimensions for {name[:80]!r}", num_dimensions, "fetch it again")
+        raise refusal(f"at most {MAX_DIMENSIONS} dimensions for {name[:80]!r}", num_dimensions, "fetch it again")
     shape = tuple(cursor.number("Q") for _ in range(num_dimensions))[::-1]
     kind, offset = cursor.number("I"), cursor.number("Q")
     # A packed number takes at least one bit, so no shape may ask for more than eight per byte of the file.
     if math.prod(shape) > 8 * cursor.source.size or offset > cursor.source.size:
-        raise refuse(f"{name[:80]!r} within {cursor.source.name}", f"shape {list(shape)} at {offset}", "fetch it again")
+        raise refusal(
+            f"{name[:80]!r} within {cursor.source.name}", f"shape {list(shape)} at {offset}", "fetch it again"
+        )
     return name, shape, kind, offset

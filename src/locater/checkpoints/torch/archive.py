@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...errors import Refusal, refuse
+from ...errors import Refusal, refusal
 from ..base import Rows, read_tensor, row_span
 from ..bytes import ByteSource, Part, Stream, check_range
 from .pickles import load_pickle
@@ -58,7 +58,9 @@ def open_archive(source: ByteSource) -> Archive:
         raise
     except Exception as cause:  # noqa: BLE001  (zipfile fails in many ways on a damaged archive)
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:120]
-        raise refuse(f"{source.name} as torch.save writes it", f"a damaged file ({reason})", "fetch it again") from None
+        raise refusal(
+            f"{source.name} as torch.save writes it", f"a damaged file ({reason})", "fetch it again"
+        ) from None
 
 
 def _open_zip(source: ByteSource) -> Archive:
@@ -66,10 +68,10 @@ def _open_zip(source: ByteSource) -> Archive:
         infos = {info.filename: info for info in archive.infolist()}
     pickles = [name for name in infos if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise refuse(f"one data.pkl in {source.name}", f"{len(pickles)}", "it was not written by torch.save")
+        raise refusal(f"one data.pkl in {source.name}", f"{len(pickles)}", "it was not written by torch.save")
     root = pickles[0].removesuffix("data.pkl")
     if (order := infos.get(root + "byteorder")) and bytes(_content(source, order)) != b"little":
-        raise refuse(f"little-endian numbers in {source.name}", "big-endian ones", "save it again on a usual machine")
+        raise refusal(f"little-endian numbers in {source.name}", "big-endian ones", "save it again on a usual machine")
     used: dict[str, Storage] = {}
     stream = io.BytesIO(_content(source, infos[pickles[0]]))
     tree = load_pickle(stream, name=source.name, admitted=ADMITTED, persistent=lambda pid: _note(used, pid))
@@ -80,7 +82,7 @@ def _place(source: ByteSource, infos: dict[str, zipfile.ZipInfo], root: str, sto
     info = infos.get(f"{root}data/{storage.key}")
     if info is None or info.file_size < storage.num_bytes:
         got = "none" if info is None else f"{info.file_size} bytes"
-        raise refuse(f"{storage.num_bytes} bytes for storage {storage.key[:40]!r} in {source.name}", got)
+        raise refusal(f"{storage.num_bytes} bytes for storage {storage.key[:40]!r} in {source.name}", got)
     _check_stored(source, info)
     return ~info.header_offset
 
@@ -88,20 +90,20 @@ def _place(source: ByteSource, infos: dict[str, zipfile.ZipInfo], root: str, sto
 def _content(source: ByteSource, info: zipfile.ZipInfo) -> bytearray:
     _check_stored(source, info)
     if info.file_size > MAX_PICKLE:
-        raise refuse(f"at most {MAX_PICKLE} bytes in {info.filename[:80]}", info.file_size)
+        raise refusal(f"at most {MAX_PICKLE} bytes in {info.filename[:80]}", info.file_size)
     return source.read(_after_header(source, info.header_offset), info.file_size)
 
 
 def _check_stored(source: ByteSource, info: zipfile.ZipInfo) -> None:
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-        raise refuse(f"plain entries in {source.name}", f"{info.filename[:80]} compressed or encrypted")
+        raise refusal(f"plain entries in {source.name}", f"{info.filename[:80]} compressed or encrypted")
     check_range(source, info.header_offset, LOCAL_HEADER.size + info.file_size)
 
 
 def _after_header(source: ByteSource, start: int) -> int:
     magic, name_length, extra_length = LOCAL_HEADER.unpack(source.read(start, LOCAL_HEADER.size))
     if magic != b"PK\x03\x04":
-        raise refuse(f"an entry at byte {start} of {source.name}", "something else", "it is damaged; fetch it again")
+        raise refusal(f"an entry at byte {start} of {source.name}", "something else", "it is damaged; fetch it again")
     return start + LOCAL_HEADER.size + name_length + extra_length
 
 
@@ -113,14 +115,14 @@ def _open_legacy(source: ByteSource) -> Archive:
         return load_pickle(stream, name=source.name, admitted=ADMITTED, persistent=lambda pid: _note(used, pid))
 
     if load() != LEGACY_MAGIC:
-        raise refuse(f"{source.name} as torch.save writes it", "another pickle", "save the weights with torch.save")
+        raise refusal(f"{source.name} as torch.save writes it", "another pickle", "save the weights with torch.save")
     _version, _system, tree, keys = load(), load(), load(), load()
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or set(used) != set(keys):
-        raise refuse(f"the list of storages in {source.name}", reprlib.repr(keys), "it is damaged; fetch it again")
+        raise refusal(f"the list of storages in {source.name}", reprlib.repr(keys), "it is damaged; fetch it again")
     places, position = {}, stream.tell()
     for key in keys:
         if struct.unpack("<q", source.read(position, 8))[0] != used[key].count:
-            raise refuse(f"the length of storage {key[:40]!r} in {source.name}", "another", "it is damaged")
+            raise refusal(f"the length of storage {key[:40]!r} in {source.name}", "another", "it is damaged")
         places[key] = Part(source, position + 8, used[key].num_bytes).start
         position = places[key] + used[key].num_bytes
     return Archive(source, tree, places)
@@ -129,7 +131,7 @@ def _open_legacy(source: ByteSource) -> Archive:
 def _note(used: dict[str, Storage], pid: Any) -> Storage:
     storage = storage_from(pid)
     if used.setdefault(storage.key, storage) != storage:
-        raise refuse(f"one meaning of storage {storage.key[:40]!r}", "two")
+        raise refusal(f"one meaning of storage {storage.key[:40]!r}", "two")
     return storage
 
 
@@ -139,6 +141,6 @@ def load_trusted(source: ByteSource) -> Any:
         return torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
     except Exception as cause:  # noqa: BLE001  (the code of a stranger can fail in any way)
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:160]
-        raise refuse(
+        raise refusal(
             f"{source.name} to load with its code", reason, "the classes it was saved with are needed"
         ) from None

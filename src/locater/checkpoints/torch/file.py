@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from ...errors import refuse
+from ...errors import refusal
 from ..base import Checkpoint, Entry, Rows
 from ..bytes import ByteSource
 from .archive import load_trusted, open_archive
@@ -64,4 +64,4 @@ def open_torch(source: ByteSource, *, config: dict[str, Any], allow_pickle: bool
 
 def check_any(entries: dict[str, Entry], source: ByteSource) -> None:
     if not entries:
-        raise refuse(f"tensors by name in {source.name}", "none", "save a state dict")
+        raise refusal(f"tensors by name in {source.name}", "none", "save a state dict")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from io import BufferedIOBase
 from typing import Any
 
-from ...errors import Refusal, refuse
+from ...errors import Refusal, refusal
 
 Admitted = Mapping[tuple[str, str], Any]
 
@@ -79,7 +79,7 @@ class Unpickler(pickle._Unpickler):
         key = (module, name)
         if key not in self.admitted:
             asked = f"{module}.{name}"[:120]
-            raise CodeRefusal(str(refuse("a pickle of plain tensors", f"one that asks for the code {asked!r}")))
+            raise CodeRefusal(str(refusal("a pickle of plain tensors", f"one that asks for the code {asked!r}")))
         return self.admitted[key]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -126,4 +126,4 @@ def load_pickle(
         raise
     except Exception as cause:  # noqa: BLE001  (a damaged pickle can fail in any way)
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:120]
-        raise refuse(f"a readable pickle in {name}", f"a damaged one ({reason})", "fetch it again") from None
+        raise refusal(f"a readable pickle in {name}", f"a damaged one ({reason})", "fetch it again") from None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import refuse
+from ...errors import refusal
 from ..base import Entry
 from .pickles import ordered_dict
 
@@ -72,7 +72,7 @@ def storage_from(pid: Any) -> Storage:
         case ("storage", torch.dtype() as dtype, str() | int() as key, _, int() as count, *rest) if count >= 0:
             if not any(rest):
                 return Storage(str(key), dtype, count)
-    raise refuse("a storage in the pickle", reprlib.repr(pid))
+    raise refusal("a storage in the pickle", reprlib.repr(pid))
 
 
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None) -> View:
@@ -80,23 +80,25 @@ def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if not isinstance(storage, Storage) or len(shape) != len(steps) or len(shape) > 32:
-        raise refuse("a storage with as many strides as dimensions", f"{reprlib.repr(shape)} and {reprlib.repr(steps)}")
+        raise refusal(
+            "a storage with as many strides as dimensions", f"{reprlib.repr(shape)} and {reprlib.repr(steps)}"
+        )
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise refuse("whole numbers as offset, shape and stride of a tensor", reprlib.repr(numbers))
+        raise refusal("whole numbers as offset, shape and stride of a tensor", reprlib.repr(numbers))
     if any(isinstance(note, dict) and (note.get("conj") or note.get("neg")) for note in rest):
-        raise refuse("a tensor stored as it is", "one that is to be conjugated or negated", "resolve it before saving")
+        raise refusal("a tensor stored as it is", "one that is to be conjugated or negated", "resolve it before saving")
     view = View(storage, Entry(shape, dtype or storage.dtype), offset, steps)
     # A tensor of more elements than its storage repeats them: a few bytes could then ask for any amount of memory.
     needed = max(math.prod(shape), offset + view.extent) * view.entry.dtype.itemsize
     if needed > storage.num_bytes:
-        raise refuse(f"a tensor within its {storage.num_bytes} stored bytes", f"one that spans {needed}")
+        raise refusal(f"a tensor within its {storage.num_bytes} stored bytes", f"one that spans {needed}")
     return view
 
 
 def rebuild_typed(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
     """`_rebuild_tensor_v3`: the dtype stands in the third place after the stride."""
     if len(rest) < 3 or not isinstance(rest[2], torch.dtype):
-        raise refuse("a dtype for a tensor", reprlib.repr(rest))
+        raise refusal("a dtype for a tensor", reprlib.repr(rest))
     return rebuild(storage, offset, size, stride, *rest[3:], dtype=rest[2])
 
 
@@ -106,7 +108,7 @@ def unwrap_parameter(data: Any, *_: Any) -> Any:
 
 def rebuild_subclass(function: Any, _kind: Any, arguments: Any, _state: Any) -> View:
     if function not in (rebuild, rebuild_typed, unwrap_parameter):
-        raise refuse("a plain tensor", "a tensor of another class")
+        raise refusal("a plain tensor", "a tensor of another class")
     return function(*arguments)
 
 

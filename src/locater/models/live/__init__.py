@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from ...errors import Refusal, refuse
+from ...errors import Refusal, refusal
 from ...head import Block
 from .. import Config, Family, Layer, Places, build, find_family, open_model
 from .explicit import Explicit, describe, explicit_row
@@ -72,7 +72,7 @@ def _of_family(
         family = family or find_family(config, tensors.names)
     except Refusal:
         kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
-        raise refuse("a live model of a known family or with known modules", kind, describe(modules)) from None
+        raise refusal("a live model of a known family or with known modules", kind, describe(modules)) from None
     all_places = open_model(config, tensors, family=family).places
     return [_site(places, number) for places in all_places for number in places.layers]
 

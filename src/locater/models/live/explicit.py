@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ...errors import refuse
+from ...errors import refusal
 from .. import Attention
 from .rows import Found
 
@@ -14,16 +14,16 @@ QUERIES, KEYS = ("q_proj", "query", "to_q", "wq", "q", "q_lin"), ("k_proj", "key
 def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
     """One attention module from its projections; positions, norms and masks are taken to be absent."""
     if not isinstance(entry, tuple | list) or len(entry) != 4:
-        raise refuse("entries (query, key, num_heads, num_key_heads)", repr(entry))
+        raise refusal("entries (query, key, num_heads, num_key_heads)", repr(entry))
     (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])
     if query is key:
-        raise refuse("a projection of its own for queries and for keys", f"`{query_name}` for both")
+        raise refusal("a projection of its own for queries and for keys", f"`{query_name}` for both")
     num_heads, num_key_heads = (_count(part) for part in entry[2:])
     (rows, transposed), (key_rows, _) = _rows(query), _rows(key)
     d_head, rest = divmod(rows, num_heads)
     if rest or key_rows != num_key_heads * d_head:
         expected = f"{num_heads} query heads and {num_key_heads} key heads of one size"
-        raise refuse(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
+        raise refusal(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
     row = Attention(
         block="decoder",
         query=query_name,
@@ -63,7 +63,7 @@ def _pair(module: nn.Module) -> tuple[str, str] | None:
 def _projection(part: nn.Module | str, modules: dict[str, nn.Module]) -> tuple[str, nn.Module]:
     found = [(name, module) for name, module in modules.items() if name == part or module is part]
     if not found:
-        raise refuse("a projection that is part of the model", part if isinstance(part, str) else type(part).__name__)
+        raise refusal("a projection that is part of the model", part if isinstance(part, str) else type(part).__name__)
     return found[0]
 
 
@@ -71,12 +71,12 @@ def _rows(module: nn.Module) -> tuple[int, bool]:
     """Rows of the weight as (out, in), and whether it is stored the other way, as transformers' Conv1D does."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 2:
-        raise refuse("a projection with a weight of two dimensions", type(module).__name__)
+        raise refusal("a projection with a weight of two dimensions", type(module).__name__)
     transposed = type(module).__name__ == "Conv1D"
     return weight.shape[1 if transposed else 0], transposed
 
 
 def _count(part: object) -> int:
     if isinstance(part, bool) or not isinstance(part, int) or part < 1:
-        raise refuse("a positive whole number of heads", repr(part))
+        raise refusal("a positive whole number of heads", repr(part))
     return part

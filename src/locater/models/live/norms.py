@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ...errors import refuse
+from ...errors import refusal
 from .. import NormAt
 
 Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
@@ -15,7 +15,7 @@ def norm_at(name: str, module: object) -> NormAt | None:
         return None
     is_rms = isinstance(module, nn.RMSNorm) or "rmsnorm" in type(module).__name__.lower()
     if not isinstance(module, nn.LayerNorm) and not is_rms:
-        raise refuse(f"a layer norm or an RMS norm at {name}", type(module).__name__)
+        raise refusal(f"a layer norm or an RMS norm at {name}", type(module).__name__)
     stored = getattr(module, "eps", getattr(module, "variance_epsilon", None))
     epsilon = float(torch.finfo(torch.float32).eps if stored is None else stored)
     return NormAt("rms" if is_rms else "layer", name, epsilon=epsilon, plain=getattr(module, "weight", None) is None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import Refusal, refuse, within
+from ...errors import Refusal, refusal, within
 from ...head import Block
 from .. import Attention, NormAt
 from .norms import Stacks, norm_at
@@ -68,11 +68,11 @@ def _multihead(
 ) -> Attention:
     if module.in_proj_weight is None:
         sizes = f"{module.embed_dim}, {module.kdim} and {module.vdim}"
-        raise refuse("queries, keys and values of one width", sizes, "a head compares vectors of one space")
+        raise refusal("queries, keys and values of one width", sizes, "a head compares vectors of one space")
     if module.bias_k is not None or module.add_zero_attn:
         extra = "add_zero_attn" if module.add_zero_attn else "bias_k"
         remedy = "its softmax runs over more than the tokens"
-        raise refuse("keys that all come from the input", f"a further key ({extra})", remedy)
+        raise refusal("keys that all come from the input", f"a further key ({extra})", remedy)
     return Attention(
         block=block,
         query=f"{at}in_proj",
@@ -94,7 +94,7 @@ def _timm(block: Block, at: str, module: Any, parent: nn.Module | None) -> Atten
     num_heads, qkv = module.num_heads, module.qkv
     d_head, rest = divmod(qkv.out_features, 3 * num_heads)
     if rest:
-        raise refuse(f"three times {num_heads} heads of one size", f"{qkv.out_features} rows of qkv")
+        raise refusal(f"three times {num_heads} heads of one size", f"{qkv.out_features} rows of qkv")
     # A res-post-norm block has a norm of that name too, but behind its attention.
     before = None if parent is None or "respost" in type(parent).__name__.lower() else getattr(parent, "norm1", None)
     parent_at = at.rstrip(".").rpartition(".")[0]
@@ -122,4 +122,4 @@ def _check_timm(module: Any) -> None:
     ]
     if further or isinstance(module.num_heads, bool) or not isinstance(module.num_heads, int):
         expected = "attention with `qkv`, `num_heads` and at most `q_norm`, `k_norm`"
-        raise refuse(expected, f"also {', '.join(further)}" if further else repr(module.num_heads))
+        raise refusal(expected, f"also {', '.join(further)}" if further else repr(module.num_heads))

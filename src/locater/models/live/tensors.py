@@ -8,7 +8,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...errors import refuse
+from ...errors import refusal
 
 # What compilation, checkpointing of activations and sharding put between a module and its name.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -37,7 +37,7 @@ class ModuleTensors:
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Shaped[Tensor, "..."]:
         if name not in self.owners:
-            raise refuse(f"the name of a tensor in {type(self.model).__name__}", name)
+            raise refusal(f"the name of a tensor in {type(self.model).__name__}", name)
         module, attribute = self.owners[name]
         tensor = getattr(module, attribute)
         return tensor if rows is None else tensor[rows[0] : rows[1]]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...errors import refuse
+from ...errors import refusal
 from ..config import Cell, Config, entry
 from ..schema import Attention, Family, NormAt
 
@@ -74,7 +74,7 @@ def timm_heads(config: Config, layer: int) -> int:
     plain = architecture.startswith(TIMM_KINDS) and not any(part in architecture for part in TIMM_OTHER)
     if architecture and not plain:
         remedy = "it has positions or terms that its tensors do not show: describe it with --layout"
-        raise refuse("a timm ViT with plain attention", architecture, remedy)
+        raise refusal("a timm ViT with plain attention", architecture, remedy)
     stated = config.get("num_heads|model_args.num_heads")
     if stated is not None or architecture == "vit_base_patch16_gap_224":  # the one with more heads than its size has
         return 16 if stated is None else stated

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import refuse
+from ...errors import refusal
 from ..config import Config
 
 Rule = Callable[[Config, int], bool]
@@ -48,9 +48,9 @@ def window(slides: Rule, *, default: int | None = None, switch: str | None = Non
         if size is None or (switch is not None and not config.get(switch, False)) or not slides(config, layer):
             return None
         if ahead(config, layer) is None:
-            raise refuse("a causal model", "a window that looks both ways", "describe the model with --layout")
+            raise refusal("a causal model", "a window that looks both ways", "describe the model with --layout")
         if not isinstance(size, int) or size < 1:
-            raise refuse("a positive whole number for `sliding_window`", repr(size), "mend config.json")
+            raise refusal("a positive whole number for `sliding_window`", repr(size), "mend config.json")
         return size - 1
 
     return lookback

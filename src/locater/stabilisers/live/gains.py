@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import refuse
+from ...errors import refusal
 from ...models.live import layers
 from .pairs import Pair
 
@@ -41,7 +41,7 @@ class Normalised:
         self.read = lambda: layers(model, **options)
         self.keys = [(pair.block, pair.layer) for pair in pairs]
         if all(gain is None for gain in self._gains().values()):
-            raise refuse("norms before attention whose gain can be folded in", "none", "leave `inputs` out")
+            raise refusal("norms before attention whose gain can be folded in", "none", "leave `inputs` out")
 
     def gain(self, number: int) -> Float[Tensor, " d_model"] | None:
         return self._gains().get(self.keys[number])
@@ -54,7 +54,7 @@ class Normalised:
         for layer in self.read():
             norms = [layer.heads[0].query.input_norm, layer.heads[0].key.input_norm] if layer.heads else [None, None]
             if norms[0] is not norms[1]:
-                raise refuse("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
+                raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
             gain = norms[0].gain if norms[0] else None
             gain = gain.full_tensor() if isinstance(gain, DTensor) else gain
             yield (layer.block, layer.number), gain

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ...errors import refuse
+from ...errors import refusal
 from .pairs import Pair
 
 
@@ -95,7 +95,7 @@ class Slots:
         """Refuses a module whose attention does not pass through the slot: the stabiliser would do nothing."""
         if name not in self.called:
             remedy = "load the model with attn_implementation='sdpa', or call it with need_weights=False"
-            raise refuse("attention through scaled_dot_product_attention", f"another way in {name}", remedy)
+            raise refusal("attention through scaled_dot_product_attention", f"another way in {name}", remedy)
 
     def _wrap(self, module: nn.Module, name: str, handler: Handler) -> None:
         before, own = module.forward, "forward" in module.__dict__

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from torch import Tensor, nn
 
-from ...errors import Refusal, refuse
+from ...errors import Refusal, refusal
 from ...head import Block, Head
 from ...models import Family, Layer
 from ...models.live import layers
@@ -76,7 +76,9 @@ def find_pairs(
             else:
                 found.setdefault((pair.query.identity, pair.key.identity), pair)
     if not found:
-        raise refuse("attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…")
+        raise refusal(
+            "attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…"
+        )
     if skipped:
         warnings.warn("left out: " + "; ".join(skipped), stacklevel=3)
     return list(found.values())

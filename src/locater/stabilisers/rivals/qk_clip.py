@@ -11,7 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...errors import refuse
+from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ..base import Stabiliser, layer_key
 from ..live.interception import Call, Slots
@@ -40,7 +40,7 @@ class QKClip(Stabiliser):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not 0 < threshold < float("inf"):
-            raise refuse("a positive, finite threshold", threshold)
+            raise refusal("a positive, finite threshold", threshold)
         self.threshold, self.log_only, self.group = threshold, log_only, group
         self.pairs = find_pairs(model, heads=heads, trained=not log_only)
         self.largest: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def scale_bias(grid: Grid, factors: Float[Tensor, "groups heads"], groups: slice
         return
     local = bias.to_local() if hasattr(bias, "to_local") else bias
     if local.shape != bias.shape and (groups.start is None or not grid.is_whole):
-        raise refuse("a bias that is sharded as its heads are", grid.place.name, "replicate it")
+        raise refusal("a bias that is sharded as its heads are", grid.place.name, "replicate it")
     count = len(factors)
     size, steps = (count, grid.num_heads, grid.d_head), (grid.group_step, grid.head_step, 1)
     local.detach().as_strided(size, steps, local.storage_offset() + grid.first).mul_(factors[..., None].to(local))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ...errors import refuse
+from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ..base import Stabiliser
 from ..live.interception import Call, Slots
@@ -45,7 +45,7 @@ class L2:
 
     def __init__(self, length: int = 512) -> None:
         if length < 2:
-            raise refuse("a length of at least 2", length)
+            raise refusal("a length of at least 2", length)
         self.start = math.log2(length**2 - length)
 
     def make(self, pair: Pair, num_heads: int) -> nn.Module:
@@ -71,7 +71,7 @@ class QKNorm(Stabiliser):
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]
             if hasattr(module, SUBMODULE):
-                raise refuse("attention without a QK-norm of ours", f"one in {name}", "detach() the other first")
+                raise refusal("attention without a QK-norm of ours", f"one in {name}", "detach() the other first")
             module.add_module(SUBMODULE, self.kind.make(own[0], sum(math.prod(pair.shape) for pair in own)))
         self.slots = Slots(pairs, self._attend)
 

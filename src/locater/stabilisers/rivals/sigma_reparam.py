@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ...errors import refuse
+from ...errors import refusal
 from ..base import Stabiliser
 from .spectral_scale import SpectralScale, remove
 
@@ -20,7 +20,7 @@ class SigmaReparam(Stabiliser):
     def __init__(self, model: nn.Module, *, gain: float = 1.0) -> None:
         self.places = list(linear_weights(model))
         if not self.places:
-            raise refuse("a model with linear layers", type(model).__name__)
+            raise refusal("a model with linear layers", type(model).__name__)
         for module, attribute in self.places:
             scale = SpectralScale(getattr(module, attribute), axis=int(type(module).__name__ == "Conv1D"), gain=gain)
             parametrize.register_parametrization(module, attribute, scale)

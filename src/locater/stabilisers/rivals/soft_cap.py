@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...errors import refuse
+from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ..base import Stabiliser
 from ..live.interception import Call, Slots
@@ -17,7 +17,7 @@ class SoftCap(Stabiliser):
 
     def __init__(self, model: nn.Module, *, cap: float = 50.0, heads: Sequence[Explicit] = ()) -> None:
         if not 0 < cap < float("inf"):
-            raise refuse("a positive, finite cap", cap)
+            raise refusal("a positive, finite cap", cap)
         self.cap = cap
         self.slots = Slots(find_pairs(model, heads=heads, trained=False), self._attend)
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...errors import refuse, within
+from ...errors import refusal, within
 from ...models.live.explicit import Explicit
 from ...spectra import moments
 from ..base import Stabiliser
@@ -26,7 +26,7 @@ class SpectralInitialisation(Stabiliser):
 
     def __init__(self, model: nn.Module, *, xi: float, eta: float, heads: Sequence[Explicit] = ()) -> None:
         if not 0 < eta < float("inf"):
-            raise refuse("a positive, finite η", eta)
+            raise refusal("a positive, finite η", eta)
         for pair in find_pairs(model, heads=heads):
             with within(pair.name), torch.no_grad():
                 _initialise(pair, xi, eta)
@@ -35,7 +35,7 @@ class SpectralInitialisation(Stabiliser):
 def _initialise(pair: Pair, xi: float, eta: float) -> None:
     part = part_of(pair, pair.weights())
     if part.across_columns is not None:
-        raise refuse("heads with all of their columns", "sharded columns", "initialise before sharding")
+        raise refusal("heads with all of their columns", "sharded columns", "initialise before sharding")
     query, key = part.query.double(), part.key.double()
     turned = turn(query, key, xi)
     # One size for all keys of a group, the rest to each query: then the sizes of query and key are alike.
@@ -60,7 +60,7 @@ def turn(
     along = key.expand_as(other) * (1 if xi >= 0 else -1)
     largest = float(moments(along, key).xi.abs().min())
     if not abs(xi) < largest:
-        raise refuse(f"|ξ| below {largest:.3g}, which query = key would give", xi, "take a smaller ξ or wider heads")
+        raise refusal(f"|ξ| below {largest:.3g}, which query = key would give", xi, "take a smaller ξ or wider heads")
     low, high = torch.zeros_like(query[..., :1, :1]), torch.full_like(query[..., :1, :1], torch.pi / 2)
     for _ in range(60):
         angle = (low + high) / 2

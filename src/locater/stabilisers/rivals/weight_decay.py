@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...errors import refuse
+from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ..base import Stabiliser, learning_rate, learning_rates, non_negative
 from ..live.pairs import Pair, find_pairs
@@ -30,7 +30,7 @@ class QKDecay(Stabiliser):
             return torch.zeros(())
         sides = [side for pair in self.pairs for side in _sides(pair)]
         if any(isinstance(weight, DTensor) for _, weight in sides):
-            raise refuse("plain weights for a decay in the loss", "sharded ones", "give the optimizer: decoupled")
+            raise refusal("plain weights for a decay in the loss", "sharded ones", "give the optimizer: decoupled")
         return self.decay / 2 * torch.stack([grid.view(weight).square().sum() for grid, weight in sides]).sum()
 
     @torch.no_grad()

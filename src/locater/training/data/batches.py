@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from ...errors import refuse
+from ...errors import refusal
 
 Batch = tuple[Shaped[Tensor, "samples ..."], Shaped[Tensor, "samples ..."]]
 # Validation draws from here on; training would need as many samples to get there.
@@ -57,7 +57,7 @@ class Windows:
         for name, tokens in (("training", self.train), ("validation", self.valid)):
             if len(tokens) < 2 * self.length:
                 remedy = "give more text or a smaller --context"
-                raise refuse(f"at least {2 * self.length} tokens of {name} text", len(tokens), remedy)
+                raise refusal(f"at least {2 * self.length} tokens of {name} text", len(tokens), remedy)
 
     @property
     def num_training(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy
 
-from ...errors import refuse
+from ...errors import refusal
 from . import vocabulary
 from .options import DataOptions
 from .text import Corpus
@@ -80,4 +80,4 @@ def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
         if folder.exists():
             return  # another process was quicker; its content is the same
         remedy = "free some room, or name another folder by LOCATER_CACHE"
-        raise refuse(f"to write the tokens to {folder}", reason.strerror or reason, remedy) from None
+        raise refusal(f"to write the tokens to {folder}", reason.strerror or reason, remedy) from None

@@ -5,7 +5,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from ...errors import refuse
+from ...errors import refusal
 from .text import Corpus
 
 WIKITEXT = "wikitext-2"
@@ -18,12 +18,12 @@ def download() -> Corpus:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise refuse("the package datasets, to download WikiText-2", "none", remedy) from None
+        raise refusal("the package datasets, to download WikiText-2", "none", remedy) from None
     try:
         with _offline_if_silent():
             found = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
     except Exception as reason:  # whatever a hub, a proxy or a disk may do
-        raise refuse("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
+        raise refusal("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
     train, valid = (_lines(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
     return Corpus(WIKITEXT, train, valid)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import refuse
+from ...errors import refusal
 from ..shape import check_fields, option
 
 WALK = "random-walk"
@@ -25,6 +25,6 @@ class DataOptions:
     def __post_init__(self):
         check_fields(self)
         if self.bpe_size < 257:
-            raise refuse("at least 257 byte-pair tokens, one for every byte and one more", self.bpe_size)
+            raise refusal("at least 257 byte-pair tokens, one for every byte and one more", self.bpe_size)
         if self.walk_width < 1:
-            raise refuse("a walk of at least one dimension", self.walk_width)
+            raise refusal("a walk of at least one dimension", self.walk_width)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import refuse
+from ...errors import refusal
 
 HELD_OUT = 0.05
 # How the parts are called where a folder has them; the second spelling is that of WikiText's own archive.
@@ -23,7 +23,7 @@ class Corpus:
 def read_corpus(path: Path) -> Corpus:
     """The two files of a folder that has them; else all of its text in the order of names, the last part held out."""
     if not _exists(path):
-        raise refuse("a text file, a folder, or the name of a data set", f"{path!s:.200}", "check the spelling")
+        raise refusal("a text file, a folder, or the name of a data set", f"{path!s:.200}", "check the spelling")
     if path.is_file():
         return held_out(str(path), read_text(path))
     train, valid = _part(path, TRAIN), _part(path, VALID)
@@ -31,7 +31,7 @@ def read_corpus(path: Path) -> Corpus:
         return Corpus(str(path), read_text(train), read_text(valid))
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
     if not files:
-        raise refuse(f"text in {path}", "no files")
+        raise refusal(f"text in {path}", "no files")
     return held_out(str(path), "\n".join(read_text(file) for file in files))
 
 
@@ -64,12 +64,12 @@ def read_text(path: Path) -> str:
         raw = path.read_bytes()
         text = raw.decode("utf-8")
     except OSError as reason:
-        raise refuse(f"a readable file {path}", reason.strerror or reason) from None
+        raise refusal(f"a readable file {path}", reason.strerror or reason) from None
     except UnicodeDecodeError as reason:
         found = f"the byte 0x{reason.object[reason.start]:02x} at position {reason.start}"
-        raise refuse(f"UTF-8 text in {path}", found, "convert it, for instance by iconv -t utf-8") from None
+        raise refusal(f"UTF-8 text in {path}", found, "convert it, for instance by iconv -t utf-8") from None
     if not text.strip():
-        raise refuse(f"text in {path}", "an empty file" if not raw else "nothing but blanks")
+        raise refusal(f"text in {path}", "an empty file" if not raw else "nothing but blanks")
     return text
 
 
@@ -80,5 +80,5 @@ def held_out(name: str, text: str) -> Corpus:
     starts = (text.rfind(between, nearest, cut) + 1 for between in "\n ")
     cut = next(filter(None, starts), cut)
     if not text[:cut].strip() or not text[cut:].strip():
-        raise refuse(f"enough text in {name} for training and validation", f"{len(text)} characters")
+        raise refusal(f"enough text in {name} for training and validation", f"{len(text)} characters")
     return Corpus(name, text[:cut], text[cut:])

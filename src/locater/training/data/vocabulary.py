@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy
 
-from ...errors import refuse
+from ...errors import refusal
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 
@@ -67,7 +67,7 @@ class BytePairs:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         except ImportError:
             remedy = 'install it with: pip install "locater[hf]", or use --tokenizer words'
-            raise refuse("the package tokenizers, for byte pairs", "none", remedy) from None
+            raise refusal("the package tokenizers, for byte pairs", "none", remedy) from None
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore
