@@ -5,16 +5,19 @@ Every function takes `query` and `key` of shape (…, d_h, d); leading dimension
 """
 
 from .covariance import Covariance, covariance_root, whiten
-from .moments import Grams, Moments, eigenvalues, grams, moments, moments_of, spread, spread_nonzero
+from .grams import Grams, gram_products, grams
+from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread, spread_nonzero
 from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
 
 __all__ = [
     "Covariance",
+    "ETA_WEIGHTS",
     "Grams",
     "Moments",
     "RotaryForms",
     "covariance_root",
     "eigenvalues",
+    "gram_products",
     "grams",
     "moments",
     "moments_of",

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import refusal
-from .moments import working
+from .grams import working
 
 Covariance = float | Tensor
 

@@ -1,13 +1,16 @@
 """Moments and eigenvalues of a head's bilinear form W = W_K^T W_Q."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
 from ..errors import refusal
+from .grams import Grams, grams, working
+
+# Shares of tr W² and ‖W‖² in η²: those that they have in the variance of the signal, averaged over all positions.
+ETA_WEIGHTS = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,7 @@ class Moments:
     @property
     def eta_squared(self) -> Float[Tensor, "*batch"]:
         """η² = (tr W² + 2‖W‖²)/3, which is at least ‖W‖²/3 since tr W² ≥ −‖W‖²."""
-        return ((self.trace_of_square + 2 * self.frobenius_squared) / 3).clamp_min(0)
+        return eta_squared(self.trace_of_square, self.frobenius_squared).clamp_min(0)
 
     @property
     def eta(self) -> Float[Tensor, "*batch"]:
@@ -62,38 +65,12 @@ class Moments:
         return torch.where(scale > 0, self.trace / scale.where(scale > 0, 1), 0)
 
 
-def working(
-    query: Float[Tensor, "..."], key: Float[Tensor, "..."]
-) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Both weights in the precision of the computation: float64 if one of them is, else float32."""
-    if query.shape[-2:] != key.shape[-2:]:
-        raise refusal("query and key of one shape (d_h, d)", f"{tuple(query.shape)} and {tuple(key.shape)}")
-    if query.shape[-2] > query.shape[-1]:
-        raise refusal("a head dimension within the model's", tuple(query.shape), "give weights as (d_h, d)")
-    dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
-    return query.to(dtype), key.to(dtype)
-
-
-class Grams(NamedTuple):
-    """The d_h×d_h products from which everything follows: the core, and the Gram matrices of query and key."""
-
-    core: Float[Tensor, "*#batch d_head d_head"]
-    query: Float[Tensor, "*#batch d_head d_head"]
-    key: Float[Tensor, "*#batch d_head d_head"]
-
-
-def grams(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Grams:
-    """M = W_K W_Q^T, W_Q W_Q^T and W_K W_K^T: three products of O(d·d_h²), nothing of size d×d.
-
-    In float64 for float64 input, in float32 for anything lower; refuses weights whose products are not finite there.
-    """
-    query, key = working(query, key)
-    found = Grams(key @ query.mT, query @ query.mT, key @ key.mT)
-    # Squared row norms: where they are finite so are all rows, and every product by Cauchy and Schwarz.
-    norms = [product.diagonal(dim1=-2, dim2=-1).sum() for product in (found.query, found.key)]
-    if not bool(torch.isfinite(norms[0] + norms[1])):
-        raise refusal("weights with finite products", "NaN or infinity", "check the weights, or give them as float64")
-    return found
+def eta_squared(
+    trace_of_square: Float[Tensor, "*batch"], frobenius_squared: Float[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    """(tr W² + 2‖W‖²)/3."""
+    square, norm = ETA_WEIGHTS
+    return (square * trace_of_square + norm * frobenius_squared) / (square + norm)
 
 
 def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "*#batch d_head d_model"]) -> Moments:
@@ -103,12 +80,10 @@ def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "
 
 def moments_of(products: Grams, *, d_model: int) -> Moments:
     """The moments from products that are at hand already."""
-    core, query_gram, key_gram = products
-    trace = core.diagonal(dim1=-2, dim2=-1).sum(-1)
-    square, norm = (core * core.mT).sum((-2, -1)), (query_gram * key_gram).sum((-2, -1))
+    trace, square, norm = products.trace, products.trace_of_square, products.frobenius_squared
     if not all(bool(torch.isfinite(moment).all()) for moment in (trace, square, norm)):
         raise refusal("weights with finite moments", "an overflow", "give the weights as float64")
-    return Moments(trace, square, norm, d_model=d_model, d_head=core.shape[-1])
+    return Moments(trace, square, norm, d_model=d_model, d_head=products.core.shape[-1])
 
 
 def eigenvalues(

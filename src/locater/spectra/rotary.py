@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import refusal
-from .moments import Grams, Moments, grams
+from .grams import Grams, grams
+from .moments import Moments
 
 
 class RotaryForms(NamedTuple):
