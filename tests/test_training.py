@@ -137,6 +137,26 @@ def test_a_run_can_be_lengthened(text, tmp_path):
     assert by_epochs.code == 0 and run.read_config(folder).loop.epochs == 0.2
 
 
+def test_patience_ends_a_run_that_does_not_improve(text, tmp_path):
+    """At the first validation that is that many steps behind the best one, with or without a stop between."""
+    arguments = ["train", *flags(text, **STATEFUL, learning_rate=0.3, steps=200, validate_every=4, patience=10)]
+    whole = locater(*arguments, "--out", tmp_path / "whole")
+    assert whole.code == 0 and "no validation improved any more" in whole.out
+    rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "validation"]
+    best = min(rows, key=lambda row: row["loss"])["step"]
+    assert rows[-1]["step"] == best + 12 < 200  # 10, to the next multiple of 4
+    for stop in (best + 3, best + 9):
+        folder = tmp_path / f"stopped-{stop}"
+        assert locater(*arguments, "--stop-after", stop, "--out", folder).code == 0
+        again = locater("train", "--resume", folder)
+        assert again.code == 0 and "no validation improved any more" in again.out
+        assert_same_run(folder, tmp_path / "whole")
+    assert locater("train", "--resume", folder).code == 0  # nothing left to do
+    assert_same_run(folder, tmp_path / "whole")
+    longer = locater("train", "--resume", folder, "--patience", 0, "--steps", best + 14)
+    assert longer.code == 0 and f"step {best + 14} of {best + 14}\n" in longer.out
+
+
 def test_a_longer_cosine_is_another_run(text, tmp_path):
     assert locater("train", *flags(text, schedule="cosine", steps=4), "--out", tmp_path / "run").code == 0
     longer = locater("train", "--resume", tmp_path / "run", "--steps", 6)

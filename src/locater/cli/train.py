@@ -30,8 +30,8 @@ PANELS = {
 }
 
 # What a resumed run may change: where it ends.
-LENGTH = {"steps", "epochs"}
-RESUME = "Continue the run in this folder; --steps or --epochs moves its end."
+LENGTH = {"steps", "epochs", "patience"}
+RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end."
 
 
 def train(
@@ -78,7 +78,8 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
     if not outcome.is_first:
         return
     row = outcome.validation or {}
-    console.print(f"step {outcome.step} of {outcome.num_steps}" + ("" if outcome.is_done else ", stopped"))
+    early = ", no validation improved any more" if outcome.is_done and outcome.step < outcome.num_steps else ""
+    console.print(f"step {outcome.step} of {outcome.num_steps}{early}" + ("" if outcome.is_done else ", stopped"))
     for name in ("loss", "perplexity", "entropy"):
         if name in row:
             console.print(f"validation {name} {row[name]:.4f} (step {row['step']})")

@@ -70,6 +70,7 @@ class LoopOptions:
 
     steps: int = option(2000, "Steps of the optimiser.")
     epochs: float = option(0.0, "Passes over the data, instead of steps.")
+    patience: int = option(0, "End once no validation has improved for this many steps; 0: go on to the last step.")
     batch: int = option(16, "Texts in a step, over all processes.")
     accumulate: int = option(1, "Parts in which each process takes its share of a step.")
     seed: int = option(0, "Seed of everything random.")
@@ -88,8 +89,9 @@ class LoopOptions:
         for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise refusal(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))
-        if self.epochs < 0 or self.validation_windows < 0:
-            raise refusal("epochs and validation windows of at least 0", f"{self.epochs}, {self.validation_windows}")
+        if min(self.epochs, self.validation_windows, self.patience) < 0:
+            got = f"{self.epochs}, {self.validation_windows} and {self.patience}"
+            raise refusal("epochs, validation windows and patience of at least 0", got)
         if not 0 <= self.seed < 2**63:
             raise refusal("a seed from 0 to below 2^63", self.seed)
 

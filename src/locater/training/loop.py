@@ -45,7 +45,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.module, config.optimiser)
         self.stabiliser = make_stabiliser(self.module, config.stabiliser, self.optimizer)
         self.store = Store(folder / "checkpoints", processes, model_settings(model))
-        self.step, self.best, self.loss_sum, self.loss_count = 0, math.inf, 0.0, 0.0
+        self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
         self._restore()
         if loop.compile:
             self.module.compile()
@@ -53,22 +53,29 @@ class Trainer:
         self.since = time.perf_counter(), self.step
 
     def advance(self, until: int, *, tell: Tell = lambda *_: None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train to that step; whether it got there, and was not asked to stop. Saves where it ends."""
+        """Train to that step, or until patience ends; whether it was not asked to stop. Saves where it ends."""
         loop = self.config.loop
         until = min(until, self.num_steps)
         if not self.store.names():
             self.save()  # so that there is a good state whatever comes
-        while self.step < until:
+        while self.step < until and not self.is_done:
             self._train()
             at_end, stopping = self.step == self.num_steps, self.processes.any(stop())
             if self.step % loop.log_every == 0 or at_end:
                 self._log(tell)
             improved = self._validate() if self.step % loop.validate_every == 0 or at_end else False
-            if improved or stopping or self.step == until or self.step % loop.save_every == 0:
+            if improved or stopping or self.is_done or self.step == until or self.step % loop.save_every == 0:
                 self.save(best=improved)
             if stopping:
                 return False
         return True
+
+    @property
+    def is_done(self) -> bool:
+        """At the last step, or at one where no validation has improved for as long as patience allows."""
+        loop = self.config.loop
+        validated = self.step - self.step % loop.validate_every
+        return self.step >= self.num_steps or 0 < loop.patience <= validated - self.best_step
 
     def save(self, *, best: bool = False) -> None:
         """A checkpoint of this step; an interrupted interval of metrics is part of it."""
@@ -76,6 +83,7 @@ class Trainer:
         small = {
             "step": self.step,
             "best": self.best if math.isfinite(self.best) else None,
+            "best_step": self.best_step,
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "data": self.data.identity,
@@ -101,6 +109,7 @@ class Trainer:
         self.store.load(state)
         self.stabiliser.load_state_dict(state["stabiliser"])
         self.step, self.best = small["step"], math.inf if small["best"] is None else small["best"]
+        self.best_step = small.get("best_step", self.step)  # runs of before patience do not have it
         self.loss_sum, self.loss_count = small["loss_sum"], small["loss_count"]
 
     def _train(self) -> None:
@@ -208,7 +217,8 @@ class Trainer:
         # Validation is not training time.
         self.since = self.since[0] + time.perf_counter() - start, self.since[1]
         improved = row["loss"] < self.best
-        self.best = min(self.best, row["loss"])
+        if improved:
+            self.best, self.best_step = row["loss"], self.step
         return improved
 
 

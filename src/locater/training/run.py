@@ -37,16 +37,13 @@ class Outcome:
     step: int
     num_steps: int
     validation: dict[str, Any] | None
+    is_done: bool
     signal: int | None = None
     is_first: bool = True
 
-    @property
-    def is_done(self) -> bool:
-        return self.step >= self.num_steps
-
     def to_json(self) -> dict[str, Any]:
         """The document that `locater train --json` writes."""
-        row = {"validation": self.validation, "step": self.step, "num_steps": self.num_steps}
+        row = {"validation": self.validation, "step": self.step, "num_steps": self.num_steps, "done": self.is_done}
         return {"schema": "locater.train/1", "folder": str(self.folder)} | row
 
 
@@ -65,11 +62,12 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
 def resume(
     folder: Path, *, length: Mapping[str, int | float] | None = None, stop_after: int | None = None, say: Say = print
 ) -> Outcome:
-    """Continue from the last checkpoint as if there had been no stop; `length` (`steps` or `epochs`) moves the end."""
+    """Continue from the last checkpoint as if there had been no stop; `length` (`steps`, `epochs` or `patience`) moves the end."""
     config = read_config(folder)
     if length:
-        # As for a new run, epochs go before steps: those of before do not count any more.
-        config = replace(config, loop=replace(config.loop, **{"epochs": 0.0, **length}))
+        # As for a new run, epochs go before steps: with a new end those of before do not count any more.
+        before = {} if length.keys() == {"patience"} else {"epochs": 0.0}
+        config = replace(config, loop=replace(config.loop, **before | length))
     with join(config.loop.device) as processes, alone(folder, processes):
         return _go(config, folder, processes, stop_after=stop_after, say=say)
 
@@ -157,7 +155,7 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
         trainer.metrics.close()
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
-    return Outcome(folder, trainer.step, trainer.num_steps, last, stopped_by, processes.is_first)
+    return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, processes.is_first)
 
 
 def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
