@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from locater.attention.layers import observe
 from locater.attention.masks import Mask
-from locater.attention.statistics import materialised
+from locater.attention.statistics import NEAR, materialised
 from locater.cli import app
 from locater.errors import Refusal
 from locater.prediction.language_model import run, self_attention
@@ -36,7 +36,7 @@ def test_numbers_are_the_statistics_of_attention(name):
             for text in x.split(1):
                 gatherer.add(gatherer.logits(head, text))
             found = gatherer.numbers()
-            assert found.near_mass == pytest.approx(float(beheaded.near_mass[:, number].mean()), abs=1e-5)
+            assert found.near_mass_beyond_first == pytest.approx(float(beheaded.near_mass[:, number].mean()), abs=1e-5)
             for name in ("normalised_entropy", "sink_mass", "mean_distance"):
                 assert getattr(found, name) == pytest.approx(float(getattr(whole, name)[:, number].mean()), rel=1e-4)
 
@@ -49,8 +49,8 @@ def test_profiles_by_distance_add_up():
     found = gatherer.numbers()
     bins = distance_bins(LENGTH)
     assert sum(found.profile) == pytest.approx(1)
-    near = sum(share for share, (_, high) in zip(found.profile, bins, strict=True) if high < 16)
-    assert near == pytest.approx(found.near_mass, abs=1e-5)
+    near = sum(share for share, (_, high) in zip(found.profile, bins, strict=True) if high < NEAR)
+    assert near == pytest.approx(found.near_mass_beyond_first, abs=1e-5)
     logits = head.logits(x, x)[:, FIRST_QUERY:].detach()
     at_one = torch.stack([logits[:, row, row + FIRST_QUERY - 1] for row in range(LENGTH - FIRST_QUERY)])
     assert found.logits[1] == pytest.approx(float(at_one.mean()), abs=1e-4)
@@ -63,8 +63,8 @@ def test_near_mass_keeps_its_digits_beside_a_huge_sink():
     logits = torch.zeros(1, LENGTH - FIRST_QUERY, LENGTH)
     logits[..., 0] = 69.0
     gatherer.add(logits)
-    expected = (16 / torch.arange(FIRST_QUERY, LENGTH)).mean()
-    assert gatherer.numbers().near_mass == pytest.approx(float(expected), rel=1e-5)
+    expected = (NEAR / torch.arange(FIRST_QUERY, LENGTH)).mean()
+    assert gatherer.numbers().near_mass_beyond_first == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,7 +85,7 @@ def test_measured_is_what_the_model_itself_does(name):
         admitted = admitted.clone()
         admitted[..., 0] = False
         near = materialised(logits, admitted, distance).near_mass
-        assert row.measured.near_mass == pytest.approx(float(near.mean()), abs=1e-4)
+        assert row.measured.near_mass_beyond_first == pytest.approx(float(near.mean()), abs=1e-4)
         assert row.measured.sink_mass == pytest.approx(float(whole.sink_mass.mean()), abs=1e-5)
         assert row.measured.mean_distance == pytest.approx(float(whole.mean_distance.mean()), rel=1e-4)
         assert row.measured.normalised_entropy == pytest.approx(float(whole.normalised_entropy.mean()), abs=1e-4)
@@ -97,7 +97,7 @@ def test_measured_is_what_the_model_itself_does(name):
 def test_prediction_meets_measurement_on_random_models(name):
     """Random heads on random tokens: the moments say nearly all there is to say."""
     found = predict(model(name), tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
-    for number in ("near_mass", "normalised_entropy"):
+    for number in ("near_mass_beyond_first", "normalised_entropy"):
         predicted, measured = found.pairs(number)
         assert found.calibration_error[number] < 0.15 * (max(measured) - min(measured))
         # Not by ranks: BERT has heads that are alike, and their order is a matter of rounding.
@@ -109,7 +109,7 @@ def test_terms_matter_where_positions_do():
     options = dict(tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
     net = model("gpt2")
     errors = [
-        predict(net, **options, terms=terms).calibration_error["near_mass"]
+        predict(net, **options, terms=terms).calibration_error["near_mass_beyond_first"]
         for terms in (Terms(), Terms(positions=False, lags=False))
     ]
     assert errors[0] < 0.5 * errors[1]
@@ -128,7 +128,7 @@ def test_ranks_bound_what_is_kept():
     whole = predict(model("llama"), **options, effort=QUICK)
     cheap = predict(model("llama"), **options, effort=Effort(window=LENGTH, calibration=6, test=2, rank=24, lag_rank=8))
     assert [head.measured for head in whole.heads] == [head.measured for head in cheap.heads]
-    assert cheap.spearman["near_mass"] > 0.7
+    assert cheap.spearman["near_mass_beyond_first"] > 0.7
     assert cheap.heads[0].predicted != whole.heads[0].predicted
 
 
@@ -197,7 +197,7 @@ def test_command(folder, text, tmp_path):
     assert "measured on 192 others" in result.output
     assert all(len(line) <= 80 for line in result.output.splitlines() if "/" not in line)
     document = json.loads(json_path.read_text())
-    assert document["schema"] == "locater.predict/1"
+    assert document["schema"] == "locater.predict/2"
     assert len(document["heads"]) == 8
     for row in document["heads"]:
         assert set(row) >= {"layer", "head", "predicted", "measured"}
@@ -247,7 +247,7 @@ def test_frame():
     pytest.importorskip("pandas")
     frame = predict(model("llama"), tokens=tokens(8), effort=QUICK).to_frame()
     assert len(frame) == 8
-    assert {"layer", "head", "predicted_near_mass", "measured_sink_mass"} <= set(frame.columns)
+    assert {"layer", "head", "predicted_near_mass_beyond_first", "measured_sink_mass"} <= set(frame.columns)
 
 
 def test_help_needs_no_torch():

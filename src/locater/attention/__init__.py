@@ -3,7 +3,7 @@
 from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
-from .ranks import Rank, rank
+from .ranks import Rank, rank, residual
 from .statistics import NAMES, NEAR, Mean, Statistics, materialised, mean_over_queries
 from .streaming import Blocks, compiled, stream
 
@@ -25,6 +25,7 @@ __all__ = [
     "project",
     "queries_and_keys",
     "rank",
+    "residual",
     "sample_queries",
     "stream",
 ]

@@ -11,7 +11,7 @@ from ..projections import widen
 
 @dataclass(frozen=True)
 class Rank:
-    """Four views of rank collapse, one number per text; NaN where a text has too few tokens, or numbers that are none.
+    """Four views of rank collapse, one number per text; NaN where a text has too few tokens, or is not finite.
 
     Residual 0, cosine 1, ranks 1: all tokens are alike.
     """
@@ -20,6 +20,18 @@ class Rank:
     mean_cosine: Float[Tensor, " batch"]  # over all pairs of different tokens
     stable_rank: Float[Tensor, " batch"]  # ‖X‖_F² / ‖X‖₂²
     effective_rank: Float[Tensor, " batch"]  # exp of the entropy of the normalised singular values
+
+
+def residual(
+    x: Float[Tensor, "*batch tokens d_model"], valid: Bool[Tensor, "*batch tokens"] | None = None
+) -> Float[Tensor, "*batch"]:
+    """‖X − 1x̄^T‖_F / ‖X‖_F over the valid tokens: 0 when all are alike."""
+    if valid is None:
+        centred = x - x.mean(-2, keepdim=True)
+    else:
+        x = x * valid[..., None]
+        centred = (x - (x.sum(-2) / valid.sum(-1, keepdim=True))[..., None, :]) * valid[..., None]
+    return torch.linalg.matrix_norm(centred) / torch.linalg.matrix_norm(x)
 
 
 def rank(
@@ -34,15 +46,12 @@ def rank(
     valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
     x = x * valid[..., None]
     count = valid.sum(-1)
-    square = x.square().sum((-2, -1))
-    centre = x.sum(-2) / count[:, None]
-    outside = ((x - centre[:, None]) * valid[..., None]).square().sum((-2, -1))
     directions = torch.nn.functional.normalize(x, dim=-1)
     pairs = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
     singular = singular_values(_thinned(x, valid, most))
     share = singular / singular.sum(-1, keepdim=True)
     return Rank(
-        residual=(outside / square).sqrt(),
+        residual=residual(x, valid),
         mean_cosine=(pairs / (count * (count - 1))).where(count > 1, torch.nan),
         stable_rank=(singular.square().sum(-1) / singular.square().amax(-1)).to(x),
         effective_rank=torch.special.entr(share).sum(-1).exp().to(x),

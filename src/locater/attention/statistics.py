@@ -1,4 +1,4 @@
-"""What attention does, in numbers: the definitions, computed from materialised logits.
+"""What attention does, in numbers: the only definitions, as functions of probabilities p over materialised keys.
 
 `streaming` gives the same numbers without the matrix; this file is what it is held against.
 """
@@ -20,7 +20,8 @@ class Statistics:
     """Numbers of every query of every head; NaN where a query has none.
 
     A query without an admissible key has no statistics, one with a single key no normalised entropy.
-    `sink_mass` lies on the first token, `near_mass` on the keys at a distance below the chosen one.
+    `sink_mass` lies on the first token, `near_mass` on the keys at a distance below the chosen one, the first token
+    among them if it is that near; prediction asks for `near_mass_beyond_first` instead.
     """
 
     entropy: PerQuery  # −Σ p log p
@@ -66,6 +67,49 @@ def mean_over_queries(numbers: PerQuery, *, seen: float = 1.0) -> Mean:
     return Mean(value, count, (square * max(0.0, 1 - seen)).sqrt() / count)
 
 
+Probabilities = Float[Tensor, "*batch queries keys"]
+Distances = Int[Tensor, "*#batch queries keys"]
+
+
+def entropy(p: Probabilities) -> Float[Tensor, "*batch queries"]:
+    """−Σ p log p, in nats."""
+    return torch.special.entr(p).sum(-1)
+
+
+def normalise(entropy: Tensor, num_keys: Tensor) -> Tensor:
+    """entropy / log n: 0 for one key, 1 for all alike; NaN where there are fewer than two keys."""
+    return (entropy / num_keys.clamp(min=2).to(entropy).log()).where(num_keys > 1, torch.nan)
+
+
+def near_mass(p: Probabilities, distance: Distances, near: int = NEAR) -> Float[Tensor, "*batch queries"]:
+    """Σ p over the keys at a distance below `near`, on either side, the first token included."""
+    return (p * (distance.abs() < near)).sum(-1)
+
+
+def beyond_first(p: Probabilities) -> Float[Tensor, "*batch queries others"]:
+    """How the mass that is not on the first key is shared among the others.
+
+    1 − p loses all digits where the first token takes nearly everything; the sum of the others does not.
+    """
+    others = p[..., 1:]
+    return others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+
+
+def near_mass_beyond_first(p: Probabilities, distance: Distances, near: int = NEAR) -> Float[Tensor, "*batch queries"]:
+    """The near keys' share of the mass that is not on the first key: what a sink leaves of locality."""
+    return near_mass(beyond_first(p), distance[..., 1:], near)
+
+
+def mean_distance(p: Probabilities, distance: Distances) -> Float[Tensor, "*batch queries"]:
+    """Σ p |i − j|."""
+    return (p * distance.abs()).sum(-1)
+
+
+def participation(p: Probabilities) -> Float[Tensor, "*batch queries"]:
+    """1 / Σ p²: how many keys share the mass."""
+    return 1 / p.square().sum(-1)
+
+
 def materialised(
     logits: Float[Tensor, "*batch heads queries keys"],
     admitted: Bool[Tensor, "*#batch #heads queries keys"],
@@ -78,16 +122,14 @@ def materialised(
     logits = logits.masked_fill(~admitted, -torch.inf)
     num_keys = admitted.expand_as(logits).sum(-1)
     p = logits.softmax(-1)
-    entropy = torch.special.entr(p).sum(-1)
-    distance = distance.abs()
     sink = torch.zeros_like(num_keys) if sink is None else sink.expand_as(num_keys)
     return finish(
-        entropy=entropy,
+        entropy=entropy(p),
         max_logit=logits.amax(-1),
         sink_mass=p.gather(-1, sink[..., None].clamp(min=0))[..., 0],
-        near_mass=(p * (distance < near)).sum(-1),
-        mean_distance=(p * distance).sum(-1),
-        participation=1 / p.square().sum(-1),
+        near_mass=near_mass(p, distance, near),
+        mean_distance=mean_distance(p, distance),
+        participation=participation(p),
         num_keys=num_keys,
     )
 
@@ -95,7 +137,5 @@ def materialised(
 def finish(*, entropy: PerQuery, num_keys: Int[Tensor, "*batch heads queries"], **numbers: Tensor) -> Statistics:
     """Normalise the entropy, and leave out what rows without keys cannot have."""
     some = num_keys > 0
-    normalised = entropy / num_keys.clamp(min=2).to(entropy).log()
-    found = {name: values.where(some, torch.nan) for name, values in {"entropy": entropy, **numbers}.items()}
-    normalised = normalised.where(num_keys > 1, torch.nan)
-    return Statistics(normalised_entropy=normalised, num_keys=num_keys, **found)
+    known = {name: values.where(some, torch.nan) for name, values in {"entropy": entropy, **numbers}.items()}
+    return Statistics(normalised_entropy=normalise(entropy, num_keys), num_keys=num_keys, **known)

@@ -18,9 +18,14 @@ from .spans import parse_spans
 if TYPE_CHECKING:
     from ..prediction.predict import HeadPrediction, Prediction
 
-COLUMNS = {"near_mass": "near", "normalised_entropy": "entropy", "sink_mass": "sink", "mean_distance": "distance"}
+COLUMNS = {
+    "near_mass_beyond_first": "near",
+    "normalised_entropy": "entropy",
+    "sink_mass": "sink",
+    "mean_distance": "distance",
+}
 MEANINGS = {
-    "near_mass": "share of the last 16 keys in the mass beyond the first token",
+    "near_mass_beyond_first": "share of the near keys in the mass beyond the first token",
     "normalised_entropy": "entropy over log n, all keys",
     "sink_mass": "mass on the first token",
     "mean_distance": "mean distance in tokens, all keys",

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..attention.statistics import NEAR
+from ..attention import statistics
 from ..head import Head
 
 FIRST_QUERY = 64  # earlier queries have few keys: all of them are near
-NAMES = ("near_mass", "normalised_entropy", "sink_mass", "mean_distance")
+NAMES = ("near_mass_beyond_first", "normalised_entropy", "sink_mass", "mean_distance")
 
 
 def distance_bins(length: int) -> list[tuple[int, int]]:
@@ -27,12 +27,12 @@ def distance_bins(length: int) -> list[tuple[int, int]]:
 class Numbers:
     """Means over queries `FIRST_QUERY` and later, of all texts.
 
-    `near_mass` leaves the first token out: the mass on the other keys at a distance below 16, over the mass on all
-    other keys. Entropy (over log n), sink mass (the first token's) and distance are over all keys, the first included.
+    Defined in `attention.statistics`. `near_mass_beyond_first` leaves the first token out, unlike the monitor's
+    `near_mass`; entropy, sink mass (the first token's) and distance are over all keys, the first included.
     `profile` is the share of the mass on other keys than the first, `logits` their mean logit, by `distance_bins`.
     """
 
-    near_mass: float
+    near_mass_beyond_first: float
     normalised_entropy: float
     sink_mass: float
     mean_distance: float
@@ -67,13 +67,11 @@ class Gatherer:
     def add(self, logits: Float[Tensor, "batch queries keys"]) -> None:
         """Take in the logits of the chosen queries for all keys."""
         p = logits.masked_fill(~self.admitted, -torch.inf).softmax(-1)
-        entropy = torch.special.entr(p).sum(-1) / self.num_keys.clamp(min=2).log()
-        mean_distance = (p * self.distance).sum(-1)
-        # 1 − p loses all digits where the first token takes nearly everything; the sum of the others does not.
-        others = p[..., 1:] / p[..., 1:].sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-        near = (others * (self.distance[:, 1:] < NEAR)).sum(-1)
+        entropy = statistics.normalise(statistics.entropy(p), self.num_keys)
+        mean_distance = statistics.mean_distance(p, self.distance)
+        near = statistics.near_mass_beyond_first(p, self.distance)
         four = torch.stack([near, entropy, p[..., 0], mean_distance]).mean((1, 2))
-        profile = self._by_distance(others.mean(0)) / len(self.queries)
+        profile = self._by_distance(statistics.beyond_first(p).mean(0)) / len(self.queries)
         counted = self.admitted[:, 1:].to(p)
         mean_logit = self._by_distance(logits[..., 1:].mean(0) * counted) / self._by_distance(counted).clamp(min=1)
         self.found.append(torch.cat([four, profile, mean_logit]))

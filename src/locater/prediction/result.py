@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..attention.statistics import NEAR
 from ..errors import refusal
 from .agreement import bias, mean_absolute_error, spearman
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
 WORDS = {
-    "near_mass": "mass on the last 16 keys",
+    "near_mass_beyond_first": f"share of the keys nearer than {NEAR} in the mass beyond the first token",
     "normalised_entropy": "entropy",
     "sink_mass": "mass on the first token",
     "mean_distance": "mean distance",
@@ -69,11 +70,12 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """The document that `locater predict --json` writes."""
         return {
-            "schema": "locater.predict/1",
+            "schema": "locater.predict/2",
             "source": self.source,
             "text": self.text,
             "window": self.length,
             "first_query": FIRST_QUERY,
+            "near": NEAR,
             "windows": {"calibration": self.calibration_windows, "test": self.test_windows},
             "tokens": self.tokens,
             "spearman": self.spearman,
@@ -85,7 +87,7 @@ class Prediction:
         }
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame, a row per head, with columns such as `predicted_near_mass`."""
+        """A pandas DataFrame, a row per head, with columns such as `predicted_near_mass_beyond_first`."""
         try:
             import pandas
         except ImportError:
@@ -110,11 +112,15 @@ class Prediction:
             lines.append(f"{WORDS[name]}: {ranked}, off by {error:.3g} on average")
         for head in self.worst(3):
             lines.append(
-                f"{head.block} {head.layer}.{head.head}: near mass predicted {head.predicted.near_mass:.2f}, "
-                f"measured {head.measured.near_mass:.2f}"
+                f"{head.block} {head.layer}.{head.head}: near mass beyond the first token predicted "
+                f"{head.predicted.near_mass_beyond_first:.2f}, measured {head.measured.near_mass_beyond_first:.2f}"
             )
         return "\n".join([*lines, *(f"left out: {sentence}" for sentence in self.left_out)])
 
     def worst(self, count: int) -> list[HeadPrediction]:
-        """The heads whose near mass is predicted worst."""
-        return sorted(self.heads, key=lambda head: -abs(head.predicted.near_mass - head.measured.near_mass))[:count]
+        """The heads whose near mass beyond the first token is predicted worst."""
+        return sorted(self.heads, key=lambda head: -abs(_near(head.predicted) - _near(head.measured)))[:count]
+
+
+def _near(numbers: Numbers) -> float:
+    return numbers.near_mass_beyond_first

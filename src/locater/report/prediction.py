@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLES = {
-    "near_mass": "Mass on the last 16 keys",
+    "near_mass_beyond_first": "Near keys in the mass beyond the first token",
     "normalised_entropy": "Normalised entropy",
     "sink_mass": "Mass on the first token",
     "mean_distance": "Mean distance",

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention import ranks, statistics
 from ..spectra import Moments
 from ..theory import closed_form, regimes
 
@@ -80,15 +81,9 @@ def _measured(
     turned = tokens @ basis
     varied = (turned * shape) @ turned.mT / math.sqrt(d_model)
     attention = (traces[:, None, None, None] * plain + deviation * varied).softmax(-1)
-    entropy = torch.special.entr(attention).sum(-1) / math.log(length)
-    residual = rank_residual(attention @ tokens) / rank_residual(tokens)
+    entropy = statistics.entropy(attention) / math.log(length)
+    residual = ranks.residual(attention @ tokens) / ranks.residual(tokens)
     return entropy.mean((-2, -1)), residual.mean(-1)
-
-
-def rank_residual(tokens: Float[Tensor, "*batch length d_model"]) -> Float[Tensor, "*batch"]:
-    """‖X − 1x̄^T‖_F / ‖X‖_F: 0 when all tokens are alike."""
-    centred = tokens - tokens.mean(-2, keepdim=True)
-    return torch.linalg.matrix_norm(centred) / torch.linalg.matrix_norm(tokens)
 
 
 def _summary(document: dict[str, Any]) -> dict[str, dict[str, int]]:
