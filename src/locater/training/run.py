@@ -62,7 +62,7 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
 def resume(
     folder: Path, *, length: Mapping[str, int | float] | None = None, stop_after: int | None = None, say: Say = print
 ) -> Outcome:
-    """Continue from the last checkpoint as if there had been no stop; `length` (`steps`, `epochs` or `patience`) moves the end."""
+    """Continue from the last checkpoint as if there was no stop; `length` (steps, epochs, patience) moves its end."""
     config = read_config(folder)
     if length:
         # As for a new run, epochs go before steps: with a new end those of before do not count any more.
