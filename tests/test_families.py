@@ -8,8 +8,7 @@ import torch
 
 from family_cases import CASES
 from locater import checkpoints
-from locater.models import Config, Places, find_family
-from locater.models import reader as build
+from locater.models import Config, Places, build, find_family
 
 ATTRIBUTES = {
     "decoder": ("decoder_attentions", "attentions"),

@@ -4,7 +4,7 @@ import torch
 from locater.errors import Refusal
 from locater.spectra import moments
 from locater.theory import closed_form
-from locater.theory.problem import walk_weights
+from locater.theory.random_walk import walk_weights
 from theory_cases import construct
 
 

@@ -1,12 +1,11 @@
 """Families of models as tables: from a config and tensor names to heads, for files and live modules alike."""
 
-from .config import Config
 from .layout import read_layout
 from .model import Model, open_model, spans
 from .places import Places, Tensors
 from .reader import Layer, build, build_layer
 from .registry import find_family
-from .schema import Attention, Family, NormAt
+from .schema import Attention, Config, Family, NormAt
 
 __all__ = [
     "Attention",

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
-from .config import Config
 from .places import Places, Tensors
 from .reader import Layer, build
 from .registry import find_family
-from .schema import Family
+from .schema import Config, Family
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,52 @@
-"""Finding a row's tensors in one model: prefix, names, shapes; reading them as (out, in)."""
+"""Finding a row's tensors in one model: prefix, names, shapes; reading them as (out, in), each once per layer."""
 
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..errors import refusal
-from .config import Config, count, resolve
-from .fused import Shape
 from .scaled import SUFFIXES, unscale
-from .schema import Attention
+from .schema import Attention, Config, Layout, count, resolve
+
+
+class Shape(NamedTuple):
+    """The sizes that every layout depends on."""
+
+    num_heads: int
+    num_key_heads: int
+    d_head: int
+
+    @property
+    def ratio(self) -> int:
+        """Query heads per key head."""
+        return self.num_heads // self.num_key_heads
+
+
+def first_row(layout: Layout | None, head: int, shape: Shape, *, key: bool) -> int:
+    """First row of a query head, or of a key head with `key`.
+
+    None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its
+    queries, its key, its value; with one query per key that is q, k, v head by head. `codegen`: four blocks of q, v, k.
+    """
+    if layout is None:
+        return head * shape.d_head
+    if layout == "qkv":
+        return (head + shape.num_heads * key) * shape.d_head
+    if layout == "grouped":
+        group, inner = (head, shape.ratio) if key else divmod(head, shape.ratio)
+        return (group * (shape.ratio + 2) + inner) * shape.d_head
+    per_block = shape.num_heads // 4
+    block, inner = divmod(head, per_block)
+    return ((3 * block + 2 * key) * per_block + inner) * shape.d_head
+
+
+def rows_used(layout: Layout, shape: Shape) -> tuple[int, int]:
+    """The rows that hold queries and keys: what lies behind the last key need not be read."""
+    return 0, first_row(layout, shape.num_key_heads - 1, shape, key=True) + shape.d_head
 
 
 class Tensors(Protocol):
@@ -126,3 +160,23 @@ def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:
     ends = [pattern.format(layer=0) + kind for kind in (".weight", "_weight")]
     whole = (name.removesuffix(end) for name in tensors.names for end in ends if name.endswith(end))
     return sorted({prefix for prefix in whole if not prefix or prefix.endswith(".")})
+
+
+class Once:
+    """Holds what was read for as long as it lives itself: one layer."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.held: dict[tuple[str, tuple[int, int] | None], Tensor] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shape(name)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        if (name, rows) not in self.held:
+            self.held[name, rows] = self.tensors.read(name, rows)
+        return self.held[name, rows]

@@ -1,12 +1,62 @@
-"""Which family a model is of: by its model type, or by a tensor name that only one family has."""
+"""Which family a model is of: by its model type, or by a tensor name that only one family has; or what to say of it."""
 
+import re
+from collections import defaultdict
 from collections.abc import Collection
 
-from ..errors import refusal
-from .config import Config
-from .schema import Family
+from ..errors import Refusal, refusal
+from .schema import Config, Family
 from .tables import encoders, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
-from .unknown import unknown_layout
+
+# Parts of names by which people call queries and keys; used to suggest, never to scan.
+QUERY_WORDS = ("q_proj", "query", "wq", "to_q", "q_lin", "qkv", "c_attn", "in_proj", "wqkv")
+KEY_OF = {"q_proj": "k_proj", "query": "key", "wq": "wk", "to_q": "to_k", "q_lin": "k_lin"}
+MOST_PATTERNS = 12
+
+
+def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
+    """One sentence, the patterns of tensor names, and a layout file to start from."""
+    patterns = _patterns(names)
+    listed = [f"  {pattern}  (× {len(numbers)})" for pattern, numbers in list(patterns.items())[:MOST_PATTERNS]]
+    if len(patterns) > MOST_PATTERNS:
+        listed.append(f"  … and {len(patterns) - MOST_PATTERNS} more")
+    model_type = config.get("model_type")
+    named = f"the model type {model_type!r}" if model_type else "no model type"
+    return Refusal(
+        f"expected a model of a known family, got {named} and {len(names)} tensors that no family names; describe it "
+        "with --layout FILE.yaml\nfound:\n" + "\n".join(listed) + "\nFILE.yaml, to be completed:\n" + _layout(patterns)
+    )
+
+
+def _patterns(names: Collection[str]) -> dict[str, set[str]]:
+    """Names with their first number replaced by {layer}, those that look like queries and keys first."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        pattern, replaced = re.subn(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "{layer}", name, count=1)
+        found[pattern].add(name if replaced else "")
+    return dict(sorted(found.items(), key=lambda item: (-_likeness(item[0]), item[0])))
+
+
+def _likeness(pattern: str) -> int:
+    wanted = (*QUERY_WORDS, *KEY_OF.values())
+    return 2 * any(word in pattern for word in wanted) + ("attn" in pattern or "attention" in pattern)
+
+
+def _layout(patterns: dict[str, set[str]]) -> str:
+    query = next((p for p in patterns if "{layer}" in p and any(word in p for word in QUERY_WORDS)), None)
+    query = (query or "the.name.of.layer.{layer}.query.weight").removesuffix(".weight").removesuffix(".bias")
+    word = next((word for word in QUERY_WORDS if word in query), "")
+    key = query.replace(word, KEY_OF[word]) if word in KEY_OF else query
+    num_layers = len(patterns.get(f"{query}.weight", ())) or "?"
+    fused = "" if word in KEY_OF else "    fused: qkv            # or grouped\n"
+    return (
+        "  attention:\n"
+        "  - block: decoder          # encoder, decoder, cross or vision\n"
+        f"    query: {query}\n    key: {key}\n{fused}"
+        f"    layers: {num_layers}\n    heads: ?\n    key_heads: ?\n    d_head: ?\n    prefixes: ['']\n"
+        "    lookahead: 0            # causal; leave out if not"
+    )
+
 
 TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, own)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from ..errors import refusal
 from ..positions import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
-from .config import Config, resolve
-from .schema import RotaryAt
+from .schema import Config, RotaryAt, resolve
 
 PLAIN = ("default", "mrope")
 

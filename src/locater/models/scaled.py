@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..projections import size
-from .config import Config
+from .schema import Config
 
 SUFFIXES = ("_scale_inv", "_scale")  # both multiply, whatever the first is called
 

@@ -1,18 +1,84 @@
 """The columns of the family tables: where a model keeps its queries and keys, and what it does with them.
 
 Patterns are module names with `{layer}` (and `{previous}`); weight and bias are found beneath them. Alternatives are
-parted by "|": the first that is stored counts.
+separated by "|": the first that is stored counts. A cell is a literal, the name of a config entry, or a function.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+from ..errors import refusal
 from ..head import Block
-from .config import Cell, Config
-from .fused import Layout
+
+
+@dataclass(frozen=True)
+class Config:
+    """`config["a|b.c"]` is the first of `a` and `b → c` that is there and not null."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def get(self, keys: str, default: Any = None) -> Any:
+        for key in keys.split("|"):
+            value: Any = self.values
+            for part in key.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if value is not None:
+                return value
+        return default
+
+    def __getitem__(self, keys: str) -> Any:
+        if (value := self.get(keys)) is None:
+            wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
+            raise refusal(
+                f"{wanted} in the config", "none", "add it to config.json, or describe the model with --layout"
+            )
+        return value
+
+    def positive(self, keys: str, default: float | None = None) -> float:
+        """An entry that must be a positive number; files write whole ones without a point."""
+        value = self[keys] if default is None else self.get(keys, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise refusal(f"a positive number for `{keys}` in the config", repr(value), "correct config.json")
+        return float(value)
+
+    def within(self, key: str | None) -> "Config":
+        """The part of a composite config, such as `text_config`."""
+        return self if key is None else Config(self[key])
+
+
+# A cell of a table: a literal, the name of a config entry, or a function of the config and the layer.
+Cell = int | float | bool | str | None | Callable[[Config, int], Any]
+
+
+def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
+    """The value of a cell for one layer."""
+    if callable(cell):
+        try:
+            return cell(config, layer)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as cause:
+            raise refusal(
+                "a config that describes this model", f"one that ends in {cause!r}", "correct config.json"
+            ) from cause
+    return config[cell] if isinstance(cell, str) else cell
+
+
+def count(cell: Cell, config: Config, what: str) -> int:
+    """The value of a cell that must be a positive whole number."""
+    value = resolve(cell, config)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise refusal(f"a positive whole number for the {what}", repr(value), "correct config.json or use --layout")
+    return value
+
+
+def entry(keys: str, default: Any) -> Callable[[Config, int], Any]:
+    """A cell: the config's entry, or what the family's own config class takes where it is silent."""
+    return lambda config, layer: config.get(keys, default)
+
 
 Names = Callable[[Config, int], dict[str, int]]
+Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see places.first_row
 
 
 @dataclass(frozen=True)
@@ -121,3 +187,53 @@ class Family:
     partial: Callable[[Config], str | None] | None = None
     signature: str | None = None  # how a layer-0 tensor's name ends by which files without a model type are known
     foreign: tuple[str, ...] = ()  # parts of names that mean another kind of attention under the same signature
+
+
+Rule = Callable[[Config, int], bool]
+
+
+def ahead(config: Config, layer: int) -> int | None:
+    """Decoders are causal unless the config says otherwise, as encoders made of them do."""
+    return 0 if config.get("is_causal", True) else None
+
+
+def every_layer(config: Config, layer: int) -> bool:
+    return True
+
+
+def typed(rule: Rule) -> Rule:
+    """`layer_types` where the config has it, the older rule where not."""
+
+    def slides(config: Config, layer: int) -> bool:
+        types = config.get("layer_types")
+        return rule(config, layer) if types is None else types[layer] == "sliding_attention"
+
+    return slides
+
+
+def all_but_every(period: int) -> Rule:
+    """Every `period`-th layer sees all, the others slide; the config may state another period."""
+
+    def slides(config: Config, layer: int) -> bool:
+        return (layer + 1) % config.get("sliding_window_pattern|_sliding_window_pattern", period) != 0
+
+    return typed(slides)
+
+
+def window(slides: Rule, *, default: int | None = None, switch: str | None = None) -> Callable[[Config, int], Any]:
+    """A window of w admits distances up to w − 1.
+
+    A null `sliding_window` means none, unlike a missing one; `switch` names an entry that must be true besides.
+    """
+
+    def lookback(config: Config, layer: int) -> int | None:
+        size = config.values.get("sliding_window", default)
+        if size is None or (switch is not None and not config.get(switch, False)) or not slides(config, layer):
+            return None
+        if ahead(config, layer) is None:
+            raise refusal("a causal model", "a window that looks both ways", "describe the model with --layout")
+        if not isinstance(size, int) or size < 1:
+            raise refusal("a positive whole number for `sliding_window`", repr(size), "correct config.json")
+        return size - 1
+
+    return lookback

@@ -1,8 +1,11 @@
-"""The heads of one layer, as rows: taken in chunks of one shape, so that work is batched and memory bounded."""
+"""The heads of one layer, as rows: taken in chunks of one shape by several threads, so that memory stays bounded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +16,40 @@ from ..positions import Rotary
 from ..spectra import Grams, Moments, moments_of, spread
 from ..theory import closed_form, regimes
 from ..theory.rotary import Series
-from .linear import Linear
-from .products import chunks, products
+from .products import Linear, chunks, products
 from .rows import HeadRow
-from .workers import ALONE, Workers
+
+MOST_WORKERS = 4  # each has a buffer of its own, and memory is bounded
+
+
+class Workers:
+    """`count` threads, each of which runs torch without threads of its own; with one, all is done in place."""
+
+    def __init__(self, pool: ThreadPoolExecutor | None, count: int) -> None:
+        self.pool, self.count = pool, count
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        return list((self.pool.map if self.pool else map)(function, items))
+
+
+ALONE = Workers(None, 1)
+
+
+@contextmanager
+def workers() -> Iterator[Workers]:
+    """As many as torch has threads, within bounds; torch gets its threads back afterwards."""
+    threads = torch.get_num_threads()
+    count = min(threads, MOST_WORKERS)
+    if count == 1:
+        yield ALONE
+        return
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield Workers(pool, count)
+    finally:
+        torch.set_num_threads(threads)
+
 
 # Positions at which a profile is evaluated: enough to tell its shape, and bounded for any length. With rotary positions
 # each costs d_h² per head.

@@ -11,10 +11,9 @@ from torch import nn
 from .. import checkpoints
 from ..errors import Refusal, refusal
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
-from ..theory.problem import check_length, check_temperature
-from .layer import Analysis, Settings, analyse
+from ..theory.random_walk import check_length, check_temperature
+from .layer import Analysis, Settings, Workers, analyse, workers
 from .rows import HeadRow
-from .workers import Workers, workers
 
 DEFAULT_LENGTH = 1024
 Source = str | PathLike[str] | nn.Module

@@ -1,8 +1,8 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways."""
 
 from . import clipped_softmax, closed_form, exact, monte_carlo, regimes, rotary
+from .random_walk import Estimate
 from .regimes import REGIMES, classify, classify_all, localisation
-from .walks import Estimate
 
 __all__ = [
     "REGIMES",

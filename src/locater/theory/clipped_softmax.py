@@ -5,9 +5,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..spectra import Covariance
-from . import walks
-from .problem import Problem, prepare
-from .walks import Estimate
+from . import random_walk
+from .random_walk import Estimate, Problem, prepare
 
 
 def clipped_linear(logits: Float[Tensor, "*batch length"]) -> Float[Tensor, "*batch length"]:
@@ -54,7 +53,7 @@ def clipping_error(
 
 def _distances(head: Problem, *, num_walks: int, generator: torch.Generator) -> Float[Tensor, " {num_walks}"]:
     parts = []
-    for raw in walks.logits(head, num_walks=num_walks, generator=generator):
+    for raw in random_walk.logits(head, num_walks=num_walks, generator=generator):
         # Both softmaxes see differences only, so the largest may be 0; what lies far below it is 0 to both.
         logits = ((raw - raw.amax(-1, keepdim=True)).double() / head.temperature).clamp_min(-1e100)
         linear = clipped_linear(logits)

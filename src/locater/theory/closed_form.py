@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..spectra import Covariance, Moments, moments
-from .problem import check_length, check_temperature, prepare, walk_weights
+from .random_walk import check_length, check_temperature, prepare, walk_weights
 
 
 def profile(

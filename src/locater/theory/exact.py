@@ -12,8 +12,8 @@ from torch import Tensor
 from ..errors import refusal
 from ..spectra import Covariance, Moments
 from . import closed_form, interpolation
-from .problem import Problem, prepare, walk_weights
 from .quadratic_form import upper_tail
+from .random_walk import Problem, prepare, walk_weights
 
 # Largest number of matrix entries for which eigenvalues are taken at once (float64: 64 MiB).
 ENTRIES_AT_ONCE = 2**23

@@ -5,10 +5,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..spectra import Covariance
-from . import walks
+from . import random_walk
 from .clipped_softmax import on_slope
-from .problem import Problem, prepare
-from .walks import Estimate
+from .random_walk import Estimate, Problem, prepare
 
 
 def profile(
@@ -38,6 +37,6 @@ def binomial(mean: Float[Tensor, "*shape"], num_walks: int) -> Estimate:
 
 def _share(head: Problem, *, num_walks: int, generator: torch.Generator) -> Float[Tensor, " {head.length}"]:
     count = torch.zeros(head.length, dtype=torch.float64, device=head.query.device)
-    for logits in walks.logits(head, num_walks=num_walks, generator=generator):
+    for logits in random_walk.logits(head, num_walks=num_walks, generator=generator):
         count += on_slope(logits, temperature=head.temperature).sum(0)
     return count / num_walks

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
-from . import walks
+from . import random_walk
 from .clipped_softmax import on_slope
 from .closed_form import between
 from .monte_carlo import binomial
-from .problem import Problem, prepare
-from .walks import Estimate
+from .random_walk import Estimate, Problem, prepare
 
 # Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.
 ENTRIES_AT_ONCE = 2**17
@@ -143,7 +142,7 @@ def monte_carlo(
 def _turned_logits(
     head: Problem, turns: Tensor, pairs: Tensor, *, num_walks: int, generator: torch.Generator
 ) -> Iterator[Float[Tensor, "walks {head.length}"]]:
-    query, key = walks.reduced(head.query, head.key)
+    query, key = random_walk.reduced(head.query, head.key)
     first, second = pairs.to(query.device).unbind(-1)
 
     def turn(vectors: Tensor, by: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ def _turned_logits(
         vectors[..., first], vectors[..., second] = turned.real.to(vectors), turned.imag.to(vectors)
         return vectors
 
-    for steps in walks.normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
+    for steps in random_walk.normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
         tokens = steps.cumsum(1)
         keys, last = turn(tokens @ key.mT, turns), turn(tokens[:, -1] @ query.mT, turns[-1])
         yield (keys @ last[..., None])[..., 0]

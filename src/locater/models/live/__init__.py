@@ -11,7 +11,7 @@ from ...errors import Refusal, refusal
 from ...head import Block
 from .. import Config, Family, Layer, Places, build, find_family, open_model
 from .explicit import Explicit, describe, explicit_row
-from .rows import Found, search
+from .modules import Found, search
 from .tensors import ModuleTensors, named_modules, settings
 
 __all__ = ["ModuleTensors", "Site", "layers", "settings", "sites"]

@@ -4,7 +4,7 @@ from torch import nn
 
 from ...errors import refusal
 from .. import Attention
-from .rows import Found
+from .modules import Found
 
 # The query's and the key's projection, as modules or by name, and how many heads each has.
 Explicit = tuple[nn.Module | str, nn.Module | str, int, int]

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..config import Config, optional
-from ..schema import Attention, BucketsAt, Family, NormAt, RotaryAt
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, entry
 
-EPSILON = optional("layer_norm_eps", 1e-12)
+EPSILON = entry("layer_norm_eps", 1e-12)
 
 
 def relative_terms(config: Config) -> str | None:
@@ -25,12 +24,12 @@ BERT = Attention(
     ),
 )
 
-BERT_DECODER = replace(BERT, block="decoder", only=optional("is_decoder", False), lookahead=0)
+BERT_DECODER = replace(BERT, block="decoder", only=entry("is_decoder", False), lookahead=0)
 
 BERT_CROSS = replace(
     BERT,
     block="cross",
-    only=optional("is_decoder", False),
+    only=entry("is_decoder", False),
     query="encoder.layer.{layer}.crossattention.self.query",
     key="encoder.layer.{layer}.crossattention.self.key",
     input_norm=NormAt("layer", "encoder.layer.{layer}.attention.output.LayerNorm", epsilon=EPSILON),
@@ -125,7 +124,7 @@ DEBERTA = replace(
     BERT,
     query="encoder.layer.{layer}.attention.self.query_proj",
     key="encoder.layer.{layer}.attention.self.key_proj",
-    d_head=optional("attention_head_size", None),
+    d_head=entry("attention_head_size", None),
     prefixes=("", "deberta."),
     input_norm=deberta_norm,
     scale=deberta_scale,
@@ -167,7 +166,7 @@ MODERNBERT = Attention(
     key="layers.{layer}.attn.Wqkv",
     fused="qkv",
     prefixes=("", "model."),
-    input_norm=NormAt("layer", "layers.{layer}.attn_norm", first="embeddings.norm", epsilon=optional("norm_eps", 1e-5)),
+    input_norm=NormAt("layer", "layers.{layer}.attn_norm", first="embeddings.norm", epsilon=entry("norm_eps", 1e-5)),
     rotary=RotaryAt(parameters=modernbert_rope),
     lookback=modernbert_window,
     lookahead=modernbert_window,

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from ..config import Config, optional
-from ..schema import Family, NormAt, RotaryAt
+from ..schema import Config, Family, NormAt, RotaryAt, all_but_every, entry, window
 from .llama import LLAMA, RMS_EPSILON
-from .windows import all_but_every, window
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4
 
@@ -45,7 +43,7 @@ def gemma3_lookahead(config: Config, layer: int) -> int | None:
 
 GEMMA = replace(
     LLAMA,
-    d_head=optional("head_dim", 256),
+    d_head=entry("head_dim", 256),
     input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, plus_one=True),
 )
 GEMMA2 = replace(
@@ -56,8 +54,8 @@ GEMMA2 = replace(
 )
 GEMMA3 = replace(
     GEMMA,
-    heads=optional("num_attention_heads", 8),
-    key_heads=optional("num_key_value_heads", 4),
+    heads=entry("num_attention_heads", 8),
+    key_heads=entry("num_key_value_heads", 4),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON, plus_one=True),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
     rotary=RotaryAt(parameters=gemma3_rotary),

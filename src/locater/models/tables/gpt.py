@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from ..config import Config, optional
-from ..schema import Attention, Family, NormAt, RotaryAt
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
 
-EPSILON = optional("layer_norm_epsilon|layer_norm_eps", 1e-5)
+EPSILON = entry("layer_norm_epsilon|layer_norm_eps", 1e-5)
 
 
 def alibi_slope(index: int, num_heads: int, *, most: float = 8.0) -> float:
@@ -108,7 +107,7 @@ NEOX = Attention(
     fused="grouped",
     prefixes=("", "gpt_neox."),
     input_norm=NormAt("layer", "layers.{layer}.input_layernorm", epsilon=EPSILON),
-    rotary=RotaryAt(fraction=optional("rotary_pct|partial_rotary_factor", 0.25)),
+    rotary=RotaryAt(fraction=entry("rotary_pct|partial_rotary_factor", 0.25)),
     lookahead=0,
 )
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from ..config import Config, optional
-from ..schema import Family, NormAt, RotaryAt
+from ..schema import Config, Family, NormAt, RotaryAt, entry
 from .llama import GRANITE, LLAMA, RMS_EPSILON
 
 
@@ -30,32 +29,32 @@ LFM2 = replace(
     input_norm=NormAt("rms", "layers.{layer}.operator_norm", epsilon="norm_eps"),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_layernorm", epsilon="norm_eps"),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_layernorm", epsilon="norm_eps"),
-    rotary=RotaryAt(base=optional("rope_theta|theta", 1e6)),
+    rotary=RotaryAt(base=entry("rope_theta|theta", 1e6)),
 )
 FALCON_H1 = replace(
     LLAMA,
     input_norm=NormAt(
-        "rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, times=optional("attention_in_multiplier", 1.0)
+        "rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, times=entry("attention_in_multiplier", 1.0)
     ),
     scale=falcon_h1_scale,
 )
 QWEN3_NEXT = replace(
     LLAMA,
     gated=True,
-    d_head=optional("head_dim", 256),
+    d_head=entry("head_dim", 256),
     input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, plus_one=True),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON, plus_one=True),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
-    rotary=RotaryAt(fraction=optional("partial_rotary_factor", 0.25)),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.25)),
 )
 NEMOTRON_H = replace(
     LLAMA,
     query="layers.{layer}.mixer.q_proj",
     key="layers.{layer}.mixer.k_proj",
     layers=nemotron_layers,
-    d_head=optional("head_dim|attention_head_dim", None),
+    d_head=entry("head_dim|attention_head_dim", None),
     prefixes=("", "model.", "backbone."),
-    input_norm=NormAt("rms", "layers.{layer}.norm", epsilon=optional("layer_norm_epsilon", 1e-5)),
+    input_norm=NormAt("rms", "layers.{layer}.norm", epsilon=entry("layer_norm_epsilon", 1e-5)),
     rotary=None,
 )
 

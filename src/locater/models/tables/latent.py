@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from ..config import Config, optional
 from ..rope import yarn_mscale
-from ..schema import Family, LowRankAt, NormAt, RotaryAt
+from ..schema import Config, Family, LowRankAt, NormAt, RotaryAt, entry
 from .llama import LLAMA
 
 INNER_EPSILON = 1e-6  # the inner norms ignore `rms_norm_eps`
@@ -40,9 +39,7 @@ DIRECT = replace(
         rows="qk_nope_head_dim",
         per_head=key_and_value,
     ),
-    rotary=RotaryAt(
-        num_dims="qk_rope_head_dim", start="qk_nope_head_dim", interleaved=optional("rope_interleave", True)
-    ),
+    rotary=RotaryAt(num_dims="qk_rope_head_dim", start="qk_nope_head_dim", interleaved=entry("rope_interleave", True)),
     scale=scale,
 )
 LOW_RANK = replace(

@@ -2,13 +2,24 @@
 
 from dataclasses import replace
 
-from ..config import Config, optional
-from ..schema import Attention, Family, NormAt, NormCell, RotaryAt
-from .windows import ahead, all_but_every, every_layer, typed, window
+from ..schema import (
+    Attention,
+    Config,
+    Family,
+    NormAt,
+    NormCell,
+    RotaryAt,
+    ahead,
+    all_but_every,
+    entry,
+    every_layer,
+    typed,
+    window,
+)
 
 INPUT_NORM = "layers.{layer}.input_layernorm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"
-RMS_EPSILON, LAYER_EPSILON = optional("rms_norm_eps", 1e-6), optional("layer_norm_eps|norm_eps", 1e-5)
+RMS_EPSILON, LAYER_EPSILON = entry("rms_norm_eps", 1e-6), entry("layer_norm_eps|norm_eps", 1e-5)
 
 
 def chosen(norm: NormAt, switch: str) -> NormCell:
@@ -44,18 +55,18 @@ LLAMA = Attention(
     query=QUERY,
     key=KEY,
     key_heads="num_key_value_heads|num_attention_heads",
-    d_head=optional("head_dim", None),
+    d_head=entry("head_dim", None),
     input_norm=NormAt("rms", INPUT_NORM, epsilon=RMS_EPSILON),
     rotary=RotaryAt(),
     lookahead=ahead,
 )
 MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096))
-MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=optional("rope_theta", 1e6)), lookback=window(every_layer))
+MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=entry("rope_theta", 1e6)), lookback=window(every_layer))
 QWEN2 = replace(LLAMA, lookback=window(qwen2_slides, default=4096, switch="use_sliding_window"))
 QWEN2_MOE = replace(LLAMA, lookback=window(qwen2_moe_slides, default=4096, switch="use_sliding_window"))
 QWEN3 = replace(
     QWEN2,
-    d_head=optional("head_dim", 128),
+    d_head=entry("head_dim", 128),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON),
 )
@@ -63,13 +74,13 @@ QWEN3_MOE = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(every_layer, def
 OLMO2 = replace(
     LLAMA,
     input_norm=None,
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=optional("rms_norm_eps", 1e-5)),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=optional("rms_norm_eps", 1e-5)),
+    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=entry("rms_norm_eps", 1e-5)),
+    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=entry("rms_norm_eps", 1e-5)),
     norm_over="projection",
 )
 SMOLLM3 = replace(
     LLAMA,
-    rotary=RotaryAt(base=optional("rope_theta", 2e6), only=smollm3_turns),
+    rotary=RotaryAt(base=entry("rope_theta", 2e6), only=smollm3_turns),
     lookback=window(smollm3_slides, switch="use_sliding_window"),
 )
 STABLELM = replace(
@@ -82,21 +93,21 @@ STABLELM = replace(
     key_norm=chosen(
         NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON), "qk_layernorm"
     ),
-    rotary=RotaryAt(fraction=optional("partial_rotary_factor|rope_pct", 0.25)),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor|rope_pct", 0.25)),
 )
 PHI = replace(
     STABLELM,
     d_head=LLAMA.d_head,
     query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
     key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
-    rotary=RotaryAt(fraction=optional("partial_rotary_factor", 0.5)),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.5)),
 )
 PHI3 = replace(
     LLAMA,
     query="layers.{layer}.self_attn.qkv_proj",
     key="layers.{layer}.self_attn.qkv_proj",
     fused="qkv",
-    input_norm=NormAt("rms", INPUT_NORM, epsilon=optional("rms_norm_eps", 1e-5)),
+    input_norm=NormAt("rms", INPUT_NORM, epsilon=entry("rms_norm_eps", 1e-5)),
     lookback=window(every_layer),
 )
 COHERE = replace(
@@ -104,7 +115,7 @@ COHERE = replace(
     d_head=LLAMA.d_head,
     query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
     key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
-    rotary=RotaryAt(base=optional("rope_theta", 5e5), interleaved=True),
+    rotary=RotaryAt(base=entry("rope_theta", 5e5), interleaved=True),
 )
 COHERE2 = replace(
     COHERE,
@@ -114,10 +125,10 @@ COHERE2 = replace(
     rotary=RotaryAt(interleaved=True, only=cohere2_slides),
     lookback=window(cohere2_slides, default=4096),
 )
-GRANITE = replace(LLAMA, scale=optional("attention_multiplier", 1.0))
+GRANITE = replace(LLAMA, scale=entry("attention_multiplier", 1.0))
 STARCODER2 = replace(
     LLAMA,
-    input_norm=NormAt("layer", INPUT_NORM, epsilon=optional("norm_epsilon", 1e-5)),
+    input_norm=NormAt("layer", INPUT_NORM, epsilon=entry("norm_epsilon", 1e-5)),
     lookback=window(every_layer),
 )
 INTERNLM2 = replace(

@@ -1,7 +1,6 @@
 """The models that `locater train` makes."""
 
-from ..config import Config, entry
-from ..schema import Attention, Family, NormAt, RotaryAt
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
 
 
 def input_norm(config: Config, layer: int) -> NormAt:

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from ..config import Config, entry
-from ..schema import Attention, BucketsAt, Family, NormAt
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, entry
 
 PREFIXES = ("", "model.", "transformer.")
 

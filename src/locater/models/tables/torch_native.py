@@ -5,8 +5,7 @@ The config is whatever stands beside them: `nhead` must be in it, `norm_first` a
 
 from dataclasses import replace
 
-from ..config import Config, entry
-from ..schema import Attention, Family, NormAt, NormCell
+from ..schema import Attention, Config, Family, NormAt, NormCell, entry
 
 EPSILON = entry("layer_norm_eps", 1e-5)
 

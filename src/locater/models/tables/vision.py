@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from ...errors import refusal
-from ..config import Cell, Config, entry
-from ..schema import Attention, Family, NormAt
+from ..schema import Attention, Cell, Config, Family, NormAt, entry
 
 # Files say `attention.attention.query`, live modules of newer transformers `attention.q_proj`.
 VIT = Attention(

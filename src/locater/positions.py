@@ -1,4 +1,5 @@
-"""Variants that stretch rotary frequencies to longer contexts, each a frozen set of numbers and one formula.
+"""How a position enters a logit: rotations of the query and key, at frequencies that variants stretch to longer
+contexts, or a bias added to their product.
 
 Every variant answers `frequencies(base, num_dims, length)` and carries the `amplitude` that multiplies cosine and sine.
 """
@@ -7,8 +8,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from .errors import refusal
 
 Frequencies = Float[Tensor, " pairs"]
 
@@ -113,3 +116,96 @@ class Proportional:
 
 
 Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rows `start … start + num_dims` of a head turn in pairs by position × frequency.
+
+    Half-split pairs are (j, j + num_dims/2), interleaved ones (2j, 2j + 1).
+    """
+
+    base: float
+    num_dims: int
+    start: int = 0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+    def __post_init__(self):
+        if self.num_dims < 2 or self.num_dims % 2:
+            raise refusal("an even number of rotated dimensions, at least 2", self.num_dims)
+        if not self.base > 0:
+            raise refusal("a positive rotary base", self.base)
+
+    @property
+    def amplitude(self) -> float:
+        """What multiplies cosine and sine, on the query and on the key alike."""
+        return self.scaling.amplitude if self.scaling else 1.0
+
+    @property
+    def pairs(self) -> Int[Tensor, "pairs 2"]:
+        rows = torch.arange(self.start, self.start + self.num_dims)
+        return rows.reshape(-1, 2) if self.interleaved else rows.reshape(2, -1).T
+
+    def frequencies(self, length: int) -> Float[Tensor, " pairs"]:
+        """Radians per position of each pair; only NTK and LongRoPE look at the length of the text."""
+        if self.scaling is None:
+            return plain(self.base, self.num_dims)
+        return self.scaling.frequencies(self.base, self.num_dims, length)
+
+    def rotate(
+        self, vectors: Float[Tensor, "*batch tokens d_head"], positions: Int[Tensor, "*#batch tokens"], *, length: int
+    ) -> Float[Tensor, "*batch tokens d_head"]:
+        """Turn each token's rows to its position."""
+        angles = positions[..., None].to(torch.float64) * self.frequencies(length).to(positions.device)
+        cosine = (angles.cos() * self.amplitude).to(vectors.dtype)
+        sine = (angles.sin() * self.amplitude).to(vectors.dtype)
+        first, second = self.pairs.to(vectors.device).unbind(-1)
+        left, right = vectors[..., first], vectors[..., second]
+        turned = vectors.clone()
+        turned[..., first] = left * cosine - right * sine
+        turned[..., second] = right * cosine + left * sine
+        return turned
+
+
+Distance = Int[Tensor, "*batch queries keys"]  # query position minus key position
+Added = Float[Tensor, "*batch queries keys"]
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """−slope × distance (Press et al. 2022, arXiv 2108.12409)."""
+
+    slope: float
+
+    def __call__(self, distance: Distance) -> Added:
+        return -self.slope * distance.to(torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Buckets:
+    """A learned number per bucket of distance: exact when near, logarithmic when far (Raffel et al. 2020, T5)."""
+
+    table: Float[Tensor, " buckets"]
+    bidirectional: bool
+    max_distance: int = 128
+
+    def __call__(self, distance: Distance) -> Added:
+        return self.table[self.bucket(distance)]
+
+    def bucket(self, distance: Distance) -> Distance:
+        num_buckets, offset = len(self.table), torch.zeros_like(distance)
+        if self.bidirectional:
+            num_buckets //= 2
+            offset = (distance < 0).long() * num_buckets
+            distance = distance.abs()
+        else:
+            distance = distance.clamp(min=0)
+        num_exact = num_buckets // 2
+        # float32, as the models themselves compute it: a bucket border must not move by rounding.
+        far = (distance.float() / num_exact).clamp(min=1).log() / math.log(self.max_distance / num_exact)
+        coarse = (num_exact + (far * (num_buckets - num_exact)).long()).clamp(max=num_buckets - 1)
+        return offset + torch.where(distance < num_exact, distance, coarse)
+
+
+PositionBias = Alibi | Buckets
