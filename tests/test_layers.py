@@ -42,6 +42,7 @@ def imported_parts(path: Path) -> set[str]:
             assert node.level or node.module.split(".")[0] != "locater", f"{path}: use relative imports"
             if node.level == depth:
                 found |= {node.module.split(".")[0]} if node.module else {name.name for name in node.names}
+    found.discard("__version__")  # the package's own
     return found
 
 

@@ -1,12 +1,16 @@
 """The command line: {verb: function}. Building it imports neither torch nor anything that does."""
 
 import sys
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..errors import BadArguments, Refusal
 from .compare import compare
 from .demo import demo
+from .doctor import doctor
+from .output import speak_plainly
 from .predict import predict
 from .runs import runs
 from .scan import scan
@@ -21,13 +25,12 @@ VERBS = {
     "train": train,
     "runs": runs,
     "demo": demo,
+    "doctor": doctor,
 }
 
 app = typer.Typer(
     name="locater",
-    help="See, predict and control where attention looks, from the eigenspectrum of each head's query-key matrix.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -36,8 +39,24 @@ for verb, function in VERBS.items():
     app.command(verb)(function)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"locater {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """See, predict and control where attention looks, from the eigenspectrum of each head's query-key matrix."""
+
+
 def main() -> None:
     """Exit 0 when done, 1 when it could not (one sentence says why), 2 for bad arguments, 3 for a met `--fail-on`."""
+    speak_plainly()
     try:
         app()
     except Refusal as reason:

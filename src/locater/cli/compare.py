@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import BadArguments
-from .output import JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, table
 from .scan import AllowPickle, Layers, Layout, Length, Raw
 from .spans import parse_spans
 
@@ -58,7 +58,7 @@ def _heading(found: "Comparison") -> str:
     )
 
 
-def _table(found: "Comparison", most: int) -> Any:
+def _table(found: "Comparison", most: int) -> FittedTable:
     from ..scanning.findings import name
 
     body = []

@@ -7,9 +7,8 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from .output import aside, table
+from .output import FittedTable, aside, table
 
 TRAINING = """\
 [bold]3. Two small models, trained here[/bold] → {picture}
@@ -81,7 +80,7 @@ def _train(console: Console, out: Path, picture: Path) -> None:
             raise typer.Exit(128 + outcome.signal)
 
 
-def validation_table(document: dict[str, Any]) -> Table:
+def validation_table(document: dict[str, Any]) -> FittedTable:
     """The last validations."""
     last = {name: model["validations"][-1] for name, model in document["models"].items()}
     rows = {
@@ -93,7 +92,7 @@ def validation_table(document: dict[str, Any]) -> Table:
     return _side_by_side(f"On held-out text, after {document['num_steps']} steps", body)
 
 
-def scan_table(document: dict[str, Any]) -> Table:
+def scan_table(document: dict[str, Any]) -> FittedTable:
     """What the weights alone say."""
     scans = [model["scan"] for model in document["models"].values()]
     rows = {
@@ -106,7 +105,7 @@ def scan_table(document: dict[str, Any]) -> Table:
     return _side_by_side("Scanned from the files", [*body, ["regime", *(scan["regime"] for scan in scans)]])
 
 
-def attention_table(document: dict[str, Any]) -> Table:
+def attention_table(document: dict[str, Any]) -> FittedTable:
     """How much of the attention lies on the most recent tokens."""
     columns = [*(model["within"] for model in document["models"].values()), document["even_within"]]
     numbers = [number for number in RECENT if number < document["length"]]
@@ -118,7 +117,7 @@ def _last(number: int) -> str:
     return f"on the last {number} tokens" if number > 1 else "on the token itself"
 
 
-def _side_by_side(title: str, body: list[list[str]], *, further: list[str] | None = None) -> Table:
+def _side_by_side(title: str, body: list[list[str]], *, further: list[str] | None = None) -> FittedTable:
     return table(["", *LABELS.values(), *(further or [])], body, words=[""], title=title)
 
 

@@ -1,19 +1,52 @@
 """What the commands share: where results go, and how they look in a terminal."""
 
+import codecs
+import io
 import os
+import sys
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from ..records import STANDARD_OUTPUT
 
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write JSON there (- = standard output).")
 ]
+
+FOLDED_WIDTH = 24  # a last column of words is folded down to this before anything is left out
+
+# What an old terminal's encoding may lack, in letters that every one has.
+PLAIN = {
+    **{"ξ": "xi", "η": "eta", "λ": "lambda", "ρ": "rho", "σ": "sigma", "θ": "theta", "ω": "omega", "κ": "kappa"},
+    **{"Δ": "delta", "Γ": "Gamma", "Σ": "Sigma", "τ": "tau", "μ": "mu", "…": "...", "–": "-", "—": "-", "−": "-"},
+    **{"²": "^2", "√": "sqrt ", "‖": "|", "×": "x", "±": "+-", "≤": "<=", "≥": ">=", "→": "->", "·": "*", "∞": "inf"},
+    **{"₁": "1", "ᵀ": "^T", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "=", "▆": "#", "▇": "#", "█": "#"},
+}
+
+
+def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end]
+    return "".join(PLAIN.get(letter, "?") for letter in lost), error.end
+
+
+codecs.register_error("locater.plain", _in_plain_letters)
+
+
+def speak_plainly() -> None:
+    """Let both streams write what their encoding lacks (cp1252, ASCII) in plain letters, and never fail on it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="locater.plain")
 
 
 class Speaker(Console):
@@ -35,17 +68,64 @@ def aside(sentence: str) -> None:
     Console(stderr=True, highlight=False).print(sentence, markup=False)
 
 
+@dataclass(frozen=True)
+class FittedTable:
+    """A table that gives up whole columns where the terminal is too narrow, and says which; no number is ever cut."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: Collection[str]
+    spare: Sequence[str]
+    title: str | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept = self.fitting(options.max_width)
+        yield self.drawn(kept)
+        if lost := [heading for heading in self.headings if heading not in kept]:
+            yield Text(f"in a wider terminal and in --json: {', '.join(lost)}", style="dim")
+
+    def fitting(self, width: int) -> list[str]:
+        """The columns that fit: those in `spare` go first, then the rightmost; the first one always stays."""
+        kept = list(self.headings)
+        for heading in [*self.spare, *reversed(self.headings[1:])]:
+            if self.width(kept) <= width:
+                break
+            if heading in kept:
+                kept.remove(heading)
+        return kept
+
+    def width(self, kept: Sequence[str]) -> int:
+        """Of the columns and the two blanks between them; the last one folds where it holds words."""
+        by_name = {
+            heading: max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n"))
+            for heading, *cells in zip(self.headings, *self.rows, strict=True)
+        }
+        if self.headings[-1] in self.words:
+            by_name[self.headings[-1]] = min(by_name[self.headings[-1]], FOLDED_WIDTH)
+        return sum(by_name[heading] for heading in kept) + 2 * (len(kept) - 1)
+
+    def drawn(self, kept: Sequence[str]) -> Table:
+        # Without lines: every column of the terminal counts.
+        table = Table(box=None, title=self.title, title_justify="left", title_style="bold", pad_edge=False)
+        table.padding = (0, 2, 0, 0)
+        for heading in kept:
+            justify = "left" if heading in self.words else "right"
+            table.add_column(heading, justify=justify, no_wrap=heading != self.headings[-1], overflow="fold")
+        for row in self.rows:
+            table.add_row(*(cell for heading, cell in zip(self.headings, row, strict=True) if heading in kept))
+        return table
+
+
 def table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = (), title: str | None = None
-) -> Table:
-    """Numbers to the right and never broken; the columns in `words` to the left; the last one folds."""
-    # Without lines: every column of the terminal counts.
-    drawn = Table(box=None, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        is_words = heading in words
-        drawn.add_column(
-            heading, justify="left" if is_words else "right", no_wrap=heading != headings[-1], overflow="fold"
-        )
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str] = (),
+    spare: Sequence[str] = (),
+    title: str | None = None,
+) -> FittedTable:
+    """Numbers to the right and never broken; the columns in `words` to the left; the last one folds if it is words.
+
+    Where the terminal is too narrow the columns in `spare` are given up first.
+    """
+    return FittedTable(list(headings), [list(row) for row in rows], words, spare, title)

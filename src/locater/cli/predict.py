@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import BadArguments
-from .output import JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, table
 from .scan import Layers
 from .spans import parse_spans
 
@@ -88,7 +88,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
         console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
 
 
-def _layer_table(found: "Prediction") -> Any:
+def _layer_table(found: "Prediction") -> FittedTable:
     body = []
     for (block, layer), group in groupby(found.heads, key=lambda head: (head.block, head.layer)):
         of_layer = list(group)
@@ -96,7 +96,7 @@ def _layer_table(found: "Prediction") -> Any:
     return table(["layer", *COLUMNS.values()], body, words=["layer"])
 
 
-def _head_table(found: "Prediction") -> Any:
+def _head_table(found: "Prediction") -> FittedTable:
     body = [
         [f"{head.block} {head.layer}.{head.head}", *(_pair([head], name) for name in COLUMNS)] for head in found.heads
     ]

@@ -6,7 +6,6 @@ from textwrap import wrap
 from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 
@@ -54,18 +53,15 @@ def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
 
     arms, score = document["arms"], QUANTITIES[document["score"]].heading
     columns = _columns(document)
-    shown = _fitting(columns, console.width)
     num_runs = sum(len(arm["seeds"]) for arm in arms)
     why = "" if chosen else ", the last that all reached"
     console.print(f"{num_runs} runs in {len(arms)} arms at step [bold]{document['step']}[/bold]{why}; best first")
     console.print()
-    console.print(table(list(shown), zip(*shown.values(), strict=True), words=["arm"]))
+    console.print(table(list(columns), zip(*columns.values(), strict=True), words=["arm"]))
     console.print()
     console.print(f"[dim]{score}: mean over seeds ± standard error; other columns: means[/dim]")
     if document["against"] is not None:
         console.print(f"[dim]difference: {score} − that of {escape(document['against'])}, paired by seed[/dim]")
-    if hidden := [heading for heading in columns if heading not in shown]:
-        console.print(f"[dim]in a wider terminal and in --json: {', '.join(hidden)}[/dim]")
     for sentence in _warnings(document):
         console.print(f"[red]![/red] {escape(sentence)}")
 
@@ -94,17 +90,6 @@ def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
                 lambda found, to=quantity.places: _number(found["mean"], f"z.{to}f"), name
             )
     return columns
-
-
-def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """As many columns, from the left, as the terminal has room for; the first three in any case."""
-    shown, room = {}, width
-    for heading, cells in columns.items():
-        room -= max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n")) + 2 * bool(shown)
-        if room < 0 and len(shown) >= 3:
-            break
-        shown[heading] = cells
-    return shown
 
 
 def _warnings(document: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import Refusal
-from .output import JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, table
 from .spans import parse_spans
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
         console.print(f"[red]! not read:[/red] {escape(sentence)}", soft_wrap=True)
 
 
-def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:
+def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     """Medians of each layer, and how many of its heads are of each regime that the model has at all."""
     present = [regime for regime in SHORT if any(row.regime == regime for row in rows)]
     body = []
@@ -113,7 +113,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> Any:
     return table(headings, body, words=["layer"])
 
 
-def _head_table(rows: "tuple[HeadRow, ...]") -> Any:
+def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     from ..scanning.findings import name
 
     body = [

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import BadArguments, refusal
-from .output import JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,7 +180,7 @@ def _best(profiles: dict[str, Any]) -> list[float]:
     return profiles.get("exact") or profiles.get("closed") or profiles["monte-carlo"]["mean"]
 
 
-def _profile_table(document: dict[str, Any]) -> Any:
+def _profile_table(document: dict[str, Any]) -> FittedTable:
     profiles, length = document["profiles"], document["length"]
     step = max(1, (length - 1) / (min(NUM_ROWS, length) - 1)) if length > 1 else 1
     positions = sorted({round(1 + step * row) for row in range(min(NUM_ROWS, length))})

@@ -16,7 +16,7 @@ from ..errors import BadArguments
 from ..training.config import GROUPS, PRESETS, Config, make_config
 from ..training.data.options import WALK
 from ..training.shape import Shape
-from .output import JsonPath, aside, console_for, table
+from .output import FittedTable, JsonPath, aside, console_for, table
 
 if TYPE_CHECKING:
     from ..training.run import Outcome
@@ -97,7 +97,7 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
         raise typer.Exit(128 + outcome.signal)
 
 
-def _heads(rows: list[dict[str, Any]]) -> Any:
+def _heads(rows: list[dict[str, Any]]) -> FittedTable:
     columns = {"tr W/λ": "trace", "η/λ": "eta", "ξ": "xi", "local": "localisation", "entropy": "normalised_entropy"}
     per_unit = ("trace", "eta")
     body = []
@@ -109,7 +109,7 @@ def _heads(rows: list[dict[str, Any]]) -> Any:
     return table(["head", *columns, "regime"], body, words=["regime"])
 
 
-def _propagation(found: dict[str, list[float]]) -> Any:
+def _propagation(found: dict[str, list[float]]) -> FittedTable:
     """Some positions of the walk: how often a gradient passed, and what the theory says."""
     length = len(found["measured"])
     positions = sorted({round(1 + (length - 1) * n / 7) for n in range(8)})

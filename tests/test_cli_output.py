@@ -1,0 +1,77 @@
+"""How commands look: in narrow terminals, in old encodings, and what they say of themselves."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from command import locater
+from locater.cli.output import table
+
+HEADINGS = ["layer", "tr W", "ξ range", "late", "meaning"]
+ROWS = [["decoder 5", "0.29", "-0.5 … 4.9", "2", "looks at nothing in particular, as far as anybody knows"]]
+
+
+def printed(width: int, **options) -> str:
+    console = Console(width=width, file=None, record=True, quiet=False)
+    with console.capture() as capture:
+        console.print(table(HEADINGS, ROWS, words=["layer", "meaning"], **options))
+    return capture.get()
+
+
+@pytest.mark.parametrize("width", range(20, 100))
+def test_no_number_is_cut_at_any_width(width):
+    text = printed(width)
+    shown = [heading for heading in HEADINGS[:4] if heading in text.splitlines()[0]]
+    cells = dict(zip(HEADINGS, ROWS[0], strict=True))
+    for heading in shown:
+        assert cells[heading] in text
+    lost = set(HEADINGS[:4]) - set(shown)
+    told = " ".join(text.split()).partition("in a wider terminal and in --json:")[2]
+    assert all(heading in told for heading in lost)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_spare_columns_go_first():
+    text = printed(45, spare=["tr W"])
+    assert "ξ range" in text.splitlines()[0] and "tr W" not in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_terminals_that_lack_greek_letters_are_spoken_to_plainly(encoding):
+    command = [sys.executable, "-m", "locater.cli", "theory", "--trace", "1", "--trace-of-square", "1"]
+    command += ["--frobenius-squared", "1", "--temperature", "1", "--length", "4"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert "xi = 1" in done.stdout.decode(encoding)
+    assert not done.stderr
+
+
+def test_the_version_is_the_packages():
+    import locater as package
+
+    assert locater("--version").out == f"locater {package.__version__}\n"
+
+
+def test_the_doctor_tells_what_is_there_and_what_is_not(monkeypatch, tmp_path):
+    doctor = sys.modules["locater.cli.doctor"]
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "matplotlib" else real(name))
+    result = locater("doctor", "--json", tmp_path / "doctor.json")
+    document = json.loads((tmp_path / "doctor.json").read_text())
+    assert document["core"]["torch"] == real("torch")
+    assert document["extras"]["plot"] == {"matplotlib": None}
+    assert "without matplotlib" in result.out and "plot" in result.out.split("pip install")[1]
+    assert set(document["extras"]) == set(doctor.EXTRAS)
+
+
+def test_the_doctor_knows_every_extra():
+    """Only the collections of extras are left out."""
+    from importlib.metadata import metadata
+
+    from locater.cli.doctor import EXTRAS
+
+    assert set(metadata("locater").get_all("Provides-Extra") or ()) - {"all", "dev"} == set(EXTRAS)
