@@ -86,3 +86,13 @@ def test_refusals(run, tmp_path):
         library.compare([run / "checkpoint-3", tmp_path / "other"])
     assert locater("compare", run, "--jobs", 0).code == 2
     assert locater("compare", run, "--jobs", 2, "--ray", "auto").code == 2
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".gguf"])
+def test_every_kind_of_file_that_scan_reads_is_a_checkpoint_of_a_run(tmp_path, suffix):
+    for name in ("step-2", "step-10", "model-00001-of-00002", "rng_state_3"):
+        (tmp_path / f"{name}{suffix}").touch()
+    assert [name.rpartition("/")[2] for name in library.checkpoints_in(tmp_path)] == [
+        f"step-2{suffix}",
+        f"step-10{suffix}",
+    ]

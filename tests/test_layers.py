@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 LAYERS = [
     {"errors"},
     {"records", "positions", "projections", "spectra"},
-    {"head", "theory"},
+    {"head"},
+    {"theory"},
     {"attention", "models"},
     {"checkpoints"},
     {"scanning", "stabilisers", "monitor"},

@@ -42,8 +42,12 @@ class Head:
     lookahead: int | None = None
 
     def __post_init__(self):
-        with within(f"{self.block} layer {self.layer}, head {self.index}"):
+        with within(self.label):
             _check(self)
+
+    @property
+    def label(self) -> str:
+        return label(self.block, self.layer, self.index)
 
     @property
     def d_head(self) -> int:
@@ -104,6 +108,15 @@ class Head:
         positions = positions or count(x_query, x_key)
         logits = self.logits(x_query, x_key, positions)
         return logits.masked_fill(~self.admits(*positions), -math.inf).softmax(-1)
+
+
+def label(block: str, layer: int, index: int) -> str:
+    """How messages call a head.
+
+    >>> label("decoder", 3, 0)
+    'decoder layer 3, head 0'
+    """
+    return f"{block} layer {layer}, head {index}"
 
 
 def count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*batch keys d"]) -> Positions:

@@ -7,6 +7,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import BadArguments
+from ..scanning import DEFAULT_LENGTH
 from .output import FittedTable, JsonPath, console_for, table
 from .scan import AllowPickle, Layers, Layout, Length, Raw
 from .spans import parse_spans
@@ -19,7 +20,7 @@ def compare(
     sources: Annotated[list[str], typer.Argument(help="Checkpoints in order, or a run's folder with several.")],
     most: Annotated[int, typer.Option(help="How many of the heads that moved most are shown.")] = 12,
     layers: Layers = None,
-    length: Length = 1024,
+    length: Length = DEFAULT_LENGTH,
     raw: Raw = False,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,

@@ -7,9 +7,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..theory.words import WORDS
 from .demo_models import say, show_models
 from .output import console_for
-from .theory import MEANING
 
 INTRODUCTION = """\
 [bold]Where does attention look?[/bold]
@@ -106,7 +106,7 @@ def _one_head_words(document: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "d_head": 6,
-        "meaning": MEANING[document["regime"]],
+        "meaning": WORDS[document["regime"]].meaning,
         "ratio": document["trace"] / document["temperature"],
         "xi": document["xi"],
         "regime": document["regime"],

@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.markup import escape
 
+from ..theory.words import WORDS
 from .output import console_for, table
 
-WORDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
-LETTERS = {"uniform": "·", "no-signal": " ", "early": "E", "middle": "M", "late": "L", "mixed": "x"}
+KINDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
 
 
 def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
@@ -38,7 +38,7 @@ def _map(document: dict[str, Any]) -> str:
     for deviation, regimes in reversed(
         list(zip(document["deviation_over_temperature"], document["regime"], strict=True))
     ):
-        rows.append(f"{deviation:8.3g} │ " + " ".join(LETTERS[regime] for regime in regimes))
+        rows.append(f"{deviation:8.3g} │ " + " ".join(WORDS[regime].letter for regime in regimes))
     traces = document["trace_over_temperature"]
     middle = len(traces) - 1
     rows.append(" " * 9 + "└" + "─" * (2 * len(traces)))
@@ -49,7 +49,7 @@ def _map(document: dict[str, Any]) -> str:
 
 def _counts(document: dict[str, Any]) -> Any:
     rows = [
-        [WORDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
+        [KINDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
         for name, count in document["summary"].items()
     ]
     headings = ["region", "points", "entropy collapse", "rank collapse"]

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import Refusal
+from ..scanning import DEFAULT_LENGTH
+from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, console_for, table
 from .spans import parse_spans
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
-SHORT = {"early": "early", "middle": "mid", "late": "late", "uniform": "unif", "mixed": "mixed", "no-signal": "none"}
 
 Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
@@ -35,7 +36,7 @@ def scan(
     source: Annotated[str, typer.Argument(help="A directory, a file, a Hugging Face id, or an address.")],
     heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
     layers: Layers = None,
-    length: Length = 1024,
+    length: Length = DEFAULT_LENGTH,
     temperature: Annotated[float | None, typer.Option(help="λ for all heads, instead of each head's own.")] = None,
     raw: Raw = False,
     eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Add the eigenvalues to JSON.")] = False,
@@ -92,7 +93,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     """Medians of each layer, and how many of its heads are of each regime that the model has at all."""
-    present = [regime for regime in SHORT if any(row.regime == regime for row in rows)]
+    present = [regime for regime in WORDS if any(row.regime == regime for row in rows)]
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
         of_layer = list(group)
@@ -109,7 +110,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
                 *(str(count or "") for count in counts),
             ]
         )
-    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", *(SHORT[regime] for regime in present)]
+    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", *(WORDS[regime].short for regime in present)]
     return table(headings, body, words=["layer"])
 
 

@@ -8,20 +8,13 @@ import typer
 from rich.markup import escape
 
 from ..errors import BadArguments, refusal
+from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, console_for, table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_ROWS = 12
-MEANING = {
-    "uniform": "every token passes on its signal with about the same probability: attention does not select",
-    "no-signal": "almost no token passes on a signal: the gradient through attention vanishes",
-    "early": "the first tokens pass on their signal, recent ones do not",
-    "middle": "only a window in the middle of the context passes on its signal",
-    "late": "recent tokens pass on their signal, early ones do not",
-    "mixed": "tokens differ, but no single stretch of the context stands out",
-}
 
 
 class Method(StrEnum):
@@ -154,7 +147,7 @@ def _show(document: dict[str, Any], plot: Path | None, json: Path | None) -> Non
     console = console_for(json)
     best = _best(document["profiles"])
     console.print(
-        f"[bold]{document['regime']}[/bold]: {MEANING[document['regime']]}.\n"
+        f"[bold]{document['regime']}[/bold]: {WORDS[document['regime']].meaning}.\n"
         f"T = {document['length']}, λ = {document['temperature']:.4g}, tr A = {document['trace']:.4g}, "
         f"η = {document['eta']:.4g}, ξ = {document['xi']:.4g}, localisation {document['localisation']:.2f}\n"
     )

@@ -28,8 +28,7 @@ class Model:
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
     """Find the family, or take the one given, and look for its tensors; nothing is read yet."""
     family = family or find_family(config, tensors.names)
-    found = (Places.find(row, config, tensors) for row in family.attention)
-    places = tuple(one for one in found if one is not None)
+    places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
     if not places:
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")

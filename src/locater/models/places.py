@@ -74,12 +74,12 @@ class Places:
         if not resolve(row.only, config):
             return None
         prefixes = row.prefixes if row.prefixes is not None else _all_prefixes(row.query, tensors)
-        found = [cls(row, config, tensors, prefix) for prefix in prefixes]
-        found = [places for places in found if places.layers]
-        if len(found) > 1:
-            names = ", ".join(places.name(row.query, places.layers[0]) for places in found)
+        candidates = [cls(row, config, tensors, prefix) for prefix in prefixes]
+        candidates = [places for places in candidates if places.layers]
+        if len(candidates) > 1:
+            names = ", ".join(places.name(row.query, places.layers[0]) for places in candidates)
             raise refusal(f"one place for {row.block} queries", names, "describe the one you mean with --layout")
-        return found[0] if found else None
+        return candidates[0] if candidates else None
 
     @cached_property
     def num_layers(self) -> int:

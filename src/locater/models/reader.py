@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Refusal, refusal, within
-from ..head import Block, Head
+from ..head import Block, Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
 from .places import Once, Places, first_row, rows_used
@@ -147,7 +147,7 @@ def build_layer(places: Places, layer: int) -> Layer:
             bias = _position_bias(places, layer, index)
             heads.append(Head(layer, index, *projections, key_index=key_index, position_bias=bias, **shared))
         except Refusal as reason:
-            place = f"{places.row.block} layer {layer}, head {index}: "
+            place = label(places.row.block, layer, index) + ": "
             refused.append(place + str(reason).removeprefix(place))  # a head that was made wrong says where it is
     names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
     return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)

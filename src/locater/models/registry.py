@@ -30,11 +30,11 @@ def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
 
 def _patterns(names: Collection[str]) -> dict[str, set[str]]:
     """Names with their first number replaced by {layer}, those that look like queries and keys first."""
-    found: dict[str, set[str]] = defaultdict(set)
+    patterns: dict[str, set[str]] = defaultdict(set)
     for name in names:
         pattern, replaced = re.subn(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "{layer}", name, count=1)
-        found[pattern].add(name if replaced else "")
-    return dict(sorted(found.items(), key=lambda item: (-_likeness(item[0]), item[0])))
+        patterns[pattern].add(name if replaced else "")
+    return dict(sorted(patterns.items(), key=lambda item: (-_likeness(item[0]), item[0])))
 
 
 def _likeness(pattern: str) -> int:

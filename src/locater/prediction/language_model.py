@@ -25,7 +25,7 @@ def load_model(source: Source) -> nn.Module:
     transformers = _transformers()
     place, options = _place(source)
     # The name of this argument before version 5 is not its name since.
-    options["dtype" if transformers.__version__ >= "5" else "torch_dtype"] = torch.float32
+    options["dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"] = torch.float32
     with quiet(transformers):
         try:
             model = transformers.AutoModel.from_pretrained(place, **options)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
 from ..records import write
+from ..theory.words import LOCALIZED, WORDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,15 +14,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 # Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
 METHOD_COLOURS = {"closed": "#0072B2", "exact": "#D55E00", "monte-carlo": "#444444"}
-REGIME_COLOURS = {
-    "no-signal": "#3b3b3b",
-    "uniform": "#e8e4da",
-    "mixed": "#b9b3a4",
-    "early": "#56B4E9",
-    "middle": "#F0B429",
-    "late": "#009E73",
-}
-LOCALIZED = ("early", "middle", "late")
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -87,13 +79,13 @@ def _regimes(panel: "Axes", document: dict[str, Any]) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    names = list(REGIME_COLOURS)
+    names = list(WORDS)
     numbers = [[names.index(regime) for regime in row] for row in document["regime"]]
-    colours = ListedColormap(list(REGIME_COLOURS.values()))
+    colours = ListedColormap([word.colour for word in WORDS.values()])
     panel.imshow(numbers, origin="lower", aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
     panel.set_title("Theory: regime", loc="left", fontsize=10)
     present = [name for name in names if any(name in row for row in document["regime"])]
-    handles = [Patch(color=REGIME_COLOURS[name], label=name) for name in present]
+    handles = [Patch(color=WORDS[name].colour, label=name) for name in present]
     panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 

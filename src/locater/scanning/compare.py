@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import refusal
 from .rows import HeadRow
 from .scan import Scan, scan
@@ -104,7 +105,7 @@ def _holds_weights(entry: Path) -> bool:
     if entry.is_dir():
         return (entry / "config.json").exists() or (entry / ".metadata").exists()
     sharded = re.search(r"-\d+-of-\d+\.", entry.name)
-    return entry.suffix in (".pt", ".pth", ".safetensors", ".gguf") and not sharded
+    return entry.suffix in WEIGHTS and not sharded and not OTHER.match(entry.name)
 
 
 def one_by_one(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:

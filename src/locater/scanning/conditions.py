@@ -35,15 +35,15 @@ class Condition:
 
 
 def parse(text: str) -> tuple[Condition, ...]:
-    """Conditions parted by blanks or commas; a row that meets any of them counts.
+    """Conditions separated by whitespace or commas; a row that meets any of them counts.
 
     >>> [condition.column for condition in parse("xi<0.5, regime=no-signal")]
     ['xi', 'regime']
     """
-    found = tuple(_parse_one(part) for part in re.split(r"[\s,]+", text.strip()) if part)
-    if not found:
+    conditions = tuple(_parse_one(part) for part in re.split(r"[\s,]+", text.strip()) if part)
+    if not conditions:
         raise BadArguments("--fail-on expects conditions such as 'xi<0.5 regime=no-signal', got nothing")
-    return found
+    return conditions
 
 
 def _parse_one(part: str) -> Condition:
@@ -65,4 +65,4 @@ def failures(conditions: Iterable[Condition], rows: Iterable[HeadRow]) -> dict[C
     """The rows that meet each condition; conditions that none meets are left out."""
     rows = list(rows)
     met = {condition: [row for row in rows if condition.met_by(row)] for condition in conditions}
-    return {condition: found for condition, found in met.items() if found}
+    return {condition: those for condition, those in met.items() if those}

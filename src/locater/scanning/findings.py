@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ..theory.words import LOCALIZED
 from .rows import HeadRow
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
     found += [_hot(row, scales[row] / usual) for row in hottest if scales[row] > HOT * usual > 0][:MOST_OF_A_KIND]
     found += [_cold(row) for row in reversed(hottest) if scales[row] * COLD < usual][:MOST_OF_A_KIND]
     sharpest = sorted(rows, key=lambda row: -abs(row.xi))
-    local = [row for row in sharpest if row.regime in ("early", "middle", "late")]
+    local = [row for row in sharpest if row.regime in LOCALIZED]
     found += [_local(row) for row in local[:MOST_OF_A_KIND]]
     return list({finding.row: finding for finding in reversed(found)}.values())[::-1]
 

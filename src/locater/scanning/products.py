@@ -118,8 +118,8 @@ def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = Non
         torch.mm(buffer[0], buffer.flatten(0, 1).mT, out=with_key[number])
         torch.bmm(buffer[1:], buffer[1:].mT, out=query[number])
     blocks = with_key.unflatten(-1, (-1, size)).transpose(1, 2)
-    found = Grams(blocks[:, 1:].contiguous(), query, blocks[:, :1].contiguous())
-    return found if raw else _amplified(found, first)
+    grams = Grams(blocks[:, 1:].contiguous(), query, blocks[:, :1].contiguous())
+    return grams if raw else _amplified(grams, first)
 
 
 def _buffer(count: int, weight: Tensor) -> Tensor:
@@ -153,10 +153,10 @@ def _fold(weights: Tensor, norm: Norm | None) -> None:
         weights *= norm.gain.detach().to(weights)
 
 
-def _amplified(found: Grams, head: Head) -> Grams:
+def _amplified(grams: Grams, head: Head) -> Grams:
     """At offset 0 rotary positions do nothing but multiply the rows that turn by the amplitude."""
     if head.rotary is None or head.rotary.amplitude == 1:
-        return found
-    rows = found.core.new_ones(head.d_head)
+        return grams
+    rows = grams.core.new_ones(head.d_head)
     rows[head.rotary.pairs.flatten()] = head.rotary.amplitude
-    return Grams(*(product * rows[:, None] * rows for product in found))
+    return Grams(*(product * rows[:, None] * rows for product in grams))

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..attention import ranks, statistics
 from ..spectra import Moments
 from ..theory import closed_form, regimes
+from ..theory.words import LOCALIZED
 
-LOCALIZED = ("early", "middle", "late")
 # A logit grows along the walk by tr W/λ per token, so beyond |tr W| = λ softmax falls by more than a factor e from one
 # token to the next: localized still, but on so few tokens that it is counted apart.
 REGIONS = ("localized", "localized-beyond", "elsewhere")

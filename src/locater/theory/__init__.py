@@ -1,8 +1,18 @@
-"""The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways."""
+"""The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways.
 
-from . import clipped_softmax, closed_form, exact, monte_carlo, regimes, rotary
-from .random_walk import Estimate
-from .regimes import REGIMES, classify, classify_all, localisation
+`profile(head, length=…)` is the door. The files behind it take weights: closed_form, exact, monte_carlo, rotary;
+`clipped_softmax` has the theory's softmax and how far it is from the true one.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import clipped_softmax, closed_form, exact, monte_carlo, regimes, rotary, words
+    from .of_head import profile
+    from .random_walk import Estimate
+    from .regimes import classify, classify_all, localisation
+    from .words import REGIMES
 
 __all__ = [
     "REGIMES",
@@ -14,6 +24,25 @@ __all__ = [
     "exact",
     "localisation",
     "monte_carlo",
+    "profile",
     "regimes",
     "rotary",
+    "words",
 ]
+
+# Looked up when first used: reports and the command line take the words without loading torch.
+_HOMES = {
+    "REGIMES": "words",
+    "Estimate": "random_walk",
+    "classify": "regimes",
+    "classify_all": "regimes",
+    "localisation": "regimes",
+    "profile": "of_head",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'locater.theory' has no attribute {name!r}")
+    home = import_module(f".{_HOMES.get(name, name)}", __name__)
+    return getattr(home, name) if name in _HOMES else home

@@ -46,8 +46,8 @@ def clipping_error(
     real attention layer and where it is a caricature.
     """
     problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
-    found = [_distances(head, num_walks=num_walks, generator=generator) for head in problem.heads()]
-    distances = torch.stack(found).reshape(*problem.batch, num_walks)
+    distances_of_heads = [_distances(head, num_walks=num_walks, generator=generator) for head in problem.heads()]
+    distances = torch.stack(distances_of_heads).reshape(*problem.batch, num_walks)
     return Estimate(distances.mean(-1), distances.std(-1, correction=0) / num_walks**0.5)
 
 

@@ -26,21 +26,21 @@ def profile(
 
 
 def from_moments(
-    found: Moments,
+    spectrum: Moments,
     *,
     length: int,
     temperature: float | None = None,
     bias: Float[Tensor, "*#batch {length}"] | None = None,
 ) -> Float[Tensor, "*batch {length}"]:
     """The profile of heads of which only the three moments are known; `bias` is what positions add to the logits."""
-    positions = torch.arange(1, check_length(length) + 1, dtype=torch.float64, device=found.trace.device)
+    positions = torch.arange(1, check_length(length) + 1, dtype=torch.float64, device=spectrum.trace.device)
     shift = None if bias is None else bias.double() - bias.double().mean(-1, keepdim=True)
-    return at(positions, found, length=length, temperature=temperature, shift=shift)
+    return at(positions, spectrum, length=length, temperature=temperature, shift=shift)
 
 
 def at(
     positions: Float[Tensor, " positions"],
-    found: Moments,
+    spectrum: Moments,
     *,
     length: int,
     temperature: float | None = None,
@@ -51,26 +51,26 @@ def at(
     A bias b_t of the logits moves μ by `shift` = b_t − b̄ and leaves v alone.
     """
     total, squares = walk_weights(positions, length)
-    scale = check_temperature(temperature, found.d_head)
-    mean = total * _column(found.trace)
+    scale = check_temperature(temperature, spectrum.d_head)
+    mean = total * _column(spectrum.trace)
     mean = mean if shift is None else mean + scale * shift
-    variance = total.square() * _column(found.trace_of_square) + squares * _column(found.frobenius_squared)
+    variance = total.square() * _column(spectrum.trace_of_square) + squares * _column(spectrum.frobenius_squared)
     return between(-scale, (length - 1) * scale, mean=mean, variance=variance.expand_as(mean))
 
 
 def limit(
-    found: Moments, theta: Float[Tensor, " positions"], *, temperature: float | None = None
+    spectrum: Moments, theta: Float[Tensor, " positions"], *, temperature: float | None = None
 ) -> Float[Tensor, "*batch positions"]:
     """ρ(θ) for T → ∞ at θ = t/T in [0, 1]; 1 for A = 0, which is on the sloped piece at every finite T."""
     if bool(((theta < 0) | (theta > 1)).any()):
         raise refusal("positions θ from 0 to 1", theta.tolist(), "divide t by T")
-    theta = theta.to(found.trace.device, torch.float64)
+    theta = theta.to(spectrum.trace.device, torch.float64)
     centred = theta - 0.5
     squares = theta.square() - theta + 1 / 3
-    mean = centred * _column(found.trace)
-    variance = centred.square() * _column(found.trace_of_square) + squares * _column(found.frobenius_squared)
-    scale = check_temperature(temperature, found.d_head)
-    silent = _column(found.frobenius_squared) == 0
+    mean = centred * _column(spectrum.trace)
+    variance = centred.square() * _column(spectrum.trace_of_square) + squares * _column(spectrum.frobenius_squared)
+    scale = check_temperature(temperature, spectrum.d_head)
+    silent = _column(spectrum.frobenius_squared) == 0
     return torch.where(silent, 1.0, between(0.0, scale, mean=mean, variance=variance))
 
 

@@ -52,11 +52,11 @@ def _head_profile(head: Problem, tolerance: float) -> Float[Tensor, " length"]:
     query, key = head.query.double(), head.key.double()
     form = canonical_form(query, key, length=head.length, temperature=head.temperature)
     positions = torch.arange(1, head.length + 1, dtype=torch.float64, device=query.device)
-    found, scale = _moments(form), head.temperature / form.unit
+    spectrum, scale = _moments(form), head.temperature / form.unit
 
     def guide(where: Tensor) -> Tensor:
         # Cheap at every t, so it shows a narrow window that would fall between the first few points.
-        return closed_form.at(where, found, length=head.length, temperature=scale)
+        return closed_form.at(where, spectrum, length=head.length, temperature=scale)
 
     answer = interpolation.adaptive(lambda where: evaluate(form, where), positions, guide=guide, tolerance=tolerance)
     return answer.clamp(0, 1)

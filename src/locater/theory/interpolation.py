@@ -26,9 +26,9 @@ def adaptive(
     """
     if tolerance == 0 or len(positions) <= FEW:
         return function(positions)
-    found = _one_piece(function, positions, guide=guide, tolerance=tolerance)
-    if found is not None:
-        return found
+    piece = _one_piece(function, positions, guide=guide, tolerance=tolerance)
+    if piece is not None:
+        return piece
     halves = positions.tensor_split(2)
     return torch.cat([adaptive(function, half, guide=guide, tolerance=tolerance) for half in halves])
 

@@ -93,10 +93,10 @@ def logits(
     query, key = reduced(head.query, head.key)
     for steps in normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
         direction = steps.sum(1) @ query.mT @ key
-        found = (steps @ direction[..., None])[..., 0].cumsum(-1)
-        if not bool(torch.isfinite(found).all()):
+        values = (steps @ direction[..., None])[..., 0].cumsum(-1)
+        if not bool(torch.isfinite(values).all()):
             raise refusal("weights whose logits are finite", "an overflow", "scale the weights down or use float64")
-        yield found
+        yield values
 
 
 def normal_steps(

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-REGIMES = ("uniform", "no-signal", "early", "middle", "late", "mixed")
+from .words import REGIMES
 
 # Below this maximum of ρ hardly any token has a gradient.
 NO_SIGNAL = 0.05
@@ -41,13 +41,13 @@ def codes(profiles: Float[Tensor, "*batch length"]) -> Int[Tensor, "*batch"]:
     size = max(1, round(END * profiles.shape[-1]))
     starts_high = profiles[..., :size].mean(-1) >= LOW * highest
     ends_high = profiles[..., -size:].mean(-1) >= LOW * highest
-    found = torch.full_like(highest, REGIMES.index("mixed"), dtype=torch.long)
-    found[~starts_high & ~ends_high] = REGIMES.index("middle")
-    found[starts_high & ~ends_high] = REGIMES.index("early")
-    found[~starts_high & ends_high] = REGIMES.index("late")
-    found[lowest >= FLAT * highest] = REGIMES.index("uniform")
-    found[highest < NO_SIGNAL] = REGIMES.index("no-signal")
-    return found
+    regime = torch.full_like(highest, REGIMES.index("mixed"), dtype=torch.long)
+    regime[~starts_high & ~ends_high] = REGIMES.index("middle")
+    regime[starts_high & ~ends_high] = REGIMES.index("early")
+    regime[~starts_high & ends_high] = REGIMES.index("late")
+    regime[lowest >= FLAT * highest] = REGIMES.index("uniform")
+    regime[highest < NO_SIGNAL] = REGIMES.index("no-signal")
+    return regime
 
 
 def localisation(profiles: Float[Tensor, "*batch length"]) -> Float[Tensor, "*batch"]:
