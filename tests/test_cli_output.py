@@ -74,4 +74,4 @@ def test_the_doctor_knows_every_extra():
 
     from locater.cli.doctor import EXTRAS
 
-    assert set(metadata("locater").get_all("Provides-Extra") or ()) - {"all", "dev"} == set(EXTRAS)
+    assert set(metadata("locater").get_all("Provides-Extra") or ()) - {"all", "dev", "docs"} == set(EXTRAS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from command import locater
+from saved_models import case_named
 
 CHECKED = [1, 6, 12, 18, 24]
 CLOSED = [0.092179, 0.141847, 0.523308, 0.880385, 0.648561]
@@ -101,7 +102,7 @@ MOMENTS = ("--trace", 3, "--trace-of-square", 4, "--frobenius-squared", 5)
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ((), 2, "give one of --matrix"),
+        (("--head", "gpt2"), 2, "--head expects MODEL:LAYER.HEAD"),
         (("--matrix", "A", *MOMENTS), 2, "give one of --matrix"),
         (("--query", "A"), 2, "both --query and --key"),
         (MOMENTS[:4], 2, "all three"),
@@ -180,3 +181,32 @@ def test_the_corners_of_the_plane_are_what_the_theory_says(diagram):
     assert found["regime"][0][0] == found["regime"][0][-1] == "middle"
     assert found["regime"][0][-4] == "late" and found["regime"][0][3] == "early"
     assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_without_weights_an_example_is_shown_and_called_one():
+    result = locater("theory", "--length", "32")
+    assert result.code == 0 and "late" in result.out and "built-in example" in " ".join(result.err.split())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    case = case_named("gpt2")
+    case.save(case.build(), folder)
+    return folder
+
+
+def test_a_head_of_a_checkpoint_is_the_scans(checkpoint, tmp_path):
+    """Moments by `theory --head` and by `scan` are of the same weights, with the norm's gain, at the head's own λ."""
+    document, scanned = tmp_path / "head.json", tmp_path / "scan.json"
+    assert locater("theory", "--head", f"{checkpoint}:1.1", "--json", document).code == 0
+    assert locater("scan", checkpoint, "--json", scanned).code == 0
+    found = json.loads(document.read_text())
+    (row,) = (row for row in json.loads(scanned.read_text())["heads"] if (row["layer"], row["head"]) == (1, 1))
+    for name in ("trace", "trace_of_square", "frobenius_squared", "eta", "xi"):
+        assert found[name] == pytest.approx(row[name], rel=1e-5)
+
+
+def test_a_head_that_is_not_there_is_refused(checkpoint):
+    result = locater("theory", "--head", f"{checkpoint}:1.99")
+    assert result.code == 1 and "1.99" in result.err

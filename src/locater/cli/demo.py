@@ -77,25 +77,16 @@ def _show_theory(console: Console, out: Path) -> None:
 
     from ..report import figures
     from ..studies.phase_diagram import phase_diagram
-    from ..studies.profile import profile_of_weights
+    from ..studies.profile import example_head, profile_of_weights
 
     generator = torch.Generator().manual_seed(1)
     head, plane = out / "one_head.png", out / "phase_diagram.png"
-    document = profile_of_weights(*_small_head(generator), length=64, seed=1)
+    document = profile_of_weights(*example_head(), length=64, seed=1)
     figures.save(figures.profile(document), head)
     say(console, ONE_HEAD.format(picture=escape(str(head)), **_one_head_words(document)))
     diagram = phase_diagram(generator=generator)
     figures.save(figures.phase_diagram(diagram), plane)
     say(console, PLANE.format(picture=escape(str(plane)), **_plane_words(diagram["summary"])))
-
-
-def _small_head(generator: Any) -> Any:
-    """Query and key that share a direction each, plus noise: a mean away from zero, not symmetric."""
-    import torch
-
-    noise = torch.randn(2, 6, 12, generator=generator, dtype=torch.float64)
-    shared = torch.eye(6, 12, dtype=torch.float64)
-    return shared * 0.7 + 0.2 * noise[0], shared * 0.7 + 0.2 * noise[1]
 
 
 def _one_head_words(document: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`locater theory`: the signal propagation probability of one head, by every method, and the phase diagram."""
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from rich.markup import escape
 
 from ..errors import BadArguments, refusal
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, console_for, table
+from .output import FittedTable, JsonPath, aside, console_for, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,10 @@ class Method(StrEnum):
 Matrix = Annotated[Path | None, typer.Option(metavar="A.npy", help="The d×d matrix A.")]
 Query = Annotated[Path | None, typer.Option(metavar="Q.npy", help="Query weights, d_h×d.")]
 Key = Annotated[Path | None, typer.Option(metavar="K.npy", help="Key weights, d_h×d.")]
+HeadOf = Annotated[
+    str | None,
+    typer.Option("--head", metavar="MODEL:LAYER.HEAD", help="A head of a checkpoint, its norm's gain folded in."),
+]
 Trace = Annotated[float | None, typer.Option(help="tr A, instead of weights.")]
 TraceOfSquare = Annotated[float | None, typer.Option(help="tr A².")]
 FrobeniusSquared = Annotated[float | None, typer.Option(help="‖A‖² (Frobenius).")]
@@ -47,6 +52,7 @@ def theory(
     matrix: Matrix = None,
     query: Query = None,
     key: Key = None,
+    head: HeadOf = None,
     trace: Trace = None,
     trace_of_square: TraceOfSquare = None,
     frobenius_squared: FrobeniusSquared = None,
@@ -68,13 +74,14 @@ def theory(
         return run(seed=seed, plot=plot, json=json)
     moments = (trace, trace_of_square, frobenius_squared)
     by_moments = any(moment is not None for moment in moments)
-    if (matrix is not None) + (query is not None or key is not None) + by_moments != 1:
-        raise BadArguments("give one of --matrix, --query with --key, or the three moments (or --phase-diagram)")
+    ways = (matrix is not None) + (query is not None or key is not None) + (head is not None) + by_moments
+    if ways > 1:
+        raise BadArguments("give one of --matrix, --query with --key, --head, or three moments (or --phase-diagram)")
     options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
     if by_moments:
         document = _of_moments(moments, method, options)
     else:
-        weights = _load_matrix(matrix) if matrix else _load_pair(query, key)
+        weights = _weights(matrix, query, key, head, options)
         options |= dict(covariance=_covariance(covariance), num_walks=walks, seed=seed)
         document = _of_weights(weights, method, options)
     return _show(document, plot, json)
@@ -101,6 +108,43 @@ def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[
 
     methods = METHODS if method is Method.all else [method.value]
     return profile_of_weights(*weights, methods=methods, **options)
+
+
+def _weights(
+    matrix: Path | None, query: Path | None, key: Path | None, head: str | None, options: dict[str, Any]
+) -> "tuple[Tensor, Tensor]":
+    """Query and key weights by whichever way they were named; a head also brings its own λ."""
+    if matrix:
+        return _load_matrix(matrix)
+    if head is not None:
+        return _load_head(head, options)
+    if query is None and key is None:
+        from ..studies.profile import example_head
+
+        aside("no weights were named, so this is a built-in example: --head MODEL:LAYER.HEAD takes a real one")
+        return example_head()
+    return _load_pair(query, key)
+
+
+def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
+    from .. import checkpoints
+    from ..models import Config, open_model
+
+    matched = re.fullmatch(r"(.+):(\d+)\.(\d+)", place)
+    if matched is None:
+        raise BadArguments(f"--head expects MODEL:LAYER.HEAD, such as gpt2:5.1, got {place!r}")
+    source, layer, index = matched[1], int(matched[2]), int(matched[3])
+    with checkpoints.open(source) as checkpoint:
+        layers = open_model(Config(checkpoint.config), checkpoint).layers(frozenset({layer}))
+        heads = [one.folded() for read in layers for one in read.heads if one.index == index]
+    if not heads:
+        raise refusal(f"a layer and a head of {source}", f"{layer}.{index}", f"locater scan {source} lists them")
+    chosen = heads[0]
+    if chosen.rotary is not None:
+        aside("rotary positions are left out here: this is the head at distance 0; locater scan has them in its regime")
+    if options["temperature"] is None:
+        options["temperature"] = chosen.temperature
+    return chosen.query.linearised().double(), chosen.key.linearised().double()
 
 
 def _load_matrix(path: Path) -> "tuple[Tensor, Tensor]":

@@ -1,20 +1,20 @@
-"""LocAteR and its rivals under one interface, for anyone's training loop.
-
-The mathematics alone, on two weight tensors, is in `locater.stabilisers.penalty`.
-"""
+"""LocAteR and its rivals under one interface, for anyone's training loop."""
 
 from .base import Stabiliser
 from .live.gains import Normalised, Raw
 from .locater import LocAteR
-from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
-from .rivals.attention_losses import EntropyBonus, ZLoss
-from .rivals.initialisation import MimeticInitialisation, SpectralInitialisation
+from .rivals.entropy import EntropyBonus
+from .rivals.mimetic import MimeticInitialisation
 from .rivals.qk_clip import QKClip
 from .rivals.qk_norm import L2, RMS, QKNorm
-from .rivals.reparametrisation import SigmaReparam, SpectralNorm
+from .rivals.sigma_reparam import SigmaReparam
 from .rivals.soft_cap import SoftCap
+from .rivals.spectral_initialisation import SpectralInitialisation
+from .rivals.spectral_norm import SpectralNorm
 from .rivals.weight_decay import QKDecay
-from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
+from .rivals.z_loss import ZLoss
+from .scales import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
+from .targets import Constant, Free, Initial, Penalty, Projection, Until, WarmUp
 
 __all__ = [
     "Constant",
@@ -28,14 +28,13 @@ __all__ = [
     "MimeticInitialisation",
     "Normalised",
     "OverOffsets",
-    "Penalised",
-    "Projected",
+    "Penalty",
+    "Projection",
     "QKClip",
     "QKDecay",
     "QKNorm",
     "RMS",
     "Raw",
-    "Scale",
     "SigmaReparam",
     "SoftCap",
     "SpectralInitialisation",

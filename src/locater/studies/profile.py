@@ -15,6 +15,13 @@ from ..theory import closed_form, exact, monte_carlo, regimes
 METHODS = ("closed", "exact", "monte-carlo")
 
 
+def example_head() -> tuple[Float[Tensor, "d_head d_model"], Float[Tensor, "d_head d_model"]]:
+    """A small head to look at: query and key share a direction each, plus noise. Localized, and not symmetric."""
+    noise = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shared = torch.eye(6, 12, dtype=torch.float64)
+    return shared * 0.7 + 0.15 * noise[0], shared * 0.7 + 0.15 * noise[1]
+
+
 def profile_of_weights(
     query: Float[Tensor, "d_head d_model"],
     key: Float[Tensor, "d_head d_model"],

