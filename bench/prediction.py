@@ -11,8 +11,8 @@ from pathlib import Path
 from locater.prediction.inputs import InputsCollector
 from locater.prediction.language_model import load_model, load_tokenizer, run, self_attention
 from locater.prediction.numbers import NAMES
-from locater.prediction.pipeline import measure, predict_layer
-from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms
+from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, measure
+from locater.prediction.sampling import predict_layer
 from locater.prediction.windows import cut
 from locater.training.data.embedded_text import embedded_text
 

@@ -19,8 +19,8 @@ from locater.stabilisers import (
     Constant,
     EntropyBonus,
     LocAteR,
-    Penalty,
-    Projection,
+    Penalised,
+    Projected,
     QKClip,
     QKDecay,
     QKNorm,
@@ -107,7 +107,7 @@ def contenders(
     trainer: Trainer, *, quick: bool
 ) -> tuple[dict[str, Callable[[], float]], dict[str, Callable[[], float]]]:
     model, optimizer = trainer.model, trainer.optimizer
-    hold = Projection()
+    hold = Projected()
     alone = {
         "LocAteR, decoupled": trainer.extra_of(lambda: LocAteR(model, strength=1e-6, optimizer=optimizer)),
         "LocAteR, in the loss": trainer.extra_of(lambda: LocAteR(model, strength=1e-6)),
@@ -115,7 +115,7 @@ def contenders(
             lambda: LocAteR(model, strength=1e-6, mean=hold, optimizer=optimizer)
         ),
         "LocAteR, in the loss, trace penalised": trainer.extra_of(
-            lambda: LocAteR(model, strength=1e-6, mean=Penalty(1e-6, Constant(1.0)))
+            lambda: LocAteR(model, strength=1e-6, mean=Penalised(1e-6, Constant(1.0)))
         ),
         "σReparam, all linear layers": trainer.reparametrised(lambda: SigmaReparam(model)),
         "spectral norm on queries and keys": trainer.reparametrised(lambda: SpectralNorm(model)),

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from locater.integrations.hugging_face import LocAteRCallback
-from locater.stabilisers import Projection, WarmUp
+from locater.stabilisers import Projected, WarmUp
 
 torch.manual_seed(0)
 sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64)
@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         disable_tqdm=True,
     )
-    locater = LocAteRCallback(strength=1e-3, mean=Projection(WarmUp(0.5, steps=10)))
+    locater = LocAteRCallback(strength=1e-3, mean=Projected(WarmUp(0.5, steps=10)))
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[locater])
     trainer.train()
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from locater.stabilisers import Constant, LocAteR, Penalty
+from locater.stabilisers import Constant, LocAteR, Penalised
 
 
 class Attention(nn.Module):
@@ -23,7 +23,7 @@ torch.manual_seed(0)
 model = nn.ModuleDict({"attention": Attention()})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 heads = [("attention.find", "attention.offer", 4, 2)]  # query, key, how many heads of each
-locater = LocAteR(model, strength=1e-3, mean=Penalty(0.1, Constant(1.0)), heads=heads)
+locater = LocAteR(model, strength=1e-3, mean=Penalised(0.1, Constant(1.0)), heads=heads)
 
 for _ in range(60):
     x = torch.randn(4, 16, 32)

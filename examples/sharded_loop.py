@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locater.stabilisers import LocAteR, Projection, WarmUp
+from locater.stabilisers import LocAteR, Projected, WarmUp
 
 for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29561").items():
     os.environ.setdefault(name, value)
@@ -20,7 +20,7 @@ for block in model.model.layers:
 fully_shard(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-locater = LocAteR(model, strength=1e-3, mean=Projection(WarmUp(0.5, steps=10)), optimizer=optimizer)
+locater = LocAteR(model, strength=1e-3, mean=Projected(WarmUp(0.5, steps=10)), optimizer=optimizer)
 
 for _ in range(15):
     tokens = torch.randint(0, 128, (4, 32))

@@ -2,13 +2,13 @@
 
 import torch
 
-from locater.stabilisers import Constant, LocAteR, Penalty
+from locater.stabilisers import Constant, LocAteR, Penalised
 from stabiliser_models import OwnAttention
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = OwnAttention().double()
-locater = LocAteR(model, strength=0.5, mean=Penalty(0.3, Constant(1.0)), heads=model.heads)
+locater = LocAteR(model, strength=0.5, mean=Penalised(0.3, Constant(1.0)), heads=model.heads)
 x = torch.randn(2, 5, 16, dtype=torch.float64)
 
 

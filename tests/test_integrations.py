@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from locater.integrations import hugging_face as hf
 from locater.integrations import lightning
-from locater.stabilisers import Projection, QKClip, WarmUp
+from locater.stabilisers import Projected, QKClip, WarmUp
 from stabiliser_models import llama
 
 TESTS = Path(__file__).parent
@@ -76,7 +76,7 @@ def hf_run(folder: Path, *, resume: bool = False, stop: int | None = None) -> tu
         disable_tqdm=True,
         seed=0,
     )
-    callback = hf.LocAteRCallback(strength=1e-2, mean=Projection(WarmUp(0.2, steps=6)))
+    callback = hf.LocAteRCallback(strength=1e-2, mean=Projected(WarmUp(0.2, steps=6)))
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
     logged = [entry for entry in trainer.state.log_history if "qk/layer_00/xi" in entry]
@@ -124,7 +124,7 @@ class Regression(lightning.LightningModule):
 def lightning_run(folder: Path, *, resume: bool = False) -> Regression:
     torch.manual_seed(0)
     module = Regression()
-    callback = lightning.LocAteRCallback(model="encoder", strength=1e-2, mean=Projection(WarmUp(0.3, steps=8)))
+    callback = lightning.LocAteRCallback(model="encoder", strength=1e-2, mean=Projected(WarmUp(0.3, steps=8)))
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
     trainer = lightning.Trainer(

@@ -12,7 +12,7 @@ from family_cases.base import shake
 from locater.errors import Refusal
 from locater.models import live as modules
 from locater.scanning.scan import scan
-from locater.stabilisers import Constant, LocAteR, Projection
+from locater.stabilisers import Constant, LocAteR, Projected
 from locater.training.loss import linear_cross_entropy
 from locater.training.model import LanguageModel, WalkModel, WalkShape
 from locater.training.shape import SHAPES, Shape
@@ -167,7 +167,7 @@ def test_a_later_token_changes_nothing_before_it():
 
 def test_stabilisers_hold_its_heads():
     model = LanguageModel(SMALL)
-    locater = LocAteR(model, strength=1e-3, mean=Projection(Constant(0.5)))
+    locater = LocAteR(model, strength=1e-3, mean=Projected(Constant(0.5)))
     locater.penalty().backward()
     locater.step()
     rows = scan(model, raw=True).heads

@@ -4,13 +4,11 @@ import torch
 from locater.attention.input_moments import MomentsCollector
 from locater.head import Head
 from locater.positions import Rotary
-from locater.prediction.agreement import bias, mean_absolute_error, spearman
-from locater.prediction.expected import effective, lag_shift
-from locater.prediction.gaussian import of_moments, of_tokens
+from locater.prediction.gaussian import around_offsets, lags_around_offsets, of_moments, of_tokens, position_offsets
 from locater.prediction.inputs import InputsCollector, echoes
-from locater.prediction.positions import around_offsets, lags_around_offsets, position_offsets
-from locater.prediction.sampling import draw_texts
-from locater.prediction.terms import Terms
+from locater.prediction.result import bias, mean_absolute_error, spearman
+from locater.prediction.sampling import draw_texts, effective, lag_shift
+from locater.prediction.settings import Terms
 from locater.prediction.windows import Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH

@@ -20,8 +20,8 @@ from locater.stabilisers import (
     LocAteR,
     Normalised,
     OverOffsets,
-    Penalty,
-    Projection,
+    Penalised,
+    Projected,
     Until,
     Variance,
     WarmUp,
@@ -61,7 +61,7 @@ def test_penalty_and_gradient_equal_the_dense_ones_in_every_layout(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("mean", [Free(), Penalty(0.7, Constant(0.5))], ids=["free", "penalty"])
+@pytest.mark.parametrize("mean", [Free(), Penalised(0.7, Constant(0.5))], ids=["free", "penalty"])
 def test_decoupled_step_is_one_of_gradient_descent_on_the_penalty(name, mean):
     model = MODELS[name]().double()
     expected = gradients(LocAteR(model, strength=2.0, mean=mean).penalty(), model)
@@ -143,7 +143,7 @@ OPTIMISERS = {
 def test_projection_holds_the_trace_over_two_hundred_steps(name, num_key_heads, dtype):
     model = OwnAttention(4, num_key_heads).to(dtype)
     optimizer = OPTIMISERS[name](model.parameters())
-    mean = Projection(WarmUp(1.5, steps=50))
+    mean = Projected(WarmUp(1.5, steps=50))
     locater = LocAteR(model, strength=1e-2, mean=mean, heads=model.heads, optimizer=optimizer)
     x = torch.randn(4, 6, 16, dtype=dtype)
     gap = 0.0
@@ -166,7 +166,7 @@ def test_projection_leaves_frozen_weights_alone(frozen):
     model.get_submodule(frozen).weight.requires_grad_(False)
     before = model.get_submodule(frozen).weight.clone()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    mean = Projection(Constant(0.4))
+    mean = Projected(Constant(0.4))
     locater = LocAteR(model, strength=0.1, mean=mean, heads=model.heads, optimizer=optimizer)
     locater.step()
     assert torch.equal(model.get_submodule(frozen).weight, before)
@@ -177,7 +177,7 @@ def test_projection_sees_the_folded_gain():
     model = llama().double()
     nn.init.uniform_(model.model.layers[0].input_layernorm.weight, 0.5, 1.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mean = Projection(Constant(0.01))
+    mean = Projected(Constant(0.01))
     LocAteR(model, strength=0.0, mean=mean, inputs=Normalised(), optimizer=optimizer).step()
     for layer in layers(model):
         for head in layer.heads:
@@ -231,7 +231,7 @@ def test_a_resumed_run_continues_to_the_bit(decoupled):
         model = gpt2()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         own = optimizer if decoupled else None
-        return model, optimizer, LocAteR(model, strength=1e-2, mean=Projection(WarmUp(0.05, 20)), optimizer=own)
+        return model, optimizer, LocAteR(model, strength=1e-2, mean=Projected(WarmUp(0.05, 20)), optimizer=own)
 
     model, optimizer, locater = make(0)
     train(model, locater, optimizer, 3)
@@ -260,7 +260,7 @@ def test_the_graph_keeps_three_small_matrices_per_head():
     model = llama(hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=1)
     parameters, kept = {p.data_ptr() for p in model.parameters()}, []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        LocAteR(model, strength=1.0, mean=Penalty(1.0)).penalty()
+        LocAteR(model, strength=1.0, mean=Penalised(1.0)).penalty()
     numbers = sum(tensor.numel() for tensor in kept if tensor.data_ptr() not in parameters)
     assert 0 < numbers <= 3 * 32 * 32 * 8 + 16
 
@@ -286,7 +286,7 @@ def llama_like(model):
 def test_low_precision_weights_are_written_back():
     model = llama().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    locater = LocAteR(model, strength=0.0, mean=Projection(Constant(0.05)), optimizer=optimizer)
+    locater = LocAteR(model, strength=0.0, mean=Projected(Constant(0.05)), optimizer=optimizer)
     locater.step()
     assert locater.metrics()["qk/layer_00/trace"] == pytest.approx(0.05, rel=0.05)
 
@@ -337,7 +337,7 @@ def test_low_rank_adapters_are_penalised_as_the_weight_that_acts():
     LocAteR(adapted, strength=0.5, optimizer=torch.optim.SGD(trained, lr=0.1)).step()
     for name, by in expected.items():
         torch.testing.assert_close(adapted.get_parameter(name).detach(), before[name] - 0.1 * by)
-    held = LocAteR(adapted, strength=0.5, mean=Projection(), optimizer=torch.optim.SGD(trained, lr=0.1))
+    held = LocAteR(adapted, strength=0.5, mean=Projected(), optimizer=torch.optim.SGD(trained, lr=0.1))
     with pytest.raises(Refusal, match="plain parameters to project"):
         held.step()
 
@@ -378,7 +378,7 @@ def test_targets_warm_up_or_keep_what_was():
     assert Until(Initial(), 3).at(3, initial) is not None and Until(Initial(), 3).at(4, initial) is None
 
 
-@pytest.mark.parametrize("hold", [Projection, lambda target: Penalty(1.0, target)], ids=["projection", "penalty"])
+@pytest.mark.parametrize("hold", [Projected, lambda target: Penalised(1.0, target)], ids=["projection", "penalty"])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_mean_that_is_let_go_is_free(hold, decoupled):
     """Held, it differs from a free one; after the last held step, the two move alike from the same weights."""
@@ -408,7 +408,7 @@ def bad_strength():
 
 
 def bad_weight():
-    Penalty(-1.0)
+    Penalised(-1.0)
 
 
 def bad_warm_up():
@@ -443,7 +443,7 @@ def out_of_reach():
         layer.self_attn.k_proj.weight.data = -layer.self_attn.q_proj.weight.data
     model.config.num_key_value_heads = 4
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    LocAteR(model, strength=0.0, mean=Projection(Constant(50.0)), optimizer=optimizer).step()
+    LocAteR(model, strength=0.0, mean=Projected(Constant(50.0)), optimizer=optimizer).step()
 
 
 def not_a_number_at_start():

@@ -309,7 +309,7 @@ def test_mimetic_heads_look_like_the_identity():
 
 
 def test_mimetic_factors_are_the_best_of_their_rank():
-    from locater.stabilisers.rivals.mimetic import factors, noisy_identity
+    from locater.stabilisers.rivals.initialisation import factors, noisy_identity
 
     wanted = noisy_identity(1, 12, 0.7, 0.7).double()
     query, key = factors(wanted, 5)

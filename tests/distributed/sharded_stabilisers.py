@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from locater.stabilisers import Constant, LocAteR, Penalty, Projection, QKClip
-from locater.stabilisers.live.sharding import part_of
+from locater.stabilisers import Constant, LocAteR, Penalised, Projected, QKClip
+from locater.stabilisers.live.sharding import shard_of
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
 
@@ -74,7 +74,7 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def run(model: nn.Module) -> dict[str, torch.Tensor]:
     """One step with the penalty in the loss, then a decoupled step with the trace projected."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mean = Penalty(0.5, Constant(0.7))
+    mean = Penalised(0.5, Constant(0.7))
     loss = model(input_ids=TOKENS).logits.square().mean()
     penalty = LocAteR(model, strength=0.3, mean=mean).penalty()
     (loss + penalty).backward()
@@ -83,7 +83,7 @@ def run(model: nn.Module) -> dict[str, torch.Tensor]:
         if parameter.grad is not None:
             found[f"gradient of {name.removeprefix('module.')}"] = full(parameter.grad).clone()
     optimizer.step()
-    locater = LocAteR(model, strength=0.3, mean=Projection(Constant(0.1)), optimizer=optimizer)
+    locater = LocAteR(model, strength=0.3, mean=Projected(Constant(0.1)), optimizer=optimizer)
     locater.step()
     found |= {name.removeprefix("module."): full(p.detach()).clone() for name, p in model.named_parameters()}
     found |= {name: torch.tensor(value) for name, value in locater.metrics(heads=True).items()}
@@ -108,7 +108,7 @@ def way(model: nn.Module) -> str:
     """How the weights of the first pair are held here; and a step must exchange no more than that needs."""
     locater = LocAteR(model, strength=0.0, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     pair = locater.pairs[0]
-    part = part_of(pair, pair.weights())
+    part = shard_of(pair, pair.weights())
     found = "columns" if part.across_columns else "heads" if part.across_heads else "whole"
     sizes, send = [], dist.all_reduce
     dist.all_reduce = lambda tensor, **options: sizes.append(tensor.numel()) or send(tensor, **options)

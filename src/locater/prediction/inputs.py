@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attention.input_moments import InputMoments, MomentsCollector
 from ..projections import widen
 from .gaussian import Gaussian, of_tokens
-from .terms import Terms
+from .settings import Terms
 
 # Distances at which lagged covariances are collected; beyond the last they are taken to stay as they are.
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

@@ -1,26 +1,29 @@
 """`predict`: what each head will do, from its weights and the moments of its inputs, held against what it does."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from ..errors import refusal
 from ..models import Layer, spans
 from ..training.data.embedded_text import embedded_text
-from .effort import Effort, check_window
-from .language_model import Source, load_model, load_tokenizer, self_attention
-from .pipeline import calibrate, measure, predict_layer
+from .inputs import Inputs, InputsCollector
+from .language_model import Source, load_model, load_tokenizer, run, self_attention
+from .numbers import Gatherer, Numbers
 from .result import HeadPrediction, Prediction
-from .terms import Terms
+from .sampling import predict_layer
+from .settings import Effort, Terms, check_window
 from .windows import Windows, cut, spread
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
 Progress = Callable[[int, int], None]  # steps done, and in all
+Step = Callable[[int], None]  # told how many steps were done
 EMBEDDED = "embedded text"
 
 
@@ -63,6 +66,40 @@ def predict(
     name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
     counts = len(windows.calibration), len(windows.test)
     return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out))
+
+
+def calibrate(
+    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
+) -> list[Inputs]:
+    """The moments of every layer's inputs over the calibration windows."""
+    length, num_windows = windows.length, len(windows.calibration)
+    collectors = []
+    for layer in layers:
+        rank, lag_rank = effort.ranks(layer.heads[0].d_model, num_windows)
+        alone = windows.alone
+        collectors.append(InputsCollector(alone=alone, terms=terms, rank=rank, lag_rank=lag_rank, length=length))
+    for ids in windows.calibration.split(effort.batch):
+        run(model, layers, ids, lambda number, x: collectors[number].add(x))
+        step(len(ids))
+    return [collector.inputs() for collector in collectors]
+
+
+def measure(
+    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, step: Step
+) -> list[list[Numbers]]:
+    """What each head does on the test windows."""
+    gatherers = [[Gatherer(head, windows.length) for head in layer.heads] for layer in layers]
+
+    @torch.no_grad()
+    def take(number: int, x: Tensor) -> None:
+        for gatherer, head in zip(gatherers[number], layers[number].heads, strict=True):
+            for text in x.float().split(1):
+                gatherer.add(gatherer.logits(head, text))
+
+    for ids in windows.test.split(effort.batch):
+        run(model, layers, ids, take)
+        step(len(ids))
+    return [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]
 
 
 class _Steps:

@@ -1,12 +1,13 @@
 """`Prediction`: every head as predicted and as measured, side by side."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from ..attention.statistics import NEAR
 from ..errors import refusal
-from .agreement import bias, mean_absolute_error, spearman
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
 WORDS = {
@@ -124,3 +125,23 @@ class Prediction:
 
 def _near(numbers: Numbers) -> float:
     return numbers.near_mass_beyond_first
+
+
+def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float | None:
+    """The correlation of the ranks; None where one side does not vary.
+
+    >>> round(spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]), 6)
+    0.5
+    """
+    if min(predicted) == max(predicted) or min(measured) == max(measured):
+        return None
+    return float(spearmanr(predicted, measured).statistic)
+
+
+def mean_absolute_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(predicted, measured, strict=True)) / len(predicted)
+
+
+def bias(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Predicted less measured, on average."""
+    return sum(a - b for a, b in zip(predicted, measured, strict=True)) / len(predicted)

@@ -1,20 +1,20 @@
-"""LocAteR and its rivals under one interface, for anyone's training loop."""
+"""LocAteR and its rivals under one interface, for anyone's training loop.
+
+The mathematics alone, on two weight tensors, is in `locater.stabilisers.penalty`.
+"""
 
 from .base import Stabiliser
 from .live.gains import Normalised, Raw
 from .locater import LocAteR
-from .rivals.entropy import EntropyBonus
-from .rivals.mimetic import MimeticInitialisation
+from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
+from .rivals.attention_losses import EntropyBonus, ZLoss
+from .rivals.initialisation import MimeticInitialisation, SpectralInitialisation
 from .rivals.qk_clip import QKClip
 from .rivals.qk_norm import L2, RMS, QKNorm
-from .rivals.sigma_reparam import SigmaReparam
+from .rivals.reparametrisation import SigmaReparam, SpectralNorm
 from .rivals.soft_cap import SoftCap
-from .rivals.spectral_initialisation import SpectralInitialisation
-from .rivals.spectral_norm import SpectralNorm
 from .rivals.weight_decay import QKDecay
-from .rivals.z_loss import ZLoss
-from .scales import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
-from .targets import Constant, Free, Initial, Penalty, Projection, Until, WarmUp
+from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
 
 __all__ = [
     "Constant",
@@ -28,13 +28,14 @@ __all__ = [
     "MimeticInitialisation",
     "Normalised",
     "OverOffsets",
-    "Penalty",
-    "Projection",
+    "Penalised",
+    "Projected",
     "QKClip",
     "QKDecay",
     "QKNorm",
     "RMS",
     "Raw",
+    "Scale",
     "SigmaReparam",
     "SoftCap",
     "SpectralInitialisation",

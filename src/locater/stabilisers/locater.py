@@ -11,20 +11,17 @@ from torch.optim import Optimizer
 from ..errors import refusal
 from ..models import Family
 from ..models.live.explicit import Explicit
-from .base import Stabiliser, learning_rate, learning_rates, non_negative
-from .energy import Terms, energy
+from .base import Stabiliser, layer_key, learning_rate, learning_rates, non_negative
+from .live import descent
 from .live.gains import Inputs, Raw
-from .live.pairs import Pair, find_pairs
-from .live.sharding import part_of
-from .measures import pair_metrics
-from .projection import hold_trace, traces
-from .scales import Eta, Functional
-from .shrink import shrink
-from .targets import Free, Mean, Penalty, Projection
+from .live.pairs import find_pairs
+from .live.sharding import shard_of
+from .mean import Mean, as_mean, traces
+from .scales import Eta, Objective, Scale
 
 
 class LocAteR(Stabiliser):
-    """loss + κ Σ_heads η²(W), with tr W of every head held by `mean`.
+    """loss + κ Σ_heads η²(W), with tr W of every head held by `mean`: `penalty.py` on every head of a live model.
 
     In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`,
     and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is then 0.
@@ -37,15 +34,15 @@ class LocAteR(Stabiliser):
         model: nn.Module,
         *,
         strength: float,
-        scale: Functional | None = None,
-        mean: Mean | None = None,
+        scale: Scale | None = None,
+        mean: Mean | float | str | None = None,
         optimizer: Optimizer | None = None,
         heads: Sequence[Explicit] = (),
         family: Family | None = None,
         inputs: Inputs | None = None,
     ) -> None:
         self.strength = non_negative(strength, "strength")
-        self.scale, self.mean, self.inputs = scale or Eta(), mean or Free(), inputs or Raw()
+        self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
         self.pairs = find_pairs(model, heads=heads, family=family)
         self.inputs.find(model, self.pairs, heads=heads, family=family)
         self.optimizer = optimizer
@@ -59,9 +56,10 @@ class LocAteR(Stabiliser):
         self._in_loss = True
         if self.optimizer is not None:
             return torch.zeros((), device=self.pairs[0].weights()[0].device)
-        total = torch.stack([energy(pair, self._terms(number)) for number, pair in enumerate(self.pairs)]).sum()
+        values = [descent.value(pair, *self._objective(number)) for number, pair in enumerate(self.pairs)]
+        total = torch.stack(values).sum()
         if not torch.compiler.is_compiling():
-            self._check_finite(total)
+            _check_finite(torch.isfinite(total.detach()))
         return total
 
     @torch.no_grad()
@@ -70,18 +68,29 @@ class LocAteR(Stabiliser):
         if self.optimizer is None and not self._in_loss:
             raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
         self.steps += 1
-        rates = {} if self.optimizer is None else learning_rates(self.optimizer)
         if self.optimizer is not None:
-            finite = [shrink(pair, self._terms(number), rates) for number, pair in enumerate(self.pairs)]
-            self._check_finite(torch.stack(finite))
-        if isinstance(self.mean, Projection):
-            for number, pair in enumerate(self.pairs):
-                if (targets := self.targets(number)) is not None:
-                    self._project(number, pair, targets)
+            rates = learning_rates(self.optimizer)
+            finite = [descent.descend(pair, *self._objective(n), rates) for n, pair in enumerate(self.pairs)]
+            _check_finite(torch.stack(finite))
+        for number, pair in enumerate(self.pairs):
+            if (target := self.targets(number)) is not None:
+                self.mean.restore(pair, target, self.inputs.gain(number))
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
-        """`qk/layer_03/xi`, `…/eta` and `…/trace` (in units of λ): means over a layer's heads, or each head's own."""
-        return pair_metrics(self.pairs, [self.inputs.gain(n) for n in range(len(self.pairs))], heads=heads)
+        """`qk/layer_03/xi`, `…/eta` and `…/trace` (in units of λ): means over a layer's heads.
+
+        With `heads` each head's own as well: `qk/layer_03/head_05/xi`.
+        """
+        several = len({pair.block for pair in self.pairs}) > 1
+        by_layer: dict[str, list[float]] = {}
+        single: dict[str, float] = {}
+        for number, pair in enumerate(self.pairs):
+            layer = layer_key(pair.block, pair.layer, several=several)
+            for name, values in self._numbers(number).items():
+                by_layer.setdefault(f"qk/{layer}/{name}", []).extend(values)
+                single |= {f"qk/{layer}/head_{pair.first + n:02d}/{name}": value for n, value in enumerate(values)}
+        means = {key: sum(values) / len(values) for key, values in by_layer.items()}
+        return means | single if heads else means
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
@@ -100,41 +109,45 @@ class LocAteR(Stabiliser):
         wanted = None if target is None else target.at(self.steps, self.initial[number])
         return None if wanted is None else wanted * self.pairs[number].temperature
 
-    def _terms(self, number: int) -> Terms:
-        weight = self.mean.weight if isinstance(self.mean, Penalty) else 0.0
-        targets = self.targets(number) if weight else None
-        return Terms(self.scale, self.strength, 0.0 if targets is None else weight, targets, self.inputs.gain(number))
+    def _objective(self, number: int) -> tuple[Objective, Tensor | None]:
+        """What a pair's heads descend on, and the gain that is folded into them."""
+        target = self.targets(number)
+        mean = None if target is None else self.mean.term(target, self.pairs[number].temperature)
+        return Objective(self.scale, self.strength, mean), self.inputs.gain(number)
 
     @torch.no_grad()
     def _initial(self, number: int) -> Float[Tensor, "groups heads"]:
         """tr W / λ of all heads, on every rank."""
         pair = self.pairs[number]
-        part = part_of(pair, pair.weights())
-        values = part.everywhere(traces(part, self.inputs.gain(number))) / pair.temperature
-        return self._check_finite(values)
+        shard = shard_of(pair, pair.weights())
+        values = shard.everywhere(traces(shard, shard.own(self.inputs.gain(number)))) / pair.temperature
+        _check_finite(torch.isfinite(values))
+        return values
 
-    def _project(self, number: int, pair: Pair, targets: Float[Tensor, "groups heads"]) -> None:
-        weights = pair.weights()
-        if not pair.is_stored:
-            raise refusal("plain parameters to project", f"computed ones in {pair.name}", "hold the mean by Penalty(…)")
-        part = part_of(pair, weights)
-        moves = weights[0].requires_grad, weights[-1].requires_grad
-        hold_trace(part, targets[part.groups], moves=moves, gain=self.inputs.gain(number))
-        part.commit()
+    @torch.no_grad()
+    def _numbers(self, number: int) -> dict[str, list[float]]:
+        pair = self.pairs[number]
+        shard = shard_of(pair, pair.weights())
+        moments = descent.moments_at(shard, self.inputs.gain(number))
+        numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / pair.temperature}
+        return {name: shard.everywhere(values).flatten().tolist() for name, values in numbers.items()}
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         rates = learning_rates(optimizer)
         for pair in self.pairs:
-            for grid, weight in zip((pair.query, pair.key), pair.weights(), strict=False):
-                if grid.place.is_stored and weight.requires_grad:
-                    learning_rate(rates, weight, grid.place.name)
+            for rows, weight in zip(pair.sides, pair.weights(), strict=False):
+                if rows.weight.is_stored and weight.requires_grad:
+                    learning_rate(rates, weight, rows.weight.name)
 
-    @staticmethod
-    def _check_finite(values: Tensor) -> Tensor:
-        """Refuses values that are not finite, or flags that are not all set."""
-        good = values if values.dtype == torch.bool else torch.isfinite(values.detach())
-        if not bool(good.all()):
-            raise refusal(
-                "finite query and key weights", "NaN or infinity", "the run has diverged: go back to a checkpoint"
-            )
-        return values
+
+def _checked(scale: Scale | None) -> Scale:
+    if scale is None or isinstance(scale, Scale):
+        return scale or Eta()
+    remedy = "derive it from locater.stabilisers.Scale, with a method `value`"
+    raise refusal("a scale such as Eta()", repr(scale), remedy)
+
+
+def _check_finite(good: Tensor) -> None:
+    if not bool(good.all()):
+        remedy = "the run has diverged: go back to a checkpoint"
+        raise refusal("finite query and key weights", "NaN or infinity", remedy)

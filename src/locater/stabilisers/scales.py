@@ -1,11 +1,10 @@
-"""The scale of a head as an object: a number made from its Gram matrices, and the slope of that number.
+"""The scale of a head as an object: a number made from its Gram matrices, and the slope of that number by each of them.
 
 With M = W_K W_Q^T, G_Q = W_Q W_Q^T, G_K = W_K W_K^T everything here is of size d_h×d_h.
 """
 
 import warnings
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -13,54 +12,54 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..positions import Rotary
-from ..spectra import Grams, rotary_forms, rotation
+from ..spectra import ETA_WEIGHTS, Grams, rotary_forms, rotation
 
 
-class Setting(NamedTuple):
-    """What a functional may need to know of the heads beside their Gram matrices."""
+class Scale:
+    """What LocAteR shrinks. An own one needs `value` only; its slope comes by autograd on the d_h×d_h matrices.
 
-    d_model: int
-    rotary: Rotary | None = None
+    Called in training, so no checks and no `item()`: heads are a batch, and a GPU must not be waited for.
+    """
+
+    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+        """One number for each head."""
+        raise NotImplementedError
+
+    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+        """The derivative of the sum over heads by M, G_Q and G_K; the last two symmetric."""
+        leaves = Grams(*(gram.detach().requires_grad_() for gram in grams))
+        with torch.enable_grad():
+            # A key of a group stands in the value of each of its heads, so the sum is what has this slope.
+            total = self.value(leaves, d_model=d_model, rotary=rotary).sum()
+        by_core, by_query, by_key = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return Grams(by_core, (by_query + by_query.mT) / 2, (by_key + by_key.mT) / 2)
+
+    def on(self, groups: slice) -> "Scale":
+        """The same for some groups of the heads only: those that one rank holds."""
+        return self
 
 
-@runtime_checkable
-class Functional(Protocol):
-    """value(grams) per head, and its slope: the derivative by each of the three Gram matrices."""
-
-    def value(self, grams: Grams, setting: Setting) -> Float[Tensor, "*heads"]: ...
-    def slope(self, grams: Grams, setting: Setting) -> Grams: ...
-
-
-def trace(core: Float[Tensor, "*batch d_head d_head"]) -> Float[Tensor, "*batch"]:
-    """tr M, which is tr W."""
-    return core.diagonal(dim1=-2, dim2=-1).sum(-1)
-
-
-def inner(left: Float[Tensor, "*#batch n n"], right: Float[Tensor, "*#batch n n"]) -> Float[Tensor, "*batch"]:
-    """Σ L∘R."""
-    return (left * right).sum((-2, -1))
-
-
-@dataclass(frozen=True)
-class Quadratic:
+class Quadratic(Scale):
     """a·tr W² + b·‖W‖² + c·(tr W)², with a, b, c that may depend on d.
 
     Slopes: 2a M^T + 2c tr(M) I by M, b G_K by G_Q, b G_Q by G_K. Bounded below if b ≥ |a| and c ≥ 0.
     """
 
     def weights(self, d_model: int) -> tuple[float, float, float]:
+        """a, b and c."""
         raise NotImplementedError
 
-    def value(self, grams: Grams, setting: Setting) -> Float[Tensor, "*heads"]:
-        square, norm, mean = self.weights(setting.d_model)
-        value = norm * inner(grams.query, grams.key) + mean * trace(grams.core).square()
-        return value + square * inner(grams.core, grams.core.mT) if square else value
+    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+        square, norm, mean = self.weights(d_model)
+        value = norm * grams.frobenius_squared
+        value = value + mean * grams.trace.square() if mean else value
+        return value + square * grams.trace_of_square if square else value
 
-    def slope(self, grams: Grams, setting: Setting) -> Grams:
-        square, norm, mean = self.weights(setting.d_model)
+    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+        square, norm, mean = self.weights(d_model)
         by_core = 2 * square * grams.core.mT
         if mean:
-            by_core = add_to_diagonal(by_core, 2 * mean * trace(grams.core))
+            by_core = add_to_diagonal(by_core, 2 * mean * grams.trace)
         return Grams(by_core, norm * grams.key, norm * grams.query)
 
 
@@ -68,7 +67,8 @@ class Eta(Quadratic):
     """η² = (tr W² + 2‖W‖²)/3: the scale that the variance of the signal contains; at least ‖W‖²/3."""
 
     def weights(self, d_model: int) -> tuple[float, float, float]:
-        return 1 / 3, 2 / 3, 0.0
+        square, norm = ETA_WEIGHTS
+        return square / (square + norm), norm / (square + norm), 0.0
 
 
 class Frobenius(Quadratic):
@@ -82,27 +82,27 @@ class Variance(Quadratic):
     """η²(W − mI)/d = (η² − (tr W)²/d)/d with m = tr W/d: never negative, the eigenvalues' variance for symmetric W."""
 
     def weights(self, d_model: int) -> tuple[float, float, float]:
-        return 1 / (3 * d_model), 2 / (3 * d_model), -1 / d_model**2
+        square, norm, _ = Eta().weights(d_model)
+        return square / d_model, norm / d_model, -1 / d_model**2
 
 
-@dataclass(frozen=True)
 class TraceOfSquare(Quadratic):
     """tr W², the paper's literal form, for study: unbounded below unless W is symmetric, so descent diverges."""
 
-    def __post_init__(self):
+    def __init__(self) -> None:
         message = "tr W² is unbounded below when W is not symmetric, so training may diverge; Eta() is the safe form"
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=2)
 
     def weights(self, d_model: int) -> tuple[float, float, float]:
         return 1.0, 0.0, 0.0
 
 
 @dataclass(frozen=True)
-class OverOffsets:
-    """The mean of a quadratic functional of W(Δ) = W_K^T R_Δ W_Q over the offsets Δ = 0 … length − 1.
+class OverOffsets(Scale):
+    """The mean of a quadratic scale of W(Δ) = W_K^T R_Δ W_Q over the offsets Δ = 0 … length − 1.
 
     Each moment is a quadratic form in z(Δ), so only the mean of z z^T is needed, however long the text. Heads
-    without rotary positions get the functional itself. Slopes by autograd on the d_h×d_h matrices.
+    without rotary positions get the scale itself.
     """
 
     scale: Quadratic
@@ -112,30 +112,74 @@ class OverOffsets:
         if self.length < 1:
             raise refusal("a length of at least 1", self.length)
 
-    def value(self, grams: Grams, setting: Setting) -> Float[Tensor, "*heads"]:
-        if setting.rotary is None:
-            return self.scale.value(grams, setting)
-        square, norm, mean = self.scale.weights(setting.d_model)
-        forms = rotary_forms(grams, setting.rotary.pairs)
-        second = self._second_moment(setting.rotary).to(grams.core)
+    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+        if rotary is None:
+            return self.scale.value(grams, d_model=d_model)
+        square, norm, mean = self.scale.weights(d_model)
+        forms = rotary_forms(grams, rotary.pairs)
+        second = self._second_moment(rotary).to(grams.core)
         averaged = (forms.trace @ second * forms.trace).sum(-1)
-        return square * inner(forms.square, second) + norm * inner(forms.norm, second) + mean * averaged
+        return square * _inner(forms.square, second) + norm * _inner(forms.norm, second) + mean * averaged
 
-    def slope(self, grams: Grams, setting: Setting) -> Grams:
-        if setting.rotary is None:
-            return self.scale.slope(grams, setting)
-        leaves = Grams(*(gram.detach().requires_grad_() for gram in grams))
-        with torch.enable_grad():
-            # A key of a group stands in the value of each of its heads, so the sum is what has this slope.
-            total = self.value(leaves, setting).sum()
-        by_core, by_query, by_key = torch.autograd.grad(total, leaves, materialize_grads=True)
-        return Grams(by_core, (by_query + by_query.mT) / 2, (by_key + by_key.mT) / 2)
+    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+        own = self.scale if rotary is None else super()
+        return own.slope(grams, d_model=d_model, rotary=rotary)
 
     def _second_moment(self, rotary: Rotary) -> Float[Tensor, "terms terms"]:
         """Mean of z(Δ) z(Δ)^T."""
         offsets = torch.arange(self.length, dtype=torch.float64)
         terms = rotation(offsets, rotary.frequencies(self.length), amplitude=rotary.amplitude)
         return terms.mT @ terms / self.length
+
+
+@dataclass(frozen=True, eq=False)
+class TraceNear(Scale):
+    """weight · (tr W − target)²: what a penalised mean adds."""
+
+    weight: float
+    target: Float[Tensor, "*heads"]
+
+    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+        return self.weight * self._excess(grams).square()
+
+    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+        core = add_to_diagonal(torch.zeros_like(grams.core), 2 * self.weight * self._excess(grams))
+        return Grams(core, torch.zeros_like(grams.query), torch.zeros_like(grams.key))
+
+    def on(self, groups: slice) -> Scale:
+        return replace(self, target=self.target[groups])
+
+    def _excess(self, grams: Grams) -> Float[Tensor, "*heads"]:
+        return grams.trace - self.target.to(grams.core)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective(Scale):
+    """strength · scale, and what the mean adds to it."""
+
+    scale: Scale
+    strength: float
+    mean: Scale | None = None
+
+    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+        value = self.strength * self.scale.value(grams, d_model=d_model, rotary=rotary)
+        return value if self.mean is None else value + self.mean.value(grams, d_model=d_model, rotary=rotary)
+
+    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+        slope = self.scale.slope(grams, d_model=d_model, rotary=rotary)
+        slope = Grams(*(self.strength * part for part in slope))
+        if self.mean is None:
+            return slope
+        # A zero of the mean's may stand for all heads of a group at once, where the scale's slope has one for each.
+        return Grams(*map(torch.add, slope, self.mean.slope(grams, d_model=d_model, rotary=rotary)))
+
+    def on(self, groups: slice) -> Scale:
+        return replace(self, scale=self.scale.on(groups), mean=self.mean and self.mean.on(groups))
+
+
+def _inner(left: Float[Tensor, "*#batch n n"], right: Float[Tensor, "*#batch n n"]) -> Float[Tensor, "*batch"]:
+    """Σ L∘R."""
+    return (left * right).sum((-2, -1))
 
 
 def add_to_diagonal(

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..errors import refusal
-from ..stabilisers import Constant, Free, Initial, LocAteR, Penalty, Projection, QKDecay, Stabiliser, Until, WarmUp
+from ..stabilisers import Constant, Free, Initial, LocAteR, Penalised, Projected, QKDecay, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
 from .data.sources import Data
 from .model import LanguageModel, WalkModel, WalkShape
@@ -51,7 +51,7 @@ def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Opt
     )
 
 
-def _mean(options: StabiliserOptions) -> Free | Penalty | Projection:
+def _mean(options: StabiliserOptions) -> Free | Penalised | Projected:
     if options.mean == "free":
         return Free()
     if options.mean == "initial":
@@ -62,4 +62,4 @@ def _mean(options: StabiliserOptions) -> Free | Penalty | Projection:
         target = Constant(float(options.mean))
     if options.mean_until:
         target = Until(target, options.mean_until)
-    return Penalty(options.mean_weight, target) if options.hold == "penalty" else Projection(target)
+    return Penalised(options.mean_weight, target) if options.hold == "penalty" else Projected(target)

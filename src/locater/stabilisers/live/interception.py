@@ -82,7 +82,7 @@ class Slots:
         self.names = {}
         self.undo: list[Callable[[], None]] = []
         for pair in pairs:
-            module = pair.query.place.attention
+            module = pair.query.weight.attention
             if id(module) not in self.names:
                 self.names[id(module)] = pair.name
                 self._wrap(module, pair.name, handler)

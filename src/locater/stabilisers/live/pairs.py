@@ -13,7 +13,7 @@ from ...models import Family, Layer
 from ...models.live import layers
 from ...models.live.explicit import Explicit
 from ...positions import Rotary
-from .places import Grid, Markers
+from .weights import Markers, Rows
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,24 @@ class Pair:
     block: Block
     layer: int
     first: int
-    query: Grid
-    key: Grid
+    query: Rows
+    key: Rows
     temperature: float
     d_model: int
     rotary: Rotary | None = None
 
     @property
+    def sides(self) -> tuple[Rows, Rows]:
+        return self.query, self.key
+
+    @property
     def is_fused(self) -> bool:
-        return self.query.place.identity == self.key.place.identity
+        return self.query.weight.identity == self.key.weight.identity
 
     @property
     def is_stored(self) -> bool:
         """Whether both weights are parameters themselves."""
-        return self.query.place.is_stored and self.key.place.is_stored
+        return self.query.weight.is_stored and self.key.weight.is_stored
 
     @property
     def is_grouped(self) -> bool:
@@ -49,12 +53,12 @@ class Pair:
 
     @property
     def name(self) -> str:
-        return f"{self.block} layer {self.layer} ({self.query.place.name})"
+        return f"{self.block} layer {self.layer} ({self.query.weight.name})"
 
     def weights(self) -> tuple[Tensor, ...]:
         """What the heads are made from, once each: one tensor if fused, else two."""
-        query = self.query.place.read()
-        return (query,) if self.is_fused else (query, self.key.place.read())
+        query = self.query.weight.read()
+        return (query,) if self.is_fused else (query, self.key.weight.read())
 
 
 def find_pairs(
@@ -87,7 +91,7 @@ def find_pairs(
 def _unfit(pair: Pair) -> str | None:
     if pair.query.identity == pair.key.identity:
         return "query and key are one weight"
-    if not (pair.query.place.is_trained or pair.key.place.is_trained):
+    if not (pair.query.weight.is_trained or pair.key.weight.is_trained):
         return "query and key are frozen"
     return None
 
@@ -110,8 +114,8 @@ def _pairs_of(layer: Layer, markers: Markers, skipped: list[str]) -> Iterator[Pa
 
 def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
     head = groups[0][0]
-    query = _grid([[one.query.weight for one in group] for group in groups], markers)
-    key = _grid([[group[0].key.weight] for group in groups], markers)
+    query = _rows([[one.query.weight for one in group] for group in groups], markers)
+    key = _rows([[group[0].key.weight] for group in groups], markers)
     if query is None or key is None:
         if len(groups) > 1:
             return None
@@ -119,17 +123,17 @@ def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
     return Pair(head.block, head.layer, head.index, query, key, head.temperature, head.d_model, head.rotary)
 
 
-def _grid(weights: list[list[Tensor]], markers: Markers) -> Grid | None:
-    """The one grid on which all slices lie, or None."""
+def _rows(weights: list[list[Tensor]], markers: Markers) -> Rows | None:
+    """The one grid of rows on which all slices lie, or None."""
     located = [[markers.locate(weight) for weight in group] for group in weights]
-    place, first, transposed = located[0][0]
+    weight, first, transposed = located[0][0]
     head_step = located[0][1][1] - first if len(located[0]) > 1 else 0
     group_step = located[1][0][1] - first if len(located) > 1 else len(located[0]) * weights[0][0].shape[0]
     expected = [
-        [(place, first + g * group_step + h * head_step, transposed) for h in range(len(located[0]))]
+        [(weight, first + g * group_step + h * head_step, transposed) for h in range(len(located[0]))]
         for g in range(len(located))
     ]
     if located != expected:
         return None
     d_head = weights[0][0].shape[0]
-    return Grid(place, transposed, d_head, len(located), len(located[0]), first, group_step, head_step)
+    return Rows(weight, transposed, d_head, len(located), len(located[0]), first, group_step, head_step)

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...projections import widen
 from ...spectra import Grams
 from .pairs import Pair
-from .places import Grid
+from .weights import Rows
 
 Group = dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadShard:
     """Heads and columns at hand, in at least float32; sums over `across_columns` or `across_heads` complete them.
 
     `query` and `key` are the parameters' own memory where they can be; `commit` writes them back where not.
@@ -33,11 +33,20 @@ class Part:
     query: Float[Tensor, "groups heads d_head columns"]
     key: Float[Tensor, "groups 1 d_head columns"]
     working: tuple[Tensor, ...]
-    grids: tuple[Grid, Grid]
+    rows: tuple[Rows, Rows]
     groups: slice = field(default_factory=lambda: slice(None))
     columns: slice = field(default_factory=lambda: slice(None))
     across_columns: Group = None
     across_heads: Group = None
+
+    @property
+    def moves(self) -> tuple[bool, bool]:
+        """Whether queries, and whether keys, are trained."""
+        return self.weights[0].requires_grad, self.weights[-1].requires_grad
+
+    def own(self, gain: Float[Tensor, " d_model"] | None) -> Float[Tensor, " columns"] | None:
+        """A gain's entries for the columns at hand."""
+        return None if gain is None else gain[self.columns].to(self.query)
 
     def complete(self, grams: Grams) -> Grams:
         """The Gram matrices over all columns: one message for the three of them."""
@@ -71,23 +80,23 @@ class Part:
 
     def scatter(self, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, ...]:
         """Gradients by heads as gradients by the weights, placed as these are."""
-        gradients = [self._blank(weight, grids) for weight, grids in zip(self.working, self._shared(), strict=True)]
-        self.grids[0].view(gradients[0]).copy_(by_query)
-        self.grids[1].view(gradients[-1]).copy_(by_key)
+        gradients = [self._blank(weight, rows) for weight, rows in zip(self.working, self._shared(), strict=True)]
+        self.rows[0].view(gradients[0]).copy_(by_query)
+        self.rows[1].view(gradients[-1]).copy_(by_key)
         pairs = zip(gradients, self.weights, strict=True)
         return tuple(_placed_as(gradient.to(weight.dtype), weight) for gradient, weight in pairs)
 
-    def _shared(self) -> list[tuple[Grid, ...]]:
-        """The grids in each weight."""
-        return [self.grids] if len(self.working) == 1 else [self.grids[:1], self.grids[1:]]
+    def _shared(self) -> list[tuple[Rows, ...]]:
+        """The rows of heads in each weight."""
+        return [self.rows] if len(self.working) == 1 else [self.rows[:1], self.rows[1:]]
 
     @staticmethod
-    def _blank(weight: Tensor, grids: tuple[Grid, ...]) -> Tensor:
-        """Memory for a gradient, zero where no head of the grids will be written."""
+    def _blank(weight: Tensor, rows: tuple[Rows, ...]) -> Tensor:
+        """Memory for a gradient, zero where no head will be written."""
         blank, covered = torch.empty_like(weight), 0
-        for grid in grids:
-            covered += grid.num_rows if grid.is_dense and grid.first == covered else 0
-        blank.narrow(grids[0].row_axis, covered, weight.shape[grids[0].row_axis] - covered).zero_()
+        for part in rows:
+            covered += part.num_rows if part.is_dense and part.first == covered else 0
+        blank.narrow(rows[0].row_axis, covered, weight.shape[rows[0].row_axis] - covered).zero_()
         return blank
 
     def commit(self) -> None:
@@ -100,35 +109,35 @@ class Part:
 
 
 @torch.no_grad()
-def part_of(pair: Pair, weights: Sequence[Tensor]) -> Part:
+def shard_of(pair: Pair, weights: Sequence[Tensor]) -> HeadShard:
     """The part at hand, by how the weights are sharded now; FSDP2 changes that between forward and step."""
     weights = tuple(weights)
-    plans = {_axis(weight, grid) for weight, grid in ((weights[0], pair.query), (weights[-1], pair.key))}
+    plans = {_axis(weight, rows) for weight, rows in ((weights[0], pair.query), (weights[-1], pair.key))}
     axis, mesh_axis = plans.pop() if len(plans) == 1 else ("gathered", -1)
     mesh = weights[0].device_mesh if isinstance(weights[0], DTensor) else None
     if axis == "columns" and mesh is not None:
         local = [weight.to_local() for weight in weights]  # type: ignore
         columns = _columns(pair, local[0], mesh, mesh_axis)
-        return _part(pair, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
+        return _shard(pair, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
     if axis == "rows" and mesh is not None and _holds_whole_groups(pair, weights, mesh.size(mesh_axis)):
         count = pair.query.num_groups // mesh.size(mesh_axis)
         groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
         local = [weight.to_local() for weight in weights]  # type: ignore
-        return _part(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
-    return _part(pair, weights, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights])
+        return _shard(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
+    return _shard(pair, weights, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights])
 
 
-def _part(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> Part:
+def _shard(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> HeadShard:
     working = tuple(widen(tensor.detach()) for tensor in local)
     query, key = pair.query, pair.key
     if "groups" in where:
         count = where["groups"].stop - where["groups"].start
         query, key = replace(query, num_groups=count), replace(key, num_groups=count)
     views = query.view(working[0]), key.view(working[-1])
-    return Part(pair, weights, *views, working, (query, key), **where)
+    return HeadShard(pair, weights, *views, working, (query, key), **where)
 
 
-def _axis(weight: Tensor, grid: Grid) -> tuple[str, int]:
+def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
     """What the one sharded axis of the mesh holds of this weight: rows, columns, or neither."""
     if not isinstance(weight, DTensor):
         return "gathered", -1
@@ -136,7 +145,7 @@ def _axis(weight: Tensor, grid: Grid) -> tuple[str, int]:
     number, placement = sharded[0] if len(sharded) == 1 else (-1, None)
     if type(placement) is not Shard:
         return "gathered", -1
-    return ("rows" if placement.dim % 2 == grid.row_axis else "columns"), number
+    return ("rows" if placement.dim % 2 == rows.row_axis else "columns"), number
 
 
 def _columns(pair: Pair, local: Tensor, mesh, mesh_axis: int) -> slice:

@@ -1,4 +1,4 @@
-"""Penalties on what attention does, gathered while the model runs: the shared part of z-loss and entropy."""
+"""Penalties on what attention does, gathered while the model runs: z-loss and entropy."""
 
 from collections.abc import Sequence
 
@@ -49,3 +49,24 @@ class AttentionLoss(Stabiliser):
     def detach(self) -> None:
         self.slots.remove()
         self.gathered.clear()
+
+
+class ZLoss(AttentionLoss):
+    """weight · mean (log Σ_t e^{ω_t})²: holds logits near zero, in sum, without a word on how they are spread.
+
+    After the router's z-loss of Zoph et al. 2022 (arXiv 2202.08906) and the output's of Chowdhery et al. 2022 (PaLM).
+    """
+
+    def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
+        return logits.logsumexp(-1).nan_to_num(neginf=0.0).square()
+
+
+class EntropyBonus(AttentionLoss):
+    """−weight · mean entropy, log Σe^ω − Σ p ω in nats: the loss falls as attention spreads.
+
+    Attanasio et al. 2022 (EAR, arXiv 2203.09192).
+    """
+
+    def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
+        finite = logits.nan_to_num(neginf=0.0)  # p is 0 there; 0·∞ would poison the gradient
+        return (logits.softmax(-1).nan_to_num(0.0) * finite).sum(-1) - logits.logsumexp(-1).nan_to_num(neginf=0.0)

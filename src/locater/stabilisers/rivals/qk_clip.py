@@ -16,8 +16,8 @@ from ...models.live.explicit import Explicit
 from ..base import Stabiliser, layer_key
 from ..live.interception import Call, Slots
 from ..live.pairs import Pair, find_pairs
-from ..live.places import Grid
-from ..live.sharding import part_of
+from ..live.sharding import shard_of
+from ..live.weights import Rows
 
 BLOCK = 128  # queries whose logits exist at a time
 
@@ -94,26 +94,26 @@ def largest_logits(call: Call) -> Float[Tensor, " heads"]:
 def clip(pair: Pair, factors: Float[Tensor, "groups heads"]) -> None:
     """Scale every logit of head h by factors[h]; shared or frozen keys leave it all to the query."""
     weights = pair.weights()
-    part = part_of(pair, weights)
-    own = factors[part.groups].to(part.query)
+    shard = shard_of(pair, weights)
+    own = factors[shard.groups].to(shard.query)
     both = not pair.is_grouped and weights[0].requires_grad and weights[-1].requires_grad
     by_query = own.sqrt() if both else own
-    part.query.mul_(by_query[..., None, None])
-    scale_bias(pair.query, by_query, part.groups)
+    shard.query.mul_(by_query[..., None, None])
+    scale_bias(pair.query, by_query, shard.groups)
     if both:
-        part.key.mul_(by_query[..., None, None])
-        scale_bias(pair.key, by_query, part.groups)
-    part.commit()
+        shard.key.mul_(by_query[..., None, None])
+        scale_bias(pair.key, by_query, shard.groups)
+    shard.commit()
 
 
-def scale_bias(grid: Grid, factors: Float[Tensor, "groups heads"], groups: slice) -> None:
-    """The bias belonging to a grid's rows, if there is one."""
-    bias = getattr(grid.place.module, grid.place.attribute.replace("weight", "bias"), None)
+def scale_bias(rows: Rows, factors: Float[Tensor, "groups heads"], groups: slice) -> None:
+    """The bias of these rows, if there is one."""
+    bias = getattr(rows.weight.module, rows.weight.attribute.replace("weight", "bias"), None)
     if bias is None:
         return
     local = bias.to_local() if hasattr(bias, "to_local") else bias
-    if local.shape != bias.shape and (groups.start is None or not grid.is_whole):
-        raise refusal("a bias that is sharded as its heads are", grid.place.name, "replicate it")
+    if local.shape != bias.shape and (groups.start is None or not rows.is_whole):
+        raise refusal("a bias that is sharded as its heads are", rows.weight.name, "replicate it")
     count = len(factors)
-    size, steps = (count, grid.num_heads, grid.d_head), (grid.group_step, grid.head_step, 1)
-    local.detach().as_strided(size, steps, local.storage_offset() + grid.first).mul_(factors[..., None].to(local))
+    size, steps = (count, rows.num_heads, rows.d_head), (rows.group_step, rows.head_step, 1)
+    local.detach().as_strided(size, steps, local.storage_offset() + rows.first).mul_(factors[..., None].to(local))

@@ -67,7 +67,7 @@ class QKNorm(Stabiliser):
     def __init__(self, model: nn.Module, *, kind: Kind | None = None, heads: Sequence[Explicit] = ()) -> None:
         self.kind = kind or RMS()
         pairs = find_pairs(model, heads=heads, trained=False)
-        self.modules = {pair.name: pair.query.place.attention for pair in pairs}
+        self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]
             if hasattr(module, SUBMODULE):

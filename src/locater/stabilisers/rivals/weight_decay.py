@@ -12,8 +12,8 @@ from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ..base import Stabiliser, learning_rate, learning_rates, non_negative
 from ..live.pairs import Pair, find_pairs
-from ..live.places import Grid
-from ..live.sharding import part_of
+from ..live.sharding import shard_of
+from ..live.weights import Rows
 
 
 class QKDecay(Stabiliser):
@@ -31,7 +31,7 @@ class QKDecay(Stabiliser):
         sides = [side for pair in self.pairs for side in _sides(pair)]
         if any(isinstance(weight, DTensor) for _, weight in sides):
             raise refusal("plain weights for a decay in the loss", "sharded ones", "give the optimizer: decoupled")
-        return self.decay / 2 * torch.stack([grid.view(weight).square().sum() for grid, weight in sides]).sum()
+        return self.decay / 2 * torch.stack([rows.view(weight).square().sum() for rows, weight in sides]).sum()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -39,13 +39,13 @@ class QKDecay(Stabiliser):
             return
         rates = learning_rates(self.optimizer)
         for pair in self.pairs:
-            part = part_of(pair, pair.weights())
-            for heads, (grid, weight) in zip((part.query, part.key), _sides(pair), strict=True):
+            shard = shard_of(pair, pair.weights())
+            for heads, (rows, weight) in zip((shard.query, shard.key), _sides(pair), strict=True):
                 if weight.requires_grad:
-                    heads.mul_(1 - self.decay * learning_rate(rates, weight, grid.place.name))
-            part.commit()
+                    heads.mul_(1 - self.decay * learning_rate(rates, weight, rows.weight.name))
+            shard.commit()
 
 
-def _sides(pair: Pair) -> tuple[tuple[Grid, Tensor], tuple[Grid, Tensor]]:
+def _sides(pair: Pair) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:
     weights = pair.weights()
     return (pair.query, weights[0]), (pair.key, weights[-1])

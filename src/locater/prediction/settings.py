@@ -1,4 +1,4 @@
-"""How much text a prediction reads, and how closely the moments are kept."""
+"""How much text a prediction reads, how closely the moments are kept, and which terms of the theory it uses."""
 
 from dataclasses import dataclass
 
@@ -44,3 +44,19 @@ class Effort:
 def check_window(length: int) -> None:
     if length <= FIRST_QUERY:
         raise refusal(f"windows of more than {FIRST_QUERY} tokens", length, "earlier queries are not counted")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Each term can be left out, to see what it adds.
+
+    `first`: the first token, and special tokens at the end, have a mean and covariance of their own.
+    `echoes`: later tokens whose input is that of the first one (sinks inside the text) are drawn apart too.
+    `positions`: the mean input depends on the position, as far as it stands out of the noise.
+    `lags`: the expected logit takes the lagged covariances, tr W(Δ)Γ(Δ)/λ.
+    """
+
+    first: bool = True
+    echoes: bool = True
+    positions: bool = True
+    lags: bool = True

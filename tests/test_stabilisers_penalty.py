@@ -7,9 +7,8 @@ from torch.autograd import gradcheck
 from locater.errors import Refusal
 from locater.positions import Rotary
 from locater.stabilisers import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
-from locater.stabilisers.gradients import gram_matrices, pull_back
-from locater.stabilisers.projection import smaller_root
-from locater.stabilisers.scales import Setting
+from locater.stabilisers.mean import smaller_root
+from locater.stabilisers.penalty import gradient, penalty
 
 D_MODEL, D_HEAD = 10, 4
 with warnings.catch_warnings():
@@ -59,44 +58,65 @@ def reference(functional, query: torch.Tensor, key: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: type(getattr(f, "scale", f)).__name__)
 def test_value_and_gradient_are_those_of_the_dense_matrix(functional, shape):
     query, key = weights(*shape)
-    setting = Setting(D_MODEL, ROTARY)
     expected = reference(functional, query, key)
-    grams = gram_matrices(query.detach(), key.detach())
-    torch.testing.assert_close(functional.value(grams, setting).sum(), expected.detach())
-    found = pull_back(functional.slope(grams, setting), query.detach(), key.detach())
+    options = dict(scale=functional, rotary=ROTARY)
+    torch.testing.assert_close(penalty(query, key, **options).sum(), expected)
+    found = gradient(query.detach(), key.detach(), **options)
     for one, by_autograd in zip(found, torch.autograd.grad(expected, (query, key)), strict=True):
         torch.testing.assert_close(one, by_autograd)
 
 
 @pytest.mark.parametrize("functional", FUNCTIONALS[:5], ids=lambda f: type(getattr(f, "scale", f)).__name__)
-def test_gradient_by_finite_differences(functional):
+@pytest.mark.parametrize("gain", [None, torch.linspace(0.5, 2, D_MODEL, dtype=torch.float64)], ids=["raw", "gain"])
+def test_gradient_by_finite_differences(functional, gain):
+    options = dict(scale=functional, rotary=ROTARY, gain=gain)
+
     class Total(torch.autograd.Function):
         @staticmethod
         def forward(ctx, query, key):
             ctx.save_for_backward(query, key)
-            return functional.value(gram_matrices(query, key), Setting(D_MODEL, ROTARY)).sum()
+            return penalty(query, key, **options).sum()
 
         @staticmethod
         def backward(ctx, by_value):
-            query, key = ctx.saved_tensors
-            slope = functional.slope(gram_matrices(query, key), Setting(D_MODEL, ROTARY))
-            return tuple(by_value * part for part in pull_back(slope, query, key))
+            return tuple(by_value * part for part in gradient(*ctx.saved_tensors, **options))
 
     assert gradcheck(Total.apply, weights(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("batch", "key_batch"),
+    [((), ()), ((3,), (3,)), ((2, 3), (2, 3)), ((2, 3), (2, 1)), ((4, 2, 3), (4, 2, 1))],
+    ids=str,
+)
+def test_one_head_and_any_batch_of_heads(batch, key_batch):
+    query = torch.randn(*batch, D_HEAD, D_MODEL, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(*key_batch, D_HEAD, D_MODEL, dtype=torch.float64, requires_grad=True)
+    w = key.mT @ query
+    expected = ((w @ w).diagonal(dim1=-2, dim2=-1).sum(-1) + 2 * w.square().sum((-2, -1))) / 3
+    torch.testing.assert_close(penalty(query, key), expected)
+    found = gradient(query.detach(), key.detach())
+    for one, by_autograd in zip(found, torch.autograd.grad(expected.sum(), (query, key)), strict=True):
+        torch.testing.assert_close(one, by_autograd)
+
+
+def test_keys_that_fit_no_query_are_refused():
+    with pytest.raises(Refusal, match="one key for each query, or shared keys"):
+        gradient(torch.randn(6, 2, 5), torch.randn(1, 6, 2, 5))
+
+
 def test_variance_is_the_eigenvalues_own_for_symmetric_heads():
-    query = torch.randn(1, 1, D_HEAD, D_MODEL, dtype=torch.float64)
-    found = Variance().value(gram_matrices(query, query), Setting(D_MODEL))
-    values = torch.linalg.eigvalsh(query[0, 0].mT @ query[0, 0])
-    torch.testing.assert_close(found[0, 0], values.var(correction=0))
+    query = torch.randn(D_HEAD, D_MODEL, dtype=torch.float64)
+    values = torch.linalg.eigvalsh(query.mT @ query)
+    torch.testing.assert_close(penalty(query, query, scale=Variance()), values.var(correction=0))
 
 
 def test_heads_without_rotary_positions_have_one_offset():
-    grams = gram_matrices(*(weight.detach() for weight in weights(2, 1)))
-    setting, averaged = Setting(D_MODEL), OverOffsets(Eta(), length=9)
-    assert torch.equal(averaged.value(grams, setting), Eta().value(grams, setting))
-    assert torch.equal(averaged.slope(grams, setting).core, Eta().slope(grams, setting).core)
+    query, key = (weight.detach() for weight in weights(2, 1))
+    averaged = OverOffsets(Eta(), length=9)
+    assert torch.equal(penalty(query, key, scale=averaged), penalty(query, key))
+    for one, other in zip(gradient(query, key, scale=averaged), gradient(query, key), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_literal_form_warns():

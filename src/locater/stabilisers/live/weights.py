@@ -17,7 +17,7 @@ SPACING = 2.0**24  # more than any weight has rows and columns
 
 
 @dataclass(frozen=True)
-class Place:
+class Weight:
     """One weight of a live module, and the attention module that it serves.
 
     `adapted` is the module that adds a low-rank update to it (LoRA), if any.
@@ -50,16 +50,21 @@ class Place:
         """Whether the weight is a parameter itself, not computed from others."""
         return self.module._parameters.get(self.attribute) is not None and (self.adapted is None or self.adapted.merged)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters that the weight is computed from, by name."""
+        named = (self.adapted or self.module).named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
     @property
     def is_trained(self) -> bool:
         return self.read().requires_grad
 
 
 @dataclass(frozen=True)
-class Grid:
+class Rows:
     """Rows of a weight as heads in groups: head h of group g starts at first + g·group_step + h·head_step."""
 
-    place: Place
+    weight: Weight
     transposed: bool
     d_head: int
     num_groups: int
@@ -68,9 +73,9 @@ class Grid:
     group_step: int
     head_step: int
 
-    def view(self, weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "groups heads d_head d_model"]:
-        """The heads inside a weight that is stored as this one: a view, whatever the layout."""
-        matrix = weight.mT if self.transposed else weight
+    def view(self, values: Float[Tensor, "rows columns"]) -> Float[Tensor, "groups heads d_head d_model"]:
+        """The heads inside a tensor that is laid out as the weight: a view, whatever the layout."""
+        matrix = values.mT if self.transposed else values
         row, column = matrix.stride()
         size = (self.num_groups, self.num_heads, self.d_head, matrix.shape[1])
         steps = (self.group_step * row, self.head_step * row, row, column)
@@ -79,7 +84,7 @@ class Grid:
     @property
     def identity(self) -> tuple[object, ...]:
         """Equal for the same rows of the same parameter."""
-        return *self.place.identity, self.first, self.group_step, self.head_step
+        return *self.weight.identity, self.first, self.group_step, self.head_step
 
     @property
     def row_axis(self) -> int:
@@ -98,7 +103,7 @@ class Grid:
     @property
     def is_whole(self) -> bool:
         """Whether the heads, in order, are all that the weight holds."""
-        stored = self.place.read().shape[self.row_axis]
+        stored = self.weight.read().shape[self.row_axis]
         return self.first == 0 and stored == self.num_rows and self.is_dense
 
 
@@ -112,16 +117,16 @@ class Markers(ModuleTensors):
         super().__init__(model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore
         adapters = {id(m.base_layer): m for m in self.model.modules() if hasattr(m, "lora_A")}
         modules = named_modules(self.model)
-        self.places: dict[str, Place] = {}
+        self.weights: dict[str, Weight] = {}
         for name, (module, attribute) in self.owners.items():
             plain = name.replace(".base_layer.", ".")
             # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
             owner = plain.rpartition(".")[0]
             attention = modules.get(owner.rpartition(".")[0], module) if attribute == "weight" else module
-            self.places[plain] = Place(plain, module, attribute, attention, adapters.get(id(module)))
-        self.owners = {name: (place.module, place.attribute) for name, place in self.places.items()}
-        self.order = tuple(self.places.values())
-        self.index = {name: number for number, name in enumerate(self.places)}
+            self.weights[plain] = Weight(plain, module, attribute, attention, adapters.get(id(module)))
+        self.owners = {name: (weight.module, weight.attribute) for name, weight in self.weights.items()}
+        self.order = tuple(self.weights.values())
+        self.index = {name: number for number, name in enumerate(self.weights)}
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         shape = super().read(name).shape
@@ -131,8 +136,8 @@ class Markers(ModuleTensors):
         marked = numbers.as_strided(shape, steps)
         return marked if rows is None else marked[rows[0] : rows[1]]
 
-    def locate(self, weight: Float[Tensor, "d_head d_model"]) -> tuple[Place, int, bool]:
-        """The place that a slice was cut from, its first row there, and whether it is stored as (in, out)."""
+    def locate(self, weight: Float[Tensor, "d_head d_model"]) -> tuple[Weight, int, bool]:
+        """The weight that a slice was cut from, its first row there, and whether it is stored as (in, out)."""
         number, first = divmod(float(weight[0, 0]), SPACING)
         transposed = weight.stride(0) != 1
         return self.order[int(number)], int(first) // (2 if transposed else 1), transposed

@@ -1,0 +1,101 @@
+"""One pair's penalty in the autograd graph, and its decoupled step: `penalty.py` on the weights of a live model.
+
+The graph keeps three d_h×d_h matrices per head and the parameters themselves, nothing of the weights' size.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...projections import widen
+from ...spectra import Grams, Moments, gram_products, moments_of
+from ..base import learning_rate
+from ..penalty import Gain, fold, penalty, pull_back
+from ..scales import Scale
+from .pairs import Pair
+from .sharding import HeadShard, shard_of
+
+
+def value(pair: Pair, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
+    """The sum over the pair's heads, as a scalar of the autograd graph."""
+    weights = pair.weights()
+    if torch.compiler.is_compiling():
+        return _traced(pair, scale, gain, weights)
+    return _Value.apply(pair, scale, gain, *weights)
+
+
+class _Value(torch.autograd.Function):
+    """Backward: ∇_Q and ∇_K from the slopes, four d_h×d_h×d products per head."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, scale: Scale, gain: Gain, *weights: Tensor) -> Tensor:
+        with torch.autocast(weights[0].device.type, enabled=False):
+            shard = shard_of(pair, weights)
+            grams, scale = grams_of(shard, gain), scale.on(shard.groups)
+            ctx.pair, ctx.gain = pair, gain
+            ctx.save_for_backward(*weights, *scale.slope(grams, d_model=pair.d_model, rotary=pair.rotary))
+            return shard.total(scale.value(grams, d_model=pair.d_model, rotary=pair.rotary))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *by_value: Tensor) -> tuple[Tensor | None, ...]:
+        *weights, core, query, key = ctx.saved_tensors
+        with torch.autocast(core.device.type, enabled=False):
+            shard = shard_of(ctx.pair, weights)
+            slope = Grams(*(by_value[0].to(core) * matrix for matrix in (core, query, key)))
+            by_heads = pull_back(slope, shard.query, shard.key, gain=shard.own(ctx.gain))
+            return None, None, None, *shard.scatter(*by_heads)
+
+
+def _traced(pair: Pair, scale: Scale, gain: Gain, weights: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+    """The same by autograd, for a compiler that derives and fuses by itself; plain tensors only."""
+    with torch.autocast(weights[0].device.type, enabled=False):
+        query, key = pair.query.view(widen(weights[0])), pair.key.view(widen(weights[-1]))
+        return penalty(query, key, scale=scale, rotary=pair.rotary, gain=gain).sum()
+
+
+def grams_of(shard: HeadShard, gain: Gain = None) -> Grams:
+    """The Gram products of the heads at hand, over all columns."""
+    return shard.complete(gram_products(*fold(shard.query, shard.key, shard.own(gain))))
+
+
+def moments_at(shard: HeadShard, gain: Gain = None) -> Moments:
+    """tr W, tr W² and ‖W‖² of the heads at hand."""
+    return moments_of(grams_of(shard, gain), d_model=shard.pair.d_model)
+
+
+def descend(pair: Pair, scale: Scale, gain: Gain, rates: dict[int, float]) -> Bool[Tensor, ""]:
+    """W −= lr·∇ in place, with the learning rate of the parameter's own group. Seven d_h×d_h×d products per head.
+
+    Weights that are computed from parameters (LoRA, parametrisations) hand the gradient on to these. Says whether all
+    was finite, as a tensor, so that a GPU need not be waited for at each layer.
+    """
+    with torch.enable_grad():
+        weights = pair.weights()
+    shard = shard_of(pair, weights)
+    grams = grams_of(shard, gain)
+    slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
+    by_heads = pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
+    if not pair.is_stored:
+        _hand_on(pair, weights, shard.scatter(*by_heads), rates)
+        return grams.is_finite
+    sides = zip((shard.query, shard.key), by_heads, pair.sides, (weights[0], weights[-1]), strict=True)
+    for heads, by_weight, rows, weight in sides:
+        if weight.requires_grad:
+            heads.sub_(by_weight, alpha=learning_rate(rates, weight, rows.weight.name))
+    shard.commit()
+    return grams.is_finite
+
+
+def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rates: dict[int, float]) -> None:
+    """Through the graph that made the weights, which is as small as they are."""
+    named = {id(one): (name, one) for rows in pair.sides for name, one in rows.weight.parameters().items()}
+    leaves = [parameter for _, parameter in named.values()]
+    moved = [(weight, by) for weight, by in zip(weights, gradients, strict=True) if weight.requires_grad]
+    by_leaf = torch.autograd.grad([weight for weight, _ in moved], leaves, [by for _, by in moved], allow_unused=True)
+    for (name, parameter), by in zip(named.values(), by_leaf, strict=True):
+        if by is not None:
+            parameter.sub_(by, alpha=learning_rate(rates, parameter, name))

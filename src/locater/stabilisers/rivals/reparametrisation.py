@@ -1,0 +1,157 @@
+"""W ↦ γ W/σ(W), σ the largest singular value by power iteration: σReparam and spectral normalisation."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.utils import parametrize
+
+from ...errors import refusal
+from ...models.live.explicit import Explicit
+from ..base import Stabiliser
+from ..live.pairs import find_pairs
+from ..live.weights import Rows
+
+Indices = Int[Tensor, " rows"] | None
+
+
+class SpectralScale(nn.Module):
+    """A parametrisation. Each training pass turns every block's u, v once: two matrix-vector products.
+
+    The gradient takes u and v as constants: that of u^T W v, exact once they have converged. `rows` of None is all.
+    """
+
+    def __init__(
+        self, weight: Tensor, *, blocks: Sequence[Indices] = (None,), axis: int = 0, gain: float | None
+    ) -> None:
+        super().__init__()
+        self.axis, self.count = axis, len(blocks)
+        matrix = weight.detach().mT if axis else weight.detach()
+        for number, rows in enumerate(blocks):
+            self.register_buffer(f"rows{number}", rows, persistent=False)
+            block = matrix if rows is None else matrix[rows.to(matrix.device)]
+            self.register_buffer(f"left{number}", normalize(torch.randn_like(block[:, 0]), dim=0))
+            self.register_buffer(f"right{number}", normalize(torch.randn_like(block[0]), dim=0))
+            for _ in range(15):
+                self._iterate(number, block)
+        learned = gain is not None
+        start = torch.full((len(blocks),), gain if learned else 1.0, dtype=weight.dtype, device=weight.device)
+        self.gain = nn.Parameter(start) if learned else None
+
+    @torch.no_grad()
+    def _iterate(self, number: int, block: Tensor) -> None:
+        left, right = self._vectors(number)
+        right.copy_(normalize(block.mT @ left, dim=0))
+        left.copy_(normalize(block @ right, dim=0))
+
+    def _vectors(self, number: int) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"left{number}"), getattr(self, f"right{number}")
+
+    def norms(self, weight: Float[Tensor, "rows columns"]) -> list[Float[Tensor, ""]]:
+        """σ of each block, differentiable by the weight."""
+        matrix, found = (weight.mT if self.axis else weight), []
+        for number in range(self.count):
+            rows = getattr(self, f"rows{number}")
+            block = matrix if rows is None else matrix[rows]
+            if self.training:
+                self._iterate(number, block.detach())
+            left, right = (vector.clone() for vector in self._vectors(number))
+            found.append(left @ (block @ right))
+        return found
+
+    def forward(self, weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+        norms = self.norms(weight)
+        factors = [(1 if self.gain is None else self.gain[number]) / norm for number, norm in enumerate(norms)]
+        if self.count == 1 and self.rows0 is None:
+            return weight * factors[0]
+        scale = torch.ones(weight.shape[self.axis], dtype=weight.dtype, device=weight.device)
+        for number, factor in enumerate(factors):
+            rows = getattr(self, f"rows{number}")
+            scale = scale.index_put((rows,), factor.expand(len(rows)))
+        return weight * (scale[None, :] if self.axis else scale[:, None])
+
+
+def remove(module: nn.Module, attribute: str, *, bake: bool) -> None:
+    """Take the parametrisation off: the parameter as it was given, or with `bake` what the model now computes."""
+    parametrize.remove_parametrizations(module, attribute, leave_parametrized=bake)
+    # The parameter comes back behind the others, and state dicts and optimisers go by the order: weight, then bias.
+    for name in [name for name in module._parameters if name != attribute]:
+        module._parameters[name] = module._parameters.pop(name)
+
+
+class SigmaReparam(Stabiliser):
+    """Ŵ = γ W/σ(W) with a learned γ, on every linear layer (Zhai et al. 2023, arXiv 2303.06296).
+
+    Attach before the optimiser is made: γ is a parameter. As in the paper γ starts at 1, which changes the outputs.
+
+    A layer whose weight is an embedding too is left out. `detach()` gives the raw weights back; `detach(bake=True)`
+    leaves what the model has learned to compute.
+    """
+
+    def __init__(self, model: nn.Module, *, gain: float = 1.0) -> None:
+        self.places = list(linear_weights(model))
+        if not self.places:
+            raise refusal("a model with linear layers", type(model).__name__)
+        for module, attribute in self.places:
+            scale = SpectralScale(getattr(module, attribute), axis=int(type(module).__name__ == "Conv1D"), gain=gain)
+            parametrize.register_parametrization(module, attribute, scale)
+
+    def scales(self) -> list[SpectralScale]:
+        return [getattr(module.parametrizations, attribute)[0] for module, attribute in self.places]  # type: ignore
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [scale.gain for scale in self.scales() if scale.gain is not None]
+
+    def metrics(self, *, heads: bool = False) -> dict[str, float]:
+        gains = [float(gain.detach()) for gain in self.parameters()]
+        return {"sigma_reparam/mean_gain": sum(gains) / len(gains), "sigma_reparam/max_gain": max(gains)}
+
+    def detach(self, *, bake: bool = False) -> None:
+        for module, attribute in self.places:
+            remove(module, attribute, bake=bake)
+
+
+def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every linear map's weight, shared ones once, without those that embed."""
+    seen = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        attribute = "weight" if is_linear else "in_proj_weight" if isinstance(module, nn.MultiheadAttention) else None
+        weight = getattr(module, attribute, None) if attribute else None
+        if attribute and weight is not None and id(weight) not in seen:
+            seen.add(id(weight))
+            yield module, attribute
+
+
+class SpectralNorm(Stabiliser):
+    """W ↦ W/σ(W) (Miyato et al. 2018, arXiv 1802.05957) on queries and keys.
+
+    The queries of all heads of a layer, and the keys, each with spectral norm one; values are not touched.
+
+    `detach()` gives the raw weights back; `detach(bake=True)` leaves the normalised ones.
+    """
+
+    def __init__(self, model: nn.Module, *, heads: Sequence[Explicit] = ()) -> None:
+        blocks: dict[tuple[int, str], list[Rows]] = {}
+        for pair in find_pairs(model, heads=heads, trained=False):
+            for rows in (pair.query, pair.key):
+                blocks.setdefault((id(rows.weight.module), rows.weight.attribute), []).append(rows)
+        weights = [rows[0].weight for rows in blocks.values()]
+        self.places = [(weight.module, weight.attribute) for weight in weights]
+        for (module, attribute), several in zip(self.places, blocks.values(), strict=True):
+            indices = [indices_of(rows) for rows in several]
+            scale = SpectralScale(getattr(module, attribute), blocks=indices, axis=several[0].row_axis, gain=None)
+            parametrize.register_parametrization(module, attribute, scale)
+
+    def detach(self, *, bake: bool = False) -> None:
+        for module, attribute in self.places:
+            remove(module, attribute, bake=bake)
+
+
+def indices_of(rows: Rows) -> Int[Tensor, " rows"]:
+    """Which rows of the weight they are."""
+    groups = torch.arange(rows.num_groups)[:, None, None] * rows.group_step
+    heads = torch.arange(rows.num_heads)[:, None] * rows.head_step
+    return (rows.first + groups + heads + torch.arange(rows.d_head)).flatten()
