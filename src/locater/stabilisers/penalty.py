@@ -1,7 +1,7 @@
 """LocAteR's penalty as a function of two weights, with its gradient in closed form: no model, no graph, no state.
 
 With M = W_K W_Q^T, G_Q = W_Q W_Q^T, G_K = W_K W_K^T the default is Σ η² = (Σ M∘M^T + 2 Σ G_Q∘G_K)/3, and
-∇_Q = (2 M^T W_K + 4 G_K W_Q)/3, ∇_K = (2 M W_Q + 4 G_Q W_K)/3. Nothing of size d×d is made.
+∇_Q = (2 M W_K + 4 G_K W_Q)/3, ∇_K = (2 M^T W_Q + 4 G_Q W_K)/3. Nothing of size d×d is made.
 """
 
 from jaxtyping import Float
