@@ -12,6 +12,7 @@ from .demo import demo
 from .doctor import doctor
 from .output import speak_plainly
 from .predict import predict
+from .report import report
 from .runs import runs
 from .scan import scan
 from .theory import theory
@@ -24,6 +25,7 @@ VERBS = {
     "theory": theory,
     "train": train,
     "runs": runs,
+    "report": report,
     "demo": demo,
     "doctor": doctor,
 }

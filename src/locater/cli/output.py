@@ -58,9 +58,9 @@ class Speaker(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
-def console_for(json: Path | None) -> Console:
-    """Where to talk: standard error when standard output carries JSON."""
-    return Speaker(stderr=json == STANDARD_OUTPUT, highlight=False)
+def console_for(json: Path | None, *, aside: bool = False) -> Console:
+    """Where to talk: standard error when standard output carries JSON, or for what is said beside the results."""
+    return Speaker(stderr=aside or json == STANDARD_OUTPUT, highlight=False)
 
 
 def aside(sentence: str) -> None:

@@ -1,0 +1,130 @@
+// A chart as SVG: lines, bands, points and bars on two axes. Colours are attributes, so that a saved file keeps them.
+
+const SVG = "http://www.w3.org/2000/svg";
+const BOX = { width: 380, height: 230, left: 52, right: 20, top: 12, bottom: 40 };
+
+function svg(name, attributes, ...children) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+function html(name, attributes, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes ?? {})) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// Round steps for an axis: 1, 2 or 5 times a power of ten, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5, 10].find((times) => times * power >= rough) ?? 10);
+  const found = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n++) found.push(n * step);
+  return found;
+}
+
+// An axis: from values to pixels. A logarithmic one shows zero one step left of one, marked as such by its tick.
+function axis(range, pixels, options = {}) {
+  const log = options.log ? (value) => Math.log2(value + 1) : (value) => value;
+  const [low, high] = [log(range[0]), log(range[1])];
+  const width = high - low || 1;
+  const place = (value) => pixels[0] + ((log(value) - low) / width) * (pixels[1] - pixels[0]);
+  let marks = options.ticks ?? ticks(range[0], range[1], options.count ?? 5);
+  if (options.log && !options.ticks) marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384].filter((value) => value <= range[1]);
+  return { place, marks, label: options.label ?? "" };
+}
+
+function spanOf(series, part, given) {
+  if (given) return given;
+  const values = series.flatMap((one) => one.points.map((point) => point[part])).filter(Number.isFinite);
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  if (!(high > low)) return [low - 1 || -1, low + 1 || 1];
+  const margin = (high - low) * 0.05;
+  return part === 0 ? [low, high] : [low - margin, high + margin];
+}
+
+// `series`: {points: [[x, y, low?, high?]], label, kind: "line" | "points" | "bars", look: {colour, dash}}.
+function chart(title, series, options = {}) {
+  const box = { ...BOX, ...options.box };
+  const x = axis(spanOf(series, 0, options.x?.range), [box.left, box.width - box.right], options.x);
+  const y = axis(spanOf(series, 1, options.y?.range), [box.height - box.bottom, box.top], options.y);
+  const element = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, class: "chart", role: "img", "font-size": 11,
+    "font-family": "system-ui, sans-serif", "aria-label": `${title}. ${inWords(series)}` });
+  element.append(svg("rect", { width: box.width, height: box.height, fill: look("panel") }));
+  drawAxes(element, x, y, box);
+  options.under?.(element, x, y, box);
+  series.forEach((one) => drawSeries(element, one, x, y));
+  options.over?.(element, x, y, box);
+  return element;
+}
+
+function drawAxes(element, x, y, box) {
+  const [soft, line] = [look("soft"), look("line")];
+  for (const value of y.marks) {
+    element.append(svg("line", { x1: box.left, x2: box.width - box.right, y1: y.place(value), y2: y.place(value), stroke: line }));
+    element.append(text(shownNumber(value), box.left - 6, y.place(value) + 4, { "text-anchor": "end", fill: soft }));
+  }
+  for (const value of x.marks) {
+    element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
+    element.append(text(shownNumber(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
+  }
+  element.append(text(x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
+  const turned = { "text-anchor": "middle", fill: look("ink"), transform: `rotate(-90 12 ${(box.top + box.height - box.bottom) / 2})` };
+  element.append(text(y.label, 12, (box.top + box.height - box.bottom) / 2, turned));
+}
+
+function text(words, x, y, attributes) {
+  return svg("text", { x, y, ...attributes }, words);
+}
+
+function drawSeries(element, one, x, y) {
+  const points = one.points.filter((point) => Number.isFinite(point[1]));
+  const at = (point, part) => `${x.place(point[0]).toFixed(2)},${y.place(point[part]).toFixed(2)}`;
+  if (points.length && points[0].length === 4) {
+    const edge = [...points.map((point) => at(point, 3)), ...points.toReversed().map((point) => at(point, 2))];
+    element.append(svg("polygon", { points: edge.join(" "), fill: one.look.colour, opacity: 0.18 }));
+  }
+  if (one.kind === "points") {
+    for (const point of points) element.append(svg("circle", { cx: x.place(point[0]), cy: y.place(point[1]), r: one.radius ?? 3,
+      fill: one.look.colour, "fill-opacity": 0.65, stroke: one.look.colour, "stroke-width": 0.6 }));
+  } else {
+    element.append(svg("polyline", { points: points.map((point) => at(point, 1)).join(" "), fill: "none", stroke: one.look.colour,
+      "stroke-width": 2, "stroke-dasharray": one.look.dash ?? "", "stroke-linejoin": "round" }));
+  }
+}
+
+// What a screen reader hears instead of the lines: first, last and extremes of each.
+function inWords(series) {
+  return series.map((one) => {
+    const values = one.points.map((point) => point[1]).filter(Number.isFinite);
+    if (!values.length) return `${one.label}: no values.`;
+    const numbers = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map(shownNumber);
+    return `${one.label}: from ${numbers[0]} to ${numbers[1]}, lowest ${numbers[2]}, highest ${numbers[3]}.`;
+  }).join(" ");
+}
+
+// The names of the lines, each with its stroke, under a chart.
+function keyOf(series) {
+  const list = html("span", { class: "group" });
+  for (const one of series.filter((one) => one.label)) {
+    const stroke = svg("svg", { width: 22, height: 10, "aria-hidden": "true" }, one.kind === "points"
+      ? svg("circle", { cx: 11, cy: 5, r: 4, fill: one.look.colour })
+      : svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: one.look.colour, "stroke-width": 3, "stroke-dasharray": one.look.dash ?? "" }));
+    list.append(html("span", {}, stroke, ` ${one.label}`));
+  }
+  return list;
+}
+
+// A chart with its caption, the key of its lines and buttons to save it.
+function figure(title, series, options) {
+  const drawn = chart(title, series, options);
+  const key = series.length > 1 || options?.key ? keyOf(series) : "";
+  return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, key, saveButtons(title, () => drawn)));
+}

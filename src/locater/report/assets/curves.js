@@ -1,0 +1,74 @@
+// Numbers over steps or checkpoints: by layer for one view, by arm with intervals for runs.
+
+function drawCurves(app, controls, place) {
+  const drawn = [];
+  if (app.view && app.view.frames.length > 1) drawn.push(...layerCurves(app));
+  for (const document of app.data.runs) drawn.push(...armCurves(document));
+  const section = document.getElementById("curves");
+  section.hidden = !drawn.length;
+  place.replaceChildren(...drawn);
+}
+
+// The mean of the chosen quantity over the heads of each layer; many layers share six colours and five dashes.
+function layerCurves(app) {
+  const { view } = app;
+  const quantity = app.quantity.name === "regime" ? app.shownQuantities()[0] : app.quantity;
+  const layers = new Map();
+  for (let head = 0; head < view.count; head++) {
+    const name = `${view.blocks[view.block[head]]} ${view.layer[head]}`;
+    layers.set(name, [...(layers.get(name) ?? []), head]);
+  }
+  const steps = view.frames.map((frame, n) => (Number.isFinite(Number(frame)) ? Number(frame) : n));
+  const mean = (heads, frame) => {
+    const known = heads.map((head) => view.value(quantity.name, frame, head)).filter(Number.isFinite);
+    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
+  };
+  const series = [...layers].map(([label, heads], n) => ({ label, look: lineLook(n), points: steps.map((step, frame) => [step, mean(heads, frame)]) }));
+  const numbered = view.frames.every((frame) => Number.isFinite(Number(frame)));
+  const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? {} : { ticks: steps }) }, y: { label: quantity.symbol },
+    over: (element, x, y, box) => {
+      const mark = (step, colour) => element.append(svg("line", { x1: x.place(step), x2: x.place(step), y1: box.top, y2: box.height - box.bottom, stroke: colour, "stroke-dasharray": "3 3" }));
+      for (const step of new Set(view.alarms.map((alarm) => alarm.step))) mark(step, look("warn"));
+      mark(steps[app.frame], look("focus"));
+    } };
+  return [figure(`${quantity.words}, mean of each layer`, series.length <= 12 ? series : series.map((one) => ({ ...one })), options), alarmList(app)].filter(Boolean);
+}
+
+function alarmList(app) {
+  if (!app.view.alarms.length) return null;
+  const list = html("ul", { class: "small" });
+  for (const alarm of app.view.alarms.slice(0, 40)) {
+    const place = `${alarm.block} layer ${alarm.layer}` + (alarm.head === null ? "" : `, head ${alarm.head}`);
+    list.append(html("li", {}, `step ${alarm.step}: ${alarm.kind} in ${place}: ${alarm.meaning}; try ${alarm.remedy}`));
+  }
+  return html("div", {}, html("h3", {}, `Alarms (${app.view.alarms.length}), dashed in the chart`), list);
+}
+
+const ARM_WORDS = { perplexity: "Perplexity on held-out text (lower is better)", loss: "Loss on held-out data (lower is better)", entropy: "How evenly attention is spread (1 = all alike)",
+  trace_over_temperature: "tr W/λ, mean over heads", eta_over_temperature: "η/λ, mean over heads", xi: "ξ, mean over heads", localisation: "Localisation, mean over heads",
+  effective_rank: "Effective rank of the last layer", residual: "Rank residual of the last layer", near_mass: "Attention on the 16 nearest tokens" };
+
+// A line per arm; the band is one standard error over its seeds. The arm compared with is named first in the key.
+function armCurves(runs) {
+  const names = Object.keys(ARM_WORDS).filter((name) => runs.arms.some((arm) => arm.curves[name]?.step.length));
+  const order = runs.arms.map((arm) => arm.arm).toSorted();
+  return names.map((name) => {
+    const series = runs.arms.filter((arm) => arm.curves[name]).map((arm) => {
+      const { step, mean, standard_error: error } = arm.curves[name];
+      const points = step.map((at, n) => (error[n] === null ? [at, mean[n]] : [at, mean[n], mean[n] - error[n], mean[n] + error[n]]));
+      return { label: `${arm.arm} (${arm.seeds.length} seed${arm.seeds.length > 1 ? "s" : ""})`, look: lineLook(order.indexOf(arm.arm)), points };
+    });
+    const options = { key: true, x: { label: "training step" }, y: { label: name.replaceAll("_", " ") } };
+    if (name === runs.score) options.y.range = laterRange(series);
+    return figure(ARM_WORDS[name], series, options);
+  });
+}
+
+// The range of the later steps: the first ones lie far above and would press the end into one line.
+function laterRange(series) {
+  const last = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
+  const values = series.flatMap((one) => one.points.filter((point) => point[0] >= last * 0.3).map((point) => point[1]));
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const margin = (high - low) * 0.08 || 1;
+  return [low - margin, high + margin];
+}

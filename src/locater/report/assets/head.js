@@ -1,0 +1,140 @@
+// One head: a sentence, its numbers among the model's, its eigenvalues, and what is known of it over position and distance.
+
+function drawHead(app, place) {
+  const { view, selected } = app;
+  document.getElementById("head-title").textContent = `Head ${view.title(selected)}`;
+  const figures = html("div", { class: "charts" });
+  for (const one of [eigenvalueFigure, profileFigure, logitFigure, attentionFigure]) {
+    const drawn = one(app);
+    if (drawn) figures.append(drawn);
+  }
+  place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures);
+}
+
+function sentenceOn(app) {
+  const { view, frame, selected } = app;
+  const code = view.regimeOf(frame, selected);
+  const parts = [];
+  for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate from the weights"]]) {
+    const near = view.columns[`${side}near_mass`] && view.value(`${side}near_mass`, frame, selected);
+    if (!Number.isFinite(near)) continue;
+    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
+    break;
+  }
+  if (code !== REGIME_NONE) parts.push(`In the random-walk theory, ${app.data.regimes[code].words}.`);
+  if (view.columns.symmetry) {
+    const symmetry = view.value("symmetry", frame, selected);
+    parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is far from symmetric, as in most trained heads.");
+  }
+  return parts.join(" ");
+}
+
+// Each number with a strip: the grey hill is the model's distribution, the line is this head.
+function numbersOf(app) {
+  const { view, frame, selected } = app;
+  const body = html("tbody", {});
+  for (const quantity of app.shownQuantities()) {
+    const value = view.value(quantity.name, frame, selected);
+    if (!Number.isFinite(value)) continue;
+    const values = Array.from({ length: view.count }, (_, head) => view.value(quantity.name, frame, head)).filter(Number.isFinite);
+    body.append(html("tr", {}, html("th", { scope: "row", title: quantity.words }, quantity.symbol), html("td", { "data-quantity": quantity.name }, shownNumber(value)),
+      html("td", {}, strip(values, value))));
+  }
+  const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, "among all heads")));
+  return html("table", { class: "numbers" }, head, body);
+}
+
+function strip(values, value) {
+  const sorted = values.toSorted((a, b) => a - b);
+  const [low, high] = [quantile(sorted, 0.01), quantile(sorted, 0.99)];
+  const place = (one) => Math.min(99, Math.max(1, high > low ? ((one - low) / (high - low)) * 98 + 1 : 50));
+  const counts = new Array(33).fill(0);
+  for (const one of sorted) counts[Math.min(32, Math.floor(place(one) / 3.04))]++;
+  const most = Math.max(...counts);
+  const path = counts.map((count, n) => `L${(n + 0.5) * 3.03},${16 - (14 * count) / most}`).join("");
+  const below = sorted.filter((one) => one < value).length;
+  return svg("svg", { viewBox: "0 0 100 17", preserveAspectRatio: "none", role: "img",
+    "aria-label": `above ${Math.round((100 * below) / sorted.length)} % of the heads` },
+  svg("path", { d: `M0,16${path}L100,16Z`, fill: look("soft"), opacity: 0.35 }),
+  svg("line", { x1: place(value), x2: place(value), y1: 0, y2: 17, stroke: look("focus"), "stroke-width": 1.6 }));
+}
+
+// In the complex plane, with the mean as a cross and the root of the mean squared distance from it as a circle.
+function eigenvalueFigure(app) {
+  const flat = app.view.spectrum(app.selected);
+  if (!flat || app.frame !== app.view.frames.length - 1) return null;
+  const points = [];
+  for (let n = 0; n < flat.length; n += 2) points.push([flat[n], flat[n + 1]]);
+  const mean = points.reduce((sum, point) => sum + point[0], 0) / points.length;
+  const radius = Math.sqrt(points.reduce((sum, [re, im]) => sum + (re - mean) ** 2 + im ** 2, 0) / points.length);
+  const far = Math.max(...points.map(([re, im]) => Math.max(Math.abs(re - mean), Math.abs(im))), radius) * 1.08 || 1;
+  const height = 300;
+  const box = { height, left: 52 };
+  const tall = far * (height - BOX.top - BOX.bottom) / (BOX.width - BOX.left - BOX.right);
+  const over = (element, x, y) => {
+    const [cx, cy] = [x.place(mean), y.place(0)];
+    element.append(svg("ellipse", { cx, cy, rx: x.place(mean + radius) - cx, ry: cy - y.place(radius), fill: "none", stroke: look("focus"), "stroke-width": 1.5, "stroke-dasharray": "5 3" }));
+    element.append(svg("path", { d: `M${cx - 6},${cy}h12M${cx},${cy - 6}v12`, stroke: look("focus"), "stroke-width": 2 }));
+  };
+  const stretch = Math.max(1, Math.max(...points.map((point) => Math.abs(point[1]))) * 1.1 / tall);
+  return figure("Eigenvalues in the complex plane", [{ points, label: `eigenvalues: mean ${shownNumber(mean)} (cross), spread ${shownNumber(radius)} (circle)`, kind: "points", look: lineLook(0) }],
+    { box, key: true, over, x: { range: [mean - far * stretch, mean + far * stretch], label: "real part" }, y: { range: [-tall * stretch, tall * stretch], label: "imaginary part" } });
+}
+
+const PROFILE_WORDS = { closed: "closed form, without positions", exact: "exact, without positions", positions: "closed form, with this head's positions" };
+
+function profileFigure(app) {
+  const { view, frame, selected } = app;
+  const length = view.length ?? 1024;
+  const series = [];
+  for (const name of Object.keys(view.profiles ?? {})) {
+    const line = view.line("profiles", name, selected);
+    if (line.some((value) => value)) series.push({ points: onto(evenly(length, line.length), line), label: PROFILE_WORDS[name] ?? name, look: lineLook(series.length) });
+  }
+  if (!series.length && view.columns.trace_of_square) series.push({ ...momentProfile(view, frame, selected, length), look: lineLook(0) });
+  if (!series.length) return null;
+  return figure("Which tokens are heard: ρ over the context", series, { key: true,
+    x: { range: [1, length], ticks: evenly(length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
+}
+
+function momentProfile(view, frame, head, length) {
+  const value = (name) => view.value(name, frame, head);
+  const moments = { trace: value("trace"), square: value("trace_of_square"), norm: value("frobenius_squared") };
+  const positions = evenly(length, 128);
+  return { points: onto(positions, closedForm(moments, length, value("temperature"), positions)), label: PROFILE_WORDS.closed };
+}
+
+function onto(places, values) {
+  return places.map((place, n) => [place, values[n]]);
+}
+
+function middles(bins) {
+  return bins.map(([low, high]) => (low + high) / 2);
+}
+
+function logitFigure(app) {
+  const { view, selected } = app;
+  const series = [];
+  for (const name of Object.keys(view.expected_logits ?? {})) {
+    const line = view.line("expected_logits", name, selected);
+    series.push({ points: onto(view.distances, line), label: "from the weights: two tokens of like content", look: lineLook(0) });
+  }
+  const words = { predicted: "predicted for the text", measured: "measured on the text" };
+  Object.keys(view.logit_profile ?? {}).forEach((name, n) => {
+    const line = view.line("logit_profile", name, selected);
+    series.push({ points: onto(middles(view.bins), line), label: words[name] ?? name, look: lineLook(n + 1) });
+  });
+  if (!series.length) return null;
+  const furthest = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
+  return figure("Expected logit over distance", series, { key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
+}
+
+function attentionFigure(app) {
+  const { view, selected } = app;
+  const series = Object.keys(view.attention_profile ?? {}).map((name, n) => ({
+    points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: name, look: lineLook(n) }));
+  if (!series.length) return null;
+  const furthest = Math.max(...series[0].points.map((point) => point[0]));
+  return figure("Attention over distance (the first token apart)", series, { x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
+    y: { range: [0, Math.max(...series.flatMap((one) => one.points.map((point) => point[1])), 0.1)], label: "share of attention" } });
+}

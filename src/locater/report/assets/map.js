@@ -1,0 +1,185 @@
+// The map: a cell per head, layers downwards and heads to the right, on a canvas so that a large model stays quick.
+
+const CELL = { least: 3, wide: 52, high: 22 };
+const MARGIN = { left: 46, top: 20 };
+
+// Where each head stands: rows are the layers of every block, in order.
+function layoutOf(view) {
+  const rows = new Map();
+  for (let head = 0; head < view.count; head++) {
+    const key = view.block[head] * 65536 + view.layer[head];
+    if (!rows.has(key)) rows.set(key, rows.size);
+  }
+  const columns = Math.max(...view.head) + 1;
+  const cells = new Int32Array(rows.size * columns).fill(-1);
+  const row = Int32Array.from({ length: view.count }, (_, head) => rows.get(view.block[head] * 65536 + view.layer[head]));
+  for (let head = 0; head < view.count; head++) cells[row[head] * columns + view.head[head]] = head;
+  const labels = Array.from(rows.keys(), (key) => (view.blocks.length > 1 ? `${view.blocks[key >> 16].slice(0, 3)} ` : "") + (key & 65535));
+  return { rows: rows.size, columns, cells, row, labels };
+}
+
+class HeadMap {
+  constructor(app, place) {
+    this.app = app;
+    this.canvas = html("canvas", { tabindex: 0, role: "application", "aria-roledescription": "map of heads", id: "map" });
+    this.tip = html("div", { class: "tip", "aria-hidden": "true", hidden: true });
+    this.legend = html("div", {});
+    place.replaceChildren(this.canvas, this.tip, this.legend);
+    this.place = place;
+    this.canvas.addEventListener("click", (event) => this.at(event) >= 0 && app.select(this.at(event)));
+    this.canvas.addEventListener("mousemove", (event) => this.point(event));
+    this.canvas.addEventListener("mouseleave", () => { this.tip.hidden = true; });
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left - MARGIN.left) / this.width);
+    const row = Math.floor((event.clientY - box.top - MARGIN.top) / this.height);
+    const inside = column >= 0 && column < this.layout.columns && row >= 0 && row < this.layout.rows;
+    return inside ? this.layout.cells[row * this.layout.columns + column] : -1;
+  }
+
+  point(event) {
+    const head = this.at(event);
+    this.tip.hidden = head < 0;
+    if (head < 0) return;
+    this.tip.textContent = this.app.describe(head);
+    const box = this.place.getBoundingClientRect();
+    const left = Math.min(event.clientX - box.left + 14, box.width - this.tip.offsetWidth - 4);
+    this.tip.style.transform = `translate(${Math.max(0, left)}px, ${event.clientY - box.top + 16}px)`;
+  }
+
+  // Arrow keys go from head to head; Home and End to the ends of a layer; m keeps only heads of the same regime marked.
+  key(event) {
+    const { columns, rows, cells, row } = this.layout;
+    const view = this.app.view;
+    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    const [here, column] = [row[this.app.selected], view.head[this.app.selected]];
+    let goal = null;
+    if (steps[event.key]) goal = [here + steps[event.key][0], column + steps[event.key][1]];
+    if (event.key === "Home") goal = [here, 0];
+    if (event.key === "End") goal = [here, columns - 1];
+    if (event.key === "m") this.app.markRegime(view.regimeOf(this.app.frame, this.app.selected));
+    if (event.key === "Escape") this.app.mark(null, "");
+    if (!goal || goal[0] < 0 || goal[0] >= rows || goal[1] < 0 || goal[1] >= columns) return;
+    event.preventDefault();
+    const found = cells[goal[0] * columns + goal[1]];
+    if (found >= 0) this.app.select(found, true);
+  }
+
+  colour(head) {
+    const { quantity, view, frame, range } = this.app;
+    if (quantity.name === "regime") {
+      const code = view.regimeOf(frame, head);
+      return code === REGIME_NONE ? null : REGIME_LOOKS[this.app.data.regimes[code].name].colour;
+    }
+    const value = this.app.value(head);
+    return Number.isFinite(value) ? css(ramp(this.app.scale, (value - range.low) / (range.high - range.low))) : null;
+  }
+
+  draw() {
+    this.layout = layoutOf(this.app.view);
+    const room = this.place.clientWidth - MARGIN.left - 2;
+    this.width = Math.max(CELL.least, Math.min(CELL.wide, Math.floor(room / this.layout.columns)));
+    this.height = Math.max(CELL.least, Math.min(CELL.high, Math.floor(640 / this.layout.rows), this.width));
+    const [width, height] = [MARGIN.left + this.layout.columns * this.width + 1, MARGIN.top + this.layout.rows * this.height + 1];
+    const ratio = devicePixelRatio || 1;
+    Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
+    Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
+    this.canvas.setAttribute("aria-label", `Map of ${this.app.view.count} heads by ${this.app.quantity.words}. Arrow keys move from head to head.`);
+    const pen = this.canvas.getContext("2d");
+    pen.scale(ratio, ratio);
+    this.drawLabels(pen);
+    this.drawCells(pen);
+    this.legend.replaceChildren(drawLegend(this.app), saveButtons(this.app.figureTitle(), () => this.asSvg()));
+  }
+
+  drawLabels(pen) {
+    pen.font = "11px system-ui, sans-serif";
+    pen.fillStyle = look("soft");
+    pen.textBaseline = "middle";
+    const every = (size, least) => Math.max(1, [1, 2, 4, 5, 8, 10, 16, 20, 32, 64].find((step) => step * size >= least) ?? 128);
+    pen.textAlign = "right";
+    for (let row = 0; row < this.layout.rows; row += every(this.height, 13))
+      pen.fillText(this.layout.labels[row], MARGIN.left - 6, MARGIN.top + (row + 0.5) * this.height);
+    pen.textAlign = "center";
+    for (let column = 0; column < this.layout.columns; column += every(this.width, 22))
+      pen.fillText(column, MARGIN.left + (column + 0.5) * this.width, MARGIN.top - 8);
+    pen.textAlign = "left";
+    pen.fillText("layer", 0, MARGIN.top - 8);
+  }
+
+  drawCells(pen) {
+    const { view, marked, selected } = this.app;
+    const gap = this.width > 8 && this.height > 8 ? 1 : 0;
+    for (let head = 0; head < view.count; head++) {
+      const [x, y] = this.corner(head);
+      const colour = this.colour(head);
+      pen.globalAlpha = marked && !marked.has(head) ? 0.14 : 1;
+      pen.fillStyle = colour ?? look("line");
+      pen.fillRect(x, y, this.width - gap, this.height - gap);
+      if (this.app.quantity.name === "regime" && colour) this.drawLetter(pen, head, x, y);
+    }
+    pen.globalAlpha = 1;
+    const [x, y] = this.corner(selected);
+    pen.lineWidth = 2;
+    pen.strokeStyle = look("ground");
+    pen.strokeRect(x - 0.5, y - 0.5, this.width, this.height);
+    pen.strokeStyle = look("focus");
+    pen.strokeRect(x - 1.5, y - 1.5, this.width + 2, this.height + 2);
+  }
+
+  drawLetter(pen, head, x, y) {
+    if (this.width < 12 || this.height < 11) return;
+    const style = REGIME_LOOKS[this.app.data.regimes[this.app.view.regimeOf(this.app.frame, head)].name];
+    pen.fillStyle = style.ink;
+    pen.textAlign = "center";
+    pen.fillText(style.letter, x + this.width / 2, y + this.height / 2);
+  }
+
+  corner(head) {
+    return [MARGIN.left + this.app.view.head[head] * this.width, MARGIN.top + this.layout.row[head] * this.height];
+  }
+
+  asSvg() {
+    const [width, height] = [MARGIN.left + this.layout.columns * this.width + 8, MARGIN.top + this.layout.rows * this.height + 8];
+    const label = { "font-size": 11, "font-family": "system-ui, sans-serif", fill: look("soft") };
+    const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}` }, svg("rect", { width, height, fill: look("panel") }));
+    this.layout.labels.forEach((words, row) => drawn.append(text(words, 4, MARGIN.top + (row + 0.75) * this.height, label)));
+    for (let head = 0; head < this.app.view.count; head++) {
+      const [x, y] = this.corner(head);
+      drawn.append(svg("rect", { x, y, width: this.width, height: this.height, fill: this.colour(head) ?? look("line") }));
+    }
+    return drawn;
+  }
+}
+
+// The scale, with the heads' distribution over it, what its ends mean, and where health ends.
+function drawLegend(app) {
+  if (app.quantity.name === "regime") return html("p", { class: "small" }, "Letters and colours are explained at the foot of the page. They are words of the random-walk theory.");
+  const { low, high, values } = app.range;
+  const box = { width: 420, left: 10, right: 10 };
+  const x = axis([low, high], [box.left, box.width - box.right], { count: 5 });
+  const drawn = svg("svg", { viewBox: "0 0 420 96", class: "legend", role: "img", "font-size": 11, "font-family": "system-ui, sans-serif",
+    "aria-label": `Scale from ${shownNumber(low)}, ${app.quantity.low}, to ${shownNumber(high)}, ${app.quantity.high}.` });
+  const counts = new Array(40).fill(0);
+  for (const value of values) counts[Math.min(39, Math.max(0, Math.floor(((value - low) / (high - low)) * 40)))]++;
+  const most = Math.max(...counts, 1);
+  for (let n = 0; n < 40; n++) {
+    const size = (26 * counts[n]) / most;
+    drawn.append(svg("rect", { x: 10 + n * 10, y: 28 - size, width: 9, height: size, fill: look("soft"), opacity: 0.55 }));
+    drawn.append(svg("rect", { x: 10 + n * 10, y: 30, width: 10.5, height: 14, fill: css(ramp(app.scale, (n + 0.5) / 40)) }));
+  }
+  for (const mark of x.marks) drawn.append(text(shownNumber(mark), x.place(mark), 58, { "text-anchor": "middle", fill: look("soft") }));
+  drawn.append(text(`◂ ${app.difference ? "fell" : app.quantity.low}`, 10, 74, { fill: look("ink") }));
+  drawn.append(text(`${app.difference ? "rose" : app.quantity.high} ▸`, 410, 74, { "text-anchor": "end", fill: look("ink") }));
+  app.limits().forEach((limit, n) => {
+    const inside = limit.value > low && limit.value < high;
+    if (inside) drawn.append(svg("line", { x1: x.place(limit.value), x2: x.place(limit.value), y1: 2, y2: 47, stroke: look("warn"), "stroke-width": 2 }));
+    const words = `${limit.side} ${shownNumber(limit.value)}: ${limit.words}`;
+    drawn.append(text(words, 10, 90 + n * 14, { fill: look("warn") }));
+    drawn.setAttribute("viewBox", `0 0 420 ${96 + n * 14}`);
+  });
+  return drawn;
+}

@@ -1,0 +1,211 @@
+// The page: what is chosen, and which parts are drawn anew when that changes.
+
+const REGIME = { name: "regime", symbol: "regime", words: "regime, in the random-walk theory", low: "", high: "", scale: "regime", limits: [], basis: "" };
+
+class App {
+  constructor(data) {
+    Object.assign(this, { data, views: data.views, number: 0, frame: 0, selected: 0, marked: null, difference: false, bound: null, side: "above" });
+    if (this.views.length) this.start();
+    startTheme(() => this.draw());
+    document.querySelectorAll("[data-sentence]").forEach((button) => button.addEventListener("click", () => this.follow(data.sentences[button.dataset.sentence])));
+    this.draw();
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  start() {
+    this.frame = this.view.frames.length - 1;
+    this.selected = this.data.sentences.find((one) => one.tone === "warning" && one.heads.length)?.heads[0] ?? this.mostPronounced();
+    this.choose(this.data.quantities.find((one) => this.view.columns[one.name])?.name ?? "regime");
+    this.map = new HeadMap(this, document.getElementById("map-figure"));
+    this.table = new HeadTable(this, document.getElementById("table-controls"), document.getElementById("table-body"));
+    addEventListener("resize", () => this.map.draw());
+  }
+
+  // The head to open with where nothing is wrong: the one whose mean stands out most against its scale.
+  mostPronounced() {
+    let best = 0;
+    for (let head = 0; head < this.view.count && this.view.columns.xi; head++)
+      if (Math.abs(this.view.value("xi", this.frame, head)) > Math.abs(this.view.value("xi", this.frame, best))) best = head;
+    return best;
+  }
+
+  get view() { return this.views[this.number]; }
+  get scale() { return this.difference ? "diverging" : this.quantity.scale; }
+
+  value(head) {
+    const value = this.view.value(this.quantity.name, this.frame, head);
+    return this.difference ? value - this.view.value(this.quantity.name, 0, head) : value;
+  }
+
+  hasRegimes() { return this.view.regime.some((code) => code !== REGIME_NONE); }
+  regimeName(head) { return this.data.regimes[this.view.regimeOf(this.frame, head)]?.name ?? ""; }
+  shownQuantities() { return this.data.quantities.filter((one) => this.view.columns[one.name]); }
+  figureTitle() { return `${this.view.name}: ${this.quantity.words}`; }
+
+  choose(name) {
+    this.quantity = name === "regime" ? REGIME : this.data.quantities.find((one) => one.name === name);
+    if (name === "regime") this.difference = false;
+    else this.range = rangeOf(this.views, this.quantity, this.difference);
+  }
+
+  // The limits of health in the quantity's own unit: some are multiples of the model's median.
+  limits() {
+    if (this.difference) return [];
+    const middle = quantile(Array.from({ length: this.view.count }, (_, head) => this.value(head)).filter(Number.isFinite).toSorted((a, b) => a - b), 0.5);
+    return this.quantity.limits.map((limit) => ({ ...limit, value: limit.relative ? limit.value * middle : limit.value,
+      words: limit.words + (limit.relative ? ` (${shownNumber(limit.value)} × the model's median)` : "") }));
+  }
+
+  describe(head) {
+    const regime = this.hasRegimes() ? `, ${this.regimeName(head)}` : "";
+    if (this.quantity.name === "regime") return `${this.view.title(head)}${regime}`;
+    return `${this.view.title(head)}: ${this.quantity.symbol} = ${shownNumber(this.value(head))}${regime}`;
+  }
+
+  select(head, spoken) {
+    this.selected = head;
+    this.drawStatus();
+    this.map.draw();
+    drawHead(this, document.getElementById("head-body"));
+    this.table.drawRows();
+  }
+
+  mark(heads, why) {
+    this.marked = heads && new Set(heads);
+    this.why = why;
+    this.drawControls();
+    this.drawStatus();
+    this.map.draw();
+    this.table.refresh();
+  }
+
+  markRegime(code) {
+    const name = this.data.regimes[code]?.name;
+    if (this.why === name) return this.mark(null, "");
+    const heads = Array.from({ length: this.view.count }, (_, head) => head).filter((head) => this.view.regimeOf(this.frame, head) === code);
+    return this.mark(heads, name);
+  }
+
+  markBeyond(value) {
+    const test = this.side === "above" ? (one) => one >= value : (one) => one <= value;
+    this.bound = value;
+    const heads = Array.from({ length: this.view.count }, (_, head) => head).filter((head) => test(this.value(head)));
+    this.mark(heads, `${this.quantity.symbol} ${this.side} ${shownNumber(value)}`);
+  }
+
+  // A sentence of the headline: its view, its heads marked, the first of them opened.
+  follow(sentence) {
+    this.number = sentence.view;
+    this.frame = this.view.frames.length - 1;
+    this.marked = new Set(sentence.heads);
+    this.why = "the sentence above";
+    this.selected = sentence.heads[0];
+    this.draw();
+    document.getElementById("map-section").scrollIntoView({ block: "start" });
+    document.getElementById("map").focus({ preventScroll: true });
+  }
+
+  draw() {
+    drawColours(this, document.getElementById("colours"));
+    drawCurves(this, document.getElementById("curve-controls"), document.getElementById("curve-body"));
+    for (const id of ["map-section", "table-section"]) document.getElementById(id).hidden = !this.views.length;
+    if (!this.views.length) return;
+    this.drawControls();
+    this.drawStatus();
+    this.map.draw();
+    drawHead(this, document.getElementById("head-body"));
+    this.table.refresh();
+  }
+
+  drawStatus() {
+    const marked = this.marked ? ` ${this.marked.size} heads marked: ${this.why}.` : "";
+    document.getElementById("status").textContent = `${this.describe(this.selected)}.${marked}`;
+  }
+
+  drawControls() {
+    const parts = [modelChoice(this), quantityChoice(this), frameSlider(this), regimeButtons(this), boundSlider(this)];
+    if (this.marked) parts.push(html("button", { type: "button", onclick: () => { this.bound = null; this.mark(null, ""); } }, "show all"));
+    const place = document.getElementById("map-controls");
+    const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
+    place.replaceChildren(...parts.filter(Boolean));
+    if (focused) document.getElementById(focused)?.focus();
+  }
+}
+
+function selection(id, words, options, chosen, action) {
+  const list = html("select", { id, onchange: (event) => action(event.target.value) });
+  for (const [value, label] of options) list.append(html("option", { value, selected: String(value) === String(chosen) }, label));
+  return html("label", {}, words, list);
+}
+
+function modelChoice(app) {
+  if (app.views.length < 2) return null;
+  return selection("model", "model", app.views.map((view, n) => [n, view.name]), app.number, (value) => {
+    Object.assign(app, { number: Number(value), selected: 0, marked: null, bound: null });
+    app.frame = app.view.frames.length - 1;
+    if (!app.view.columns[app.quantity.name]) app.choose(app.shownQuantities()[0]?.name ?? "regime");
+    app.draw();
+  });
+}
+
+function quantityChoice(app) {
+  const options = app.shownQuantities().map((one) => [one.name, `${one.symbol}: ${one.words}`]);
+  if (app.hasRegimes()) options.unshift(["regime", REGIME.words]);
+  return selection("quantity", "colour by", options, app.quantity.name, (name) => {
+    app.choose(name);
+    app.bound = null;
+    app.draw();
+  });
+}
+
+function frameSlider(app) {
+  const { frames } = app.view;
+  if (frames.length < 2) return null;
+  const slide = (event) => { app.frame = Number(event.target.value); app.draw(); };
+  const slider = html("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, step: 1, value: app.frame, "aria-valuetext": frames[app.frame], oninput: slide });
+  const differ = html("input", { type: "checkbox", id: "difference", checked: app.difference, onchange: (event) => {
+    app.difference = event.target.checked;
+    app.choose(app.quantity.name === "regime" ? app.shownQuantities()[0].name : app.quantity.name);
+    app.draw();
+  } });
+  return html("span", { class: "group" }, html("label", {}, "at ", slider, html("output", {}, frames[app.frame])), html("label", {}, differ, `minus ${frames[0]}`));
+}
+
+function regimeButtons(app) {
+  if (!app.hasRegimes()) return null;
+  const group = html("span", { class: "group", role: "group", "aria-label": "Mark all heads of a regime" });
+  app.data.regimes.forEach((regime, code) => {
+    let count = 0;
+    for (let head = 0; head < app.view.count; head++) count += app.view.regimeOf(app.frame, head) === code;
+    if (!count) return;
+    const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
+    swatch.style.background = REGIME_LOOKS[regime.name].colour;
+    group.append(html("button", { type: "button", id: `regime-${regime.name}`, "aria-pressed": String(app.why === regime.name && Boolean(app.marked)), title: regime.words,
+      onclick: () => app.markRegime(code) }, swatch, `${regime.name} ${count}`));
+  });
+  return group;
+}
+
+function boundSlider(app) {
+  if (app.quantity.name === "regime") return null;
+  const { low, high } = app.range;
+  const slider = html("input", { type: "range", id: "bound", min: low, max: high, step: "any", value: app.bound ?? (app.side === "above" ? low : high),
+    "aria-label": `Mark heads with ${app.quantity.symbol} ${app.side} this value`, onchange: (event) => app.markBeyond(Number(event.target.value)) });
+  const side = selection("side", "mark heads", [["above", "above"], ["below", "below"]], app.side, (value) => { app.side = value; app.bound = null; app.drawControls(); });
+  return html("span", { class: "group" }, side, slider, html("output", {}, app.bound === null ? "" : shownNumber(app.bound)));
+}
+
+// The table of what each colour means.
+function drawColours(app, place) {
+  const list = html("dl", {});
+  for (const regime of app.data.regimes) {
+    const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
+    swatch.style.background = REGIME_LOOKS[regime.name].colour;
+    list.append(html("dt", {}, swatch, `${regime.name} (${REGIME_LOOKS[regime.name].letter})`), html("dd", {}, `in the random-walk theory, ${regime.words}`));
+  }
+  for (const quantity of app.data.quantities)
+    list.append(html("dt", {}, quantity.symbol), html("dd", {}, `${quantity.words}; low: ${quantity.low}; high: ${quantity.high}. It rests on ${quantity.basis}.`));
+  place.replaceChildren(html("details", {}, html("summary", {}, "Every quantity and colour"), list));
+}
+
+readData().then((data) => { window.locater = { app: new App(data), closedForm, normal }; });

@@ -1,0 +1,168 @@
+"""What a page says first, in plain words: what attention does, what is unusual and why it matters, what to try.
+
+Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked as such.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from .quantities import COLD, HOT, REGIME_WORDS
+from .views import Key, View
+
+MOST_NAMED = 3
+MOSTLY = 0.5  # of the attention: more is "mostly"
+MOVED = 0.5  # of a head's own scale: a head that moved further is another one
+SOURCES = {"measured": "on the text measured", "predicted": "predicted for the text", "estimated": "by estimate"}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence, the view and heads that it speaks of, and its tone: plain, good, warning or advice."""
+
+    text: str
+    view: int = 0
+    heads: tuple[int, ...] = ()
+    tone: str = "plain"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def headline(views: list[View], runs: list[dict[str, Any]]) -> list[Sentence]:
+    """All sentences of a page, view by view."""
+    found = [sentence for number, view in enumerate(views) for sentence in _of_view(number, view)]
+    return found + [sentence for document in runs for sentence in _of_runs(document)]
+
+
+def _of_view(number: int, view: View) -> list[Sentence]:
+    layers = len({key[:2] for key in view.heads})
+    family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
+    opening = f"{view.name}: {family}{_count(len(view.heads), 'attention head')} in {_count(layers, 'layer')}"
+    opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
+    found = [Sentence(opening, number)]
+    found += [*_behaviour(number, view), *_theory(number, view), *_movement(number, view), *_health(number, view)]
+    found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
+    return found
+
+
+def _behaviour(number: int, view: View) -> Iterable[Sentence]:
+    """From the best evidence at hand."""
+    for side in ("measured_", "", "predicted_", "estimated_"):
+        near = view.columns.get(f"{side}near_mass")
+        if near is None:
+            continue
+        source = SOURCES[side.rstrip("_") or "measured"]
+        close = _where(near[-1], lambda mass: mass > MOSTLY)
+        yield Sentence(
+            f"{_count(len(close), 'head')} of {len(view.heads)} look mostly at the 16 nearest tokens ({source}).",
+            number, close,
+        )  # fmt: skip
+        sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
+        if sinks:
+            yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
+        return
+
+
+def _theory(number: int, view: View) -> Iterable[Sentence]:
+    counts = Counter(regime for regime in view.regimes[-1] if regime)
+    for regime, count in counts.most_common(MOST_NAMED):
+        heads = tuple(n for n, found in enumerate(view.regimes[-1]) if found == regime)
+        words = REGIME_WORDS.get(regime, regime)
+        share = f"{count} of {_count(len(view.heads), 'head')}"
+        yield Sentence(f"In the random-walk theory, {share} are {regime}: {words}.", number, heads)
+
+
+def _movement(number: int, view: View) -> Iterable[Sentence]:
+    if len(view.frames) < 2:
+        return
+    changed = [n for n, pair in enumerate(zip(view.regimes[0], view.regimes[-1], strict=True)) if pair[0] != pair[1]]
+    if moved := view.columns.get("moved"):
+        far = _where(moved[-1], lambda distance: distance > MOVED)
+        most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
+        yield Sentence(
+            f"{_count(len(far), 'head')} moved by more than half of their scale; most of all {name(view.heads[most])}.",
+            number, far or (most,),
+        )  # fmt: skip
+    yield Sentence(f"{_count(len(changed), 'head')} changed regime between first and last.", number, tuple(changed))
+
+
+def _health(number: int, view: View) -> Iterable[Sentence]:
+    yield from _alarms(number, view)
+    scales = view.columns.get("eta_over_temperature")
+    if scales is None or not any(scales[-1]):
+        return
+    known = [scale for scale in scales[-1] if scale is not None]
+    usual = median(known)
+    hot = _where(scales[-1], lambda scale: scale > HOT.value * usual)
+    cold = _where(scales[-1], lambda scale: scale < COLD.value * usual)
+    if hot:
+        yield Sentence(
+            f"Unusual: {_names(view, hot)} with more than {HOT.value:g} times the model's usual scale "
+            f"(η/λ = {usual:.2g}). Large logits narrow attention to one token, and learning stalls.",
+            number, hot, "warning",
+        )  # fmt: skip
+        yield Sentence(
+            "Try LocAteR on these heads (shrinks the scale, keeps the mean), or QK-Clip.", number, hot, "advice"
+        )
+    if cold:
+        yield Sentence(
+            f"Unusual: {_names(view, cold)} below a {round(1 / COLD.value)}th of the usual scale: hardly tells tokens "
+            "apart, unused or on the way to rank collapse.", number, cold, "warning",
+        )  # fmt: skip
+        yield Sentence(
+            "Try a held mean (tr W away from zero) at initialisation for such heads.", number, cold, "advice"
+        )
+    if not hot and not cold and len(known) > 1:
+        yield Sentence(
+            f"No head's scale stands out: all η/λ lie within {min(known):.2g} and {max(known):.2g}, "
+            f"the usual being {usual:.2g}.", number, tone="good",
+        )  # fmt: skip
+
+
+def _alarms(number: int, view: View) -> Iterable[Sentence]:
+    at = {key: n for n, key in enumerate(view.heads)}
+    kinds = Counter(alarm["kind"] for alarm in view.alarms)
+    for kind, count in kinds.most_common(MOST_NAMED):
+        of_kind = [alarm for alarm in view.alarms if alarm["kind"] == kind]
+        keys = {(alarm["block"], alarm["layer"], alarm["head"]) for alarm in of_kind}
+        heads = tuple(sorted(at[key] for key in keys if key in at))
+        yield Sentence(
+            f"Alarm, {count} times: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}.",
+            number, heads, "warning",
+        )  # fmt: skip
+        yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
+
+
+def _of_runs(document: dict[str, Any]) -> Iterable[Sentence]:
+    arms, score = document["arms"], document["score"]
+    scored = [arm for arm in arms if score in arm["quantities"]]
+    runs = sum(len(arm["seeds"]) for arm in arms)
+    yield Sentence(f"{_count(runs, 'run')} in {_count(len(arms), 'arm')}, compared at step {document['step']}.")
+    if scored:
+        best = scored[0]["quantities"][score]
+        error = best["standard_error"]
+        within = "one seed only: no interval" if error is None else f"± {error:.3g} over {len(best['seeds'])} seeds"
+        yield Sentence(f"Best {score}: {scored[0]['arm']} with {best['mean']:.4g} ({within}).", tone="good")
+    for one in document["left_out"][:MOST_NAMED]:
+        yield Sentence(f"Left out: {one['run']} did not reach that step.", tone="warning")
+
+
+def name(key: Key) -> str:
+    """How sentences and tables call a head."""
+    return f"{key[0]} {key[1]}.{key[2]}"
+
+
+def _names(view: View, heads: tuple[int, ...]) -> str:
+    first = ", ".join(name(view.heads[n]) for n in heads[:MOST_NAMED])
+    return first + (f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else "")
+
+
+def _where(values: list[float | None], met: Any) -> tuple[int, ...]:
+    return tuple(n for n, value in enumerate(values) if value is not None and met(value))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

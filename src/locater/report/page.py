@@ -1,0 +1,160 @@
+"""One self-contained page of HTML from any results: no network, no third-party code, the same bytes for the same input."""
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ..records import write
+from .headline import Sentence, headline
+from .packing import Pack
+from .quantities import GLOSSARY, QUANTITIES, RAW, REGIME_WORDS, quantity
+from .text import all_shown, shown
+from .views import REGIMES, Document, View, views_of
+
+PAPER = ("Bao, Hataya, Karakida: Self-attention Networks Localize When QK-eigenspectrum Concentrates, ICML 2024",
+         "https://arxiv.org/abs/2402.02098")  # fmt: skip
+SCRIPTS = ("data", "palette", "theory", "chart", "save", "map", "head", "table", "curves", "page")
+NONE = 255
+
+
+def save_page(documents: Sequence[Document], path: Path, **options: Any) -> None:
+    """The page at `path`, whole or not at all."""
+    text = page(documents, **options)
+    write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def page(documents: Sequence[Document], *, title: str | None = None, facts: dict[str, str] | None = None) -> str:
+    """The page's text; `facts` are shown under "How this page was made" (command, versions, date)."""
+    cleaned = [all_shown(document) for document in documents]
+    views, runs = views_of(cleaned), [one for one in cleaned if one["schema"] == "locater.runs/1"]
+    sentences = headline(views, runs)
+    title = shown(title or _title(views, runs))
+    pack = Pack()
+    data = {
+        "title": title,
+        "views": [_packed(view, pack) for view in views],
+        "quantities": _quantities(views),
+        "regimes": [{"name": name, "words": REGIME_WORDS[name]} for name in REGIMES],
+        "sentences": [sentence.to_json() for sentence in sentences],
+        "runs": runs,
+    }
+    parts = {
+        "title": html.escape(title),
+        "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
+        "made": _definitions(all_shown(facts or {}) | _sources(views)),
+        "glossary": _definitions(GLOSSARY),
+        "paper": f'<a href="{PAPER[1]}" rel="noreferrer">{html.escape(PAPER[0])}</a>',
+        "data": pack.text(data),
+    }
+    return assemble("page.html", SCRIPTS, parts)
+
+
+def assemble(template: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
+    """The template with style, scripts and parts in their places, and a policy that lets nothing else run or load."""
+    style = asset("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(asset(f"{name}.js") for name in scripts) + "\n})();\n"
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    filled = {"policy": policy, "style": style, "script": script, **parts}
+    # In one pass: a title that says {{data}} stays a title.
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], asset(template))
+
+
+def asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _title(views: list[View], runs: list[Document]) -> str:
+    if views:
+        names = list(dict.fromkeys(view.name for view in views))
+        return "Attention of " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
+    return f"Runs in {runs[0]['folder']}" if runs else "Attention"
+
+
+def _sentence(number: int, sentence: Sentence) -> str:
+    text = html.escape(sentence.text)
+    if sentence.heads:
+        text = f'<button type="button" class="link" data-sentence="{number}">{text}</button>'
+    return f'<li class="{sentence.tone}">{text}</li>'
+
+
+def _sources(views: list[View]) -> dict[str, str]:
+    found = {}
+    for view in views:
+        found[view.name] = "; ".join(f"{name}: {value}" for name, value in view.facts.items())
+    return found
+
+
+def _definitions(entries: dict[str, str]) -> str:
+    rows = (f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in entries.items())
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _quantities(views: list[View]) -> list[Document]:
+    """Those that any view has: the table's order first, then the others."""
+    present = dict.fromkeys(name for view in views for name in view.columns if name not in RAW)
+    ordered = [name for name in QUANTITIES if name in present]
+    return [quantity(name).to_json() for name in [*ordered, *(name for name in present if name not in QUANTITIES)]]
+
+
+def _packed(view: View, pack: Pack) -> Document:
+    blocks = sorted({key[0] for key in view.heads})
+    found: Document = {
+        "name": view.name,
+        "facts": view.facts,
+        "frames": view.frames,
+        "blocks": blocks,
+        "block": pack.add([blocks.index(key[0]) for key in view.heads], "u1"),
+        "layer": pack.add([key[1] for key in view.heads], "u2"),
+        "head": pack.add([key[2] for key in view.heads], "u2"),
+        "columns": {name: pack.add(_floats(frames), "f8") for name, frames in view.columns.items()},
+        "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
+        "alarms": view.alarms,
+        "length": view.length,
+        "bins": view.bins,
+    }
+    return found | _curves(view.records, pack)
+
+
+def _floats(frames: list[list[float | None]]) -> Any:
+    return numpy.array([[numpy.nan if value is None else value for value in frame] for frame in frames])
+
+
+def _code(regime: str | None) -> int:
+    return REGIMES.index(regime) if regime in REGIMES else NONE
+
+
+def _curves(records: list[Document], pack: Pack) -> Document:
+    """What only some heads may have: eigenvalues and lines over position or distance, 16 bits each."""
+    found: Document = {}
+    if any(record.get("eigenvalues") for record in records):
+        widest = max(len(record.get("eigenvalues") or ()) for record in records)
+        rows = numpy.zeros((len(records), 2 * widest))
+        for row, record in zip(rows, records, strict=True):
+            values = numpy.array(record.get("eigenvalues") or [], dtype=float).reshape(-1)
+            row[: len(values)] = values
+        found["eigenvalues"] = pack.add_scaled(rows) | {"each": widest}
+    for group in ("profiles", "expected_logits", "attention_profile", "logit_profile"):
+        names = dict.fromkeys(name for record in records for name in record.get(group) or {})
+        lines = {name: [record.get(group, {}).get(name) for record in records] for name in names}
+        found[group] = {name: pack.add_scaled(_even(rows)) for name, rows in lines.items()}
+    return found
+
+
+def _even(rows: list[list[float] | None]) -> Any:
+    """Lines of one length; a head without one has zeros throughout."""
+    length = max(len(row) for row in rows if row)
+    return [row if row else [0.0] * length for row in rows]

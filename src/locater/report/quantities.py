@@ -1,0 +1,141 @@
+"""Every number that a page can show of a head: its letter, its words, what high and low mean, where health ends."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+THEORY = "the paper's random walk of tokens, not a text"
+WEIGHTS = "the weights alone"
+ESTIMATE = "an estimate from the weights, not a measurement"
+PREDICTED = "predicted from weights and moments of a text"
+MEASURED = "measured on text"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where health ends: beyond `value` on the side of `side`, times the model's median where `relative`."""
+
+    side: str  # "above" or "below"
+    value: float
+    words: str
+    relative: bool = False
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One column; `scale` is "sequential", "diverging" around zero, or "share" for numbers from 0 to 1."""
+
+    name: str
+    symbol: str
+    words: str
+    low: str
+    high: str
+    scale: str = "sequential"
+    basis: str = WEIGHTS
+    limits: tuple[Limit, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+HOT = Limit("above", 5.0, "runs hot: on the way to entropy collapse", relative=True)
+COLD = Limit("below", 1 / 20, "hardly tells tokens apart: unused, or on the way to rank collapse", relative=True)
+COLLAPSED = Limit("below", 0.02, "entropy collapse: each query sees one key")
+DEAD = Limit("above", 0.9995, "dead: logits as good as equal")
+SINK = Limit("above", 0.99, "dead: the first token takes everything, whatever the text says")
+
+_ATTENTION = (
+    ("normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike", "share"),
+    ("near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near", "share"),
+    ("sink_mass", "sink", "share of attention on the first token", "no sink", "all on the first token", "share"),
+    ("mean_distance", "distance", "mean distance of what is attended to, in tokens", "near", "far", "sequential"),
+    ("max_logit", "max ω", "largest logit seen", "small logits", "large logits", "sequential"),
+    ("participation", "1/Σp²", "number of tokens that share the attention", "one", "many", "sequential"),
+    ("entropy", "entropy", "entropy of attention, in nats", "on one token", "over many", "sequential"),
+)
+_LIMITS = {"normalised_entropy": (COLLAPSED, DEAD), "sink_mass": (SINK,)}
+_SIDES = (("measured", MEASURED), ("predicted", PREDICTED), ("estimated", ESTIMATE))
+
+QUANTITIES = {
+    one.name: one
+    for one in (
+        Quantity(
+            "xi", "ξ", "mean of the eigenvalues over their scale", "negative mean", "positive mean: localizes", "diverging"
+        ),
+        Quantity(
+            "eta_over_temperature", "η/λ", "scale of the eigenvalues over the temperature", "tokens look alike",
+            "logits run hot", limits=(HOT, COLD),
+        ),
+        Quantity(
+            "trace_over_temperature", "tr W/λ", "sum of the eigenvalues over the temperature", "unlike tokens attract",
+            "like tokens attract", "diverging",
+        ),
+        Quantity(
+            "localisation", "L", "share of the context that the theory leaves out", "hears every token",
+            "hears few tokens", "share", THEORY,
+        ),
+        Quantity(
+            "symmetry", "tr W²/‖W‖²", "how symmetric W is", "rotates (−1)", "symmetric (1)", "diverging"
+        ),
+        Quantity("spread", "E|λ−m|²", "spread of the eigenvalues around their mean", "concentrated", "spread out"),
+        Quantity("largest_singular_value", "σ₁", "largest singular value of W", "small logits", "large logits"),
+        *(
+            Quantity(name, symbol, words, low, high, scale, MEASURED, _LIMITS.get(name, ()))
+            for name, symbol, words, low, high, scale in _ATTENTION
+        ),
+        *(
+            Quantity(
+                f"{side}_{name}", f"{symbol} {side}", f"{words}, {side}", low, high, scale, basis, _LIMITS.get(name, ())
+            )
+            for side, basis in _SIDES
+            for name, symbol, words, low, high, scale in _ATTENTION
+        ),
+        Quantity("moved", "moved", "how far the spectrum went from first to last, over η", "unchanged", "another head"),
+    )
+}  # fmt: skip
+
+
+# Parts of other columns: copied and filtered by, but not shown beside what they come to.
+RAW = frozenset(
+    "trace trace_of_square frobenius_squared mean variance mean_nonzero variance_nonzero eta temperature".split()
+)
+
+
+def quantity(name: str) -> Quantity:
+    """The row of a column; one that is not in the table speaks for itself.
+
+    >>> quantity("key_norm").words
+    'key norm'
+    """
+    words = name.replace("_", " ")
+    return QUANTITIES.get(name) or Quantity(name, words, words, "low", "high")
+
+
+REGIME_WORDS = {
+    "early": "the first tokens are heard",
+    "middle": "only a window inside the context is heard",
+    "late": "recent tokens are heard",
+    "uniform": "every token is heard alike",
+    "mixed": "no single stretch stands out",
+    "no-signal": "almost no token is heard: the softmax saturates",
+}
+
+GLOSSARY = {
+    "head": "one query-key pair of weights in a layer; it decides which earlier tokens a token looks at",
+    "W": "W_K^T W_Q, the head's query-key matrix: the logit of key t for the query T is x_t·W x_T/λ",
+    "λ": "temperature: what logits are divided by, as a rule the square root of the head's width",
+    "eigenvalues": "the numbers by which W stretches its own directions; complex where W rotates",
+    "tr W": "sum of the eigenvalues: how strongly like tokens attract each other",
+    "η": "scale of the eigenvalues, √((tr W² + 2‖W‖²)/3): how large logits become",
+    "ξ": "tr W/η, mean over scale; far from zero, attention localizes",
+    "ρ_t": "propagation probability: the chance that token t is heard, so that learning can change its weight",
+    "L": "localisation: the share of the context left out, 0 for an even profile, near 1 for a single token",
+    "regime": "the shape of ρ over the context in one word",
+    "T, t": "number of tokens in the context; a token of it, counted from 1",
+    "Δ": "distance: query position minus key position",
+    "entropy": "how evenly attention is spread, 1 for all tokens alike, 0 for one token",
+    "near mass": "share of the attention, the first token's apart, on the 16 nearest tokens",
+    "sink": "the first token, on which many heads rest when they have nothing to say",
+    "entropy collapse": "attention so peaked that learning stalls",
+    "rank collapse": "attention so even that all tokens become alike",
+    "LocAteR": "the paper's regulariser: shrink the scale of the eigenvalues, keep their mean",
+}

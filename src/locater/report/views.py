@@ -1,0 +1,208 @@
+"""Documents of any command as views: heads in rows, quantities in columns, models or steps as frames."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import refusal
+
+Key = tuple[str, int, int]
+Document = dict[str, Any]
+REGIMES = ("uniform", "no-signal", "early", "middle", "late", "mixed")
+# Columns that are no quantity: names, shapes, and what another column says better.
+GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics"}
+APART = {"block", "layer", "head", "key_head", "d_model", "d_head", "regime", "eigenvalues", "curves", "kind"}
+
+
+@dataclass
+class View:
+    """The heads of one model, at one or several frames; a column has a list per frame, None where nothing is known."""
+
+    name: str
+    facts: dict[str, str]
+    heads: list[Key]
+    frames: list[str]
+    columns: dict[str, list[list[float | None]]]
+    regimes: list[list[str | None]]
+    records: list[Document] = field(default_factory=list)  # of the last frame, for what only one frame has
+    alarms: list[Document] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    length: int | None = None
+    bins: list[list[int]] | None = None
+
+    @property
+    def source(self) -> str:
+        return self.facts.get("source", self.name)
+
+
+def views_of(documents: Sequence[Document]) -> list[View]:
+    """A view per document; a prediction joins the scan of the same source, scans of one shape become frames."""
+    views: list[View] = []
+    for document in documents:
+        reader = READERS.get(document["schema"])
+        if reader is not None:
+            _join(views, reader(document))
+    return [*views, *_pairs(views)]
+
+
+def _pairs(views: list[View]) -> list[View]:
+    """Each later model beside the first, as two frames, where both have the same heads."""
+    alone = [view for view in views if len(view.frames) == 1]
+    return [_side_by_side(alone[0], other) for other in alone[1:] if other.heads == alone[0].heads]
+
+
+def _side_by_side(first: View, second: View) -> View:
+    common = [name for name in first.columns if name in second.columns]
+    return View(
+        name=f"{first.name} → {second.name}",
+        facts={"source": f"{first.source}, {second.source}"},
+        heads=first.heads,
+        frames=[first.name, second.name],
+        columns={name: [first.columns[name][0], second.columns[name][0]] for name in common},
+        regimes=[first.regimes[0], second.regimes[0]],
+        length=first.length if first.length == second.length else None,
+    )
+
+
+def _join(views: list[View], new: View) -> None:
+    for old in views:
+        if (
+            old.source == new.source
+            and len(old.frames) == len(new.frames) == 1
+            and not set(old.columns) & set(new.columns)
+        ):
+            return _add_columns(old, new)
+    views.append(new)
+    return None
+
+
+def _add_columns(old: View, new: View) -> None:
+    """The columns of the same heads from another command."""
+    at = {key: number for number, key in enumerate(new.heads)}
+    for name, frames in new.columns.items():
+        old.columns[name] = [[frames[0][at[key]] if key in at else None for key in old.heads]]
+    for record, key in zip(old.records, old.heads, strict=True):
+        if key in at:
+            record.update({k: v for k, v in new.records[at[key]].items() if k not in record})
+    old.bins = old.bins or new.bins
+    old.facts |= {name: value for name, value in new.facts.items() if name not in old.facts}
+
+
+def _of_scan(document: Document) -> View:
+    records = [_with_ratios(record) for record in document["heads"]]
+    names = ("source", "family", "format", "coverage")
+    return View(
+        name=_last_part(document["source"]),
+        facts={name: str(document[name]) for name in names if name in document},
+        heads=[_key(record) for record in records],
+        frames=[_last_part(document["source"])],
+        columns=_columns([records]),
+        regimes=[[record.get("regime") for record in records]],
+        records=records,
+        refused=list(document.get("refused", ())),
+        length=document.get("length"),
+    )
+
+
+def _with_ratios(record: Document) -> Document:
+    """A head with what its columns come to: over the temperature, and the symmetry."""
+    scale = record.get("temperature") or math.sqrt(record["d_head"])
+    found = {"temperature": scale, **record}
+    found["eta_over_temperature"] = record["eta"] / scale
+    found["trace_over_temperature"] = record["trace"] / scale
+    norm = record.get("frobenius_squared")
+    found["symmetry"] = record["trace_of_square"] / norm if norm else 0.0
+    return found
+
+
+def _of_compare(document: Document) -> View:
+    sources = document["sources"]
+    heads = document["heads"]
+    names = ("xi", "eta", "trace", "localisation")
+    columns = {name: [[head[name][frame] for head in heads] for frame in range(len(sources))] for name in names}
+    columns["moved"] = [[head["moved"] for head in heads]] * len(sources)
+    return View(
+        name=" → ".join((_last_part(sources[0]), _last_part(sources[-1]))),
+        facts={"source": ", ".join(sources), "family": document["family"], "coverage": document["coverage"][0]},
+        heads=[_key(head) for head in heads],
+        frames=[_last_part(source) for source in sources],
+        columns=columns,
+        regimes=[[head["regime"][frame] for head in heads] for frame in range(len(sources))],
+    )
+
+
+def _of_predict(document: Document) -> View:
+    records = []
+    for head in document["heads"]:
+        sides = {f"{side}_{name}": value for side in ("predicted", "measured") for name, value in head[side].items()}
+        records.append({k: head[k] for k in ("block", "layer", "head")} | sides | {
+            "attention_profile": head["attention_profile"], "logit_profile": head["logit_profile"]
+        })  # fmt: skip
+    measured = ("text", "window")
+    return View(
+        name=_last_part(document["source"]),
+        facts={"source": document["source"]} | {name: str(document[name]) for name in measured},
+        heads=[_key(record) for record in records],
+        frames=[_last_part(document["source"])],
+        columns=_columns([records]),
+        regimes=[[None] * len(records)],
+        records=records,
+        refused=list(document.get("left_out", ())),
+        bins=document["distance_bins"],
+    )
+
+
+def _of_steps(document: Document) -> View:
+    """A run's validations, or a monitor's reports: a frame per step, heads by layer and number."""
+    by_step = [{_key(record): record for record in step["heads"]} for step in document["steps"]]
+    heads = sorted({key for step in by_step for key in step})
+    frames = [[step.get(key, {}) for key in heads] for step in by_step]
+    return View(
+        name=_last_part(document["source"]),
+        facts={"source": document["source"]},
+        heads=heads,
+        frames=[str(step["step"]) for step in document["steps"]],
+        columns=_columns(frames),
+        regimes=[[record.get("regime") for record in frame] for frame in frames],
+        alarms=document.get("alarms", []),
+    )
+
+
+READERS: dict[str, Callable[[Document], View]] = {
+    "locater.scan/1": _of_scan,
+    "locater.compare/1": _of_compare,
+    "locater.predict/1": _of_predict,
+    "locater.steps/1": _of_steps,
+}
+
+
+def _columns(frames: Sequence[Sequence[Document]]) -> dict[str, list[list[float | None]]]:
+    """Every number that any head has, the first head's order first."""
+    names = dict.fromkeys(
+        name
+        for frame in frames
+        for record in frame
+        for name, value in record.items()
+        if name not in APART and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    return {name: [[_number(record.get(name)) for record in frame] for frame in frames] for name in names}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _key(record: Document) -> Key:
+    try:
+        return str(record.get("block", "decoder")), int(record["layer"]), int(record["head"])
+    except (KeyError, TypeError, ValueError):
+        raise refusal("heads with layer and head numbers", f"{record!s:.80}") from None
+
+
+def _last_part(source: str) -> str:
+    """The name that people call a source by: the last part of its path, without a file's suffix."""
+    *folders, name = [part for part in source.split("/") if part] or [source]
+    for suffix in (".gguf", ".safetensors", ".jsonl", ".json", ".pt", ".pth"):
+        name = name.removesuffix(suffix)
+    return f"{folders[-1]}/{name}" if name in GENERIC and folders else name or source
