@@ -10,14 +10,13 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 LAYERS = [
     {"errors"},
     {"records", "positions", "projections", "spectra"},
-    {"head"},
-    {"theory"},
+    {"head", "theory", "report"},
     {"attention", "models"},
     {"checkpoints"},
     {"scanning", "stabilisers", "monitor"},
     {"integrations", "training"},
     {"prediction"},
-    {"studies", "report"},
+    {"studies"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}

@@ -9,6 +9,7 @@ from rich.markup import escape
 from ..errors import BadArguments
 from ..scanning import DEFAULT_LENGTH
 from .output import FittedTable, JsonPath, console_for, table
+from .report import HtmlPath, save_html
 from .scan import AllowPickle, Layers, Layout, Length, Raw
 from .spans import parse_spans
 
@@ -27,6 +28,7 @@ def compare(
     jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
+    html: HtmlPath = None,
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
     from ..records import write_json
@@ -46,6 +48,8 @@ def compare(
     console.print(_table(found, most))
     if json:
         write_json(found.to_json(), json)
+    if html:
+        save_html([found.to_json()], html)
 
 
 def _heading(found: "Comparison") -> str:

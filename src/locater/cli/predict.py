@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from ..errors import BadArguments
 from .output import FittedTable, JsonPath, console_for, table
+from .report import HtmlPath, save_html
 from .scan import Layers
 from .spans import parse_spans
 
@@ -45,6 +46,7 @@ def predict(
     seed: Annotated[int, typer.Option(help="Of the texts drawn from the moments.")] = 0,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a picture (png, svg, pdf).")] = None,
     json: JsonPath = None,
+    html: HtmlPath = None,
 ) -> None:
     """Where each head looks, predicted from weights and moments of its inputs, and measured on other text."""
     from ..errors import Refusal
@@ -59,6 +61,8 @@ def predict(
     found = _with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)
+    if html:
+        save_html([found.to_json()], html)
 
 
 def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":

@@ -35,7 +35,7 @@ def report(
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     save_html(documents, out, title=title, when=max(times, default=None))
     if figures:
-        from ..report.heads_figures import save_all
+        from ..report.head_figures import save_all
 
         save_all(documents, figures)
 
@@ -55,7 +55,7 @@ def read(source: str) -> dict[str, Any]:
         raise refusal("results or a model", source, "the page itself goes after -o")
     from .scan import scan_with_progress
 
-    return scan_with_progress(source, {"eigenvalues": True}).to_json()
+    return scan_with_progress(source, {"eigenvalues": True, "curves": True}).to_json()
 
 
 def save_html(

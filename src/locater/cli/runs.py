@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .output import JsonPath, console_for, table
+from .report import HtmlPath, save_html
 from .spans import parse_spans
 
 NAME_WIDTH = 24
@@ -29,6 +30,7 @@ def runs(
     against: Annotated[str | None, typer.Option(metavar="ARM", help="Add differences to this arm, by seed.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the course (.png, .svg or .pdf).")] = None,
     json: JsonPath = None,
+    html: HtmlPath = None,
 ) -> None:
     """Compare runs of `locater train`: perplexity, entropy and spectrum of each arm over its seeds."""
     from ..records import write_json
@@ -46,6 +48,8 @@ def runs(
         console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)
+    if html:
+        save_html([document], html)
 
 
 def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:

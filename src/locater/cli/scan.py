@@ -14,6 +14,7 @@ from ..errors import Refusal
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, console_for, table
+from .report import HtmlPath, save_html
 from .spans import parse_spans
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def scan(
         str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
     ] = None,
     json: JsonPath = None,
+    html: HtmlPath = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Add exact profiles to JSON and page (slow).")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as Parquet.")] = None,
 ) -> None:
@@ -55,11 +58,14 @@ def scan(
 
     console = console_for(json)
     conditions = parse(fail_on) if fail_on is not None else ()
-    options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
+    options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues or html is not None)
+    options |= dict(curves=html is not None or exact, exact=exact)
     options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
     found = scan_with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
+    if html:
+        save_html([found.to_json()], html)
     if found.refused:
         first, *others = found.refused
         raise Refusal(first + (f" (and {len(others)} more)" if others else ""))

@@ -8,6 +8,7 @@ from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
 from ..errors import refusal
+from ..report.shown import Shown
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
 WORDS = {
@@ -37,7 +38,7 @@ class HeadPrediction:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Shown):
     """All heads of a model, and how well prediction and measurement agree."""
 
     source: str

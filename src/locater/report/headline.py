@@ -1,6 +1,6 @@
 """What a page says first, in plain words: what attention does, what is unusual and why it matters, what to try.
 
-Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked as such.
+Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked.
 """
 
 from collections import Counter
@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from .quantities import COLD, HOT, REGIME_WORDS
+from ..theory.words import WORDS
+from .quantities import COLD, HOT
 from .views import Key, View
 
 MOST_NAMED = 3
@@ -51,7 +52,7 @@ def _of_view(number: int, view: View) -> list[Sentence]:
 def _behaviour(number: int, view: View) -> Iterable[Sentence]:
     """From the best evidence at hand."""
     for side in ("measured_", "", "predicted_", "estimated_"):
-        near = view.columns.get(f"{side}near_mass")
+        near = view.columns.get(f"{side}near_mass_beyond_first") or view.columns.get(f"{side}near_mass")
         if near is None:
             continue
         source = SOURCES[side.rstrip("_") or "measured"]
@@ -70,7 +71,7 @@ def _theory(number: int, view: View) -> Iterable[Sentence]:
     counts = Counter(regime for regime in view.regimes[-1] if regime)
     for regime, count in counts.most_common(MOST_NAMED):
         heads = tuple(n for n, found in enumerate(view.regimes[-1]) if found == regime)
-        words = REGIME_WORDS.get(regime, regime)
+        words = WORDS[regime].meaning if regime in WORDS else "a word that this version does not know"
         share = f"{count} of {_count(len(view.heads), 'head')}"
         yield Sentence(f"In the random-walk theory, {share} are {regime}: {words}.", number, heads)
 

@@ -1,4 +1,4 @@
-"""One self-contained page of HTML from any results: no network, no third-party code, the same bytes for the same input."""
+"""One self-contained page of HTML from any results: no network, no third-party code, same input, same bytes."""
 
 import base64
 import hashlib
@@ -12,11 +12,12 @@ from typing import Any
 import numpy
 
 from ..records import write
+from ..theory.words import REGIMES, WORDS
 from .headline import Sentence, headline
 from .packing import Pack
-from .quantities import GLOSSARY, QUANTITIES, RAW, REGIME_WORDS, quantity
+from .quantities import GLOSSARY, QUANTITIES, RAW, quantity
 from .text import all_shown, shown
-from .views import REGIMES, Document, View, views_of
+from .views import Document, View, views_of
 
 PAPER = ("Bao, Hataya, Karakida: Self-attention Networks Localize When QK-eigenspectrum Concentrates, ICML 2024",
          "https://arxiv.org/abs/2402.02098")  # fmt: skip
@@ -41,7 +42,7 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
         "title": title,
         "views": [_packed(view, pack) for view in views],
         "quantities": _quantities(views),
-        "regimes": [{"name": name, "words": REGIME_WORDS[name]} for name in REGIMES],
+        "regimes": [{"name": name, **word._asdict()} for name, word in WORDS.items()],
         "sentences": [sentence.to_json() for sentence in sentences],
         "runs": runs,
     }
@@ -125,6 +126,7 @@ def _packed(view: View, pack: Pack) -> Document:
         "alarms": view.alarms,
         "length": view.length,
         "bins": view.bins,
+        "distances": view.distances,
     }
     return found | _curves(view.records, pack)
 

@@ -46,6 +46,14 @@ SINK = Limit("above", 0.99, "dead: the first token takes everything, whatever th
 _ATTENTION = (
     ("normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike", "share"),
     ("near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near", "share"),
+    (
+        "near_mass_beyond_first",
+        "near",
+        "share of attention, the first token's apart, on the 16 nearest tokens",
+        "looks far",
+        "looks near",
+        "share",
+    ),
     ("sink_mass", "sink", "share of attention on the first token", "no sink", "all on the first token", "share"),
     ("mean_distance", "distance", "mean distance of what is attended to, in tokens", "near", "far", "sequential"),
     ("max_logit", "max ω", "largest logit seen", "small logits", "large logits", "sequential"),
@@ -59,7 +67,8 @@ QUANTITIES = {
     one.name: one
     for one in (
         Quantity(
-            "xi", "ξ", "mean of the eigenvalues over their scale", "negative mean", "positive mean: localizes", "diverging"
+            "xi", "ξ", "mean of the eigenvalues over their scale", "negative mean", "positive mean: localizes",
+            "diverging",
         ),
         Quantity(
             "eta_over_temperature", "η/λ", "scale of the eigenvalues over the temperature", "tokens look alike",
@@ -96,7 +105,17 @@ QUANTITIES = {
 
 # Parts of other columns: copied and filtered by, but not shown beside what they come to.
 RAW = frozenset(
-    "trace trace_of_square frobenius_squared mean variance mean_nonzero variance_nonzero eta temperature".split()
+    [
+        "trace",
+        "trace_of_square",
+        "frobenius_squared",
+        "mean",
+        "variance",
+        "mean_nonzero",
+        "variance_nonzero",
+        "eta",
+        "temperature",
+    ]
 )
 
 
@@ -109,15 +128,6 @@ def quantity(name: str) -> Quantity:
     words = name.replace("_", " ")
     return QUANTITIES.get(name) or Quantity(name, words, words, "low", "high")
 
-
-REGIME_WORDS = {
-    "early": "the first tokens are heard",
-    "middle": "only a window inside the context is heard",
-    "late": "recent tokens are heard",
-    "uniform": "every token is heard alike",
-    "mixed": "no single stretch stands out",
-    "no-signal": "almost no token is heard: the softmax saturates",
-}
 
 GLOSSARY = {
     "head": "one query-key pair of weights in a layer; it decides which earlier tokens a token looks at",

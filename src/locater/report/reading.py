@@ -64,7 +64,7 @@ def _parsed(text: str) -> Any:
 
 
 def _of_lines(text: str, source: str) -> Document:
-    """Lines of `locater train` or of a monitor as steps; a last line that was cut short is dropped, as a killed run's."""
+    """Lines of `locater train` or of a monitor as steps; a last line cut short, as by a killed run, is dropped."""
     lines = text.split("\n")
     rows = [_parsed(line) for line in lines[:-1] if line.strip()]
     if rows and all(isinstance(row, dict) and row.get("schema") == MONITOR for row in rows):

@@ -9,7 +9,6 @@ from ..errors import refusal
 
 Key = tuple[str, int, int]
 Document = dict[str, Any]
-REGIMES = ("uniform", "no-signal", "early", "middle", "late", "mixed")
 # Columns that are no quantity: names, shapes, and what another column says better.
 GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics"}
 APART = {"block", "layer", "head", "key_head", "d_model", "d_head", "regime", "eigenvalues", "curves", "kind"}
@@ -30,6 +29,7 @@ class View:
     refused: list[str] = field(default_factory=list)
     length: int | None = None
     bins: list[list[int]] | None = None
+    distances: list[int] | None = None
 
     @property
     def source(self) -> str:
@@ -102,6 +102,7 @@ def _of_scan(document: Document) -> View:
         records=records,
         refused=list(document.get("refused", ())),
         length=document.get("length"),
+        distances=document.get("distances"),
     )
 
 

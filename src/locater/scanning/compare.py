@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import refusal
+from ..report.shown import Shown
 from .rows import HeadRow
 from .scan import Scan, scan
 
@@ -51,7 +52,7 @@ class Movement:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """The scans compared, in order, and the movement of each head that all of them have."""
 
     scans: tuple[Scan, ...]

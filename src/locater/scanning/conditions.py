@@ -18,7 +18,7 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "=": operator.eq,
 }
-COLUMNS = {field.name: field.type for field in fields(HeadRow) if field.name != "eigenvalues"}
+COLUMNS = {field.name: field.type for field in fields(HeadRow) if field.name not in ("eigenvalues", "curves")}
 
 
 @dataclass(frozen=True)

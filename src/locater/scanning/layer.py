@@ -16,6 +16,8 @@ from ..positions import Rotary
 from ..spectra import Grams, Moments, moments_of, spread
 from ..theory import closed_form, regimes
 from ..theory.rotary import Series
+from .curves import curves_of
+from .curves import positions as positions_of
 from .products import Linear, chunks, products
 from .rows import HeadRow
 
@@ -72,6 +74,8 @@ class Settings:
     temperature: float | None = None
     raw: bool = False
     keep_eigenvalues: bool = False
+    keep_curves: bool = False
+    exact: bool = False
 
     def temperature_of(self, head: Head) -> float:
         return head.temperature if self.temperature is None else self.temperature
@@ -80,7 +84,7 @@ class Settings:
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
     """The spectrum and the profile of every head, in order. Cost: per head three d_h×d×d_h products and eigenvalues."""
     parts = chunks(heads, parts=workers.count)
-    return joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
+    return _joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
 
 
 def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
@@ -89,31 +93,27 @@ def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
         return Analysis(_rows(groups, settings))
     except Refusal as reason:
         if len(heads) > 1:  # find out which of them it is
-            return joined([_analyse_chunk([[head]], settings=settings) for head in heads])
-        return Analysis([], [f"{heads[0].label}: {reason}"])
+            return _joined([_analyse_chunk([[head]], settings=settings) for head in heads])
+        return Analysis([], [f"{heads[0].block} layer {heads[0].layer}, head {heads[0].index}: {reason}"])
 
 
-def joined(parts: Iterable[Analysis]) -> Analysis:
-    """All of them as one, taken as they come: no part is held."""
-    whole = Analysis()
-    for part in parts:
-        whole.rows.extend(part.rows)
-        whole.refused.extend(part.refused)
-    return whole
+def _joined(parts: Sequence[Analysis]) -> Analysis:
+    return Analysis([row for part in parts for row in part.rows], [line for part in parts for line in part.refused])
 
 
 def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     grams = products(groups, raw=settings.raw)
-    spectrum = moments_of(grams, d_model=groups[0][0].d_model)
+    found = moments_of(grams, d_model=groups[0][0].d_model)
     values = _eigenvalues(grams.core).flatten(0, 1)
-    profiles = _profiles(groups, grams, spectrum, settings)
-    columns = _columns(spectrum) | {
-        "spread": spread(values, spectrum.d_model).tolist(),
+    profiles = _profiles(groups, grams, found, settings)
+    columns = _columns(found) | {
+        "spread": spread(values, found.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
     }
     heads = [head for group in groups for head in group]
     pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
+    curves = curves_of(groups, grams, found, profiles, settings) if settings.keep_curves else [None] * len(heads)
     cells = (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
     return [
         HeadRow(
@@ -125,9 +125,10 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
             d_head=head.d_head,
             temperature=settings.temperature_of(head),
             eigenvalues=own_pairs,
+            curves=own_curves,
             **own_cells,
         )
-        for head, own_pairs, own_cells in zip(heads, pairs, cells, strict=True)
+        for head, own_pairs, own_curves, own_cells in zip(heads, pairs, curves, cells, strict=True)
     ]
 
 
@@ -138,18 +139,18 @@ def _eigenvalues(core: Tensor) -> Tensor:
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
 
 
-def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:
+def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: Settings) -> Tensor:
     """ρ over the context for every head of a chunk, by the closed form, with its positions and norms."""
     head = groups[0][0]
     if not (head.query.is_linear and head.key.is_linear):
         grams = products(groups, raw=settings.raw, linear=Linear(raw=settings.raw))
-        spectrum = moments_of(grams, d_model=head.d_model)
+        found = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
-        positions = _positions(settings.length, NUM_POSITIONS)
+        positions = positions_of(settings.length, NUM_POSITIONS)
         shift = _shift(groups, settings.length, positions)
         profile = closed_form.at(
-            positions.double(), spectrum, length=settings.length, temperature=temperature, shift=shift
+            positions.double(), found, length=settings.length, temperature=temperature, shift=shift
         )
         return profile.flatten(0, 1)
     series, pairs = _series(head.rotary, settings.length)
@@ -159,7 +160,7 @@ def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, setting
 @lru_cache(maxsize=8)
 def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
     """What the profiles of all heads with these positions share, and the pairs."""
-    positions = _positions(length, NUM_ROTARY_POSITIONS)
+    positions = positions_of(length, NUM_ROTARY_POSITIONS)
     return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
 
 
@@ -173,15 +174,9 @@ def _shift(groups: list[list[Head]], length: int, positions: Tensor) -> Tensor |
     return (bias - bias.mean(-1, keepdim=True))[..., positions - 1]
 
 
-@lru_cache(maxsize=8)
-def _positions(length: int, most: int) -> Tensor:
-    """Evenly from 1 to T."""
-    return torch.linspace(1, length, min(length, most), dtype=torch.float64).round().long()
-
-
-def _columns(spectrum: Moments) -> dict[str, list]:
+def _columns(found: Moments) -> dict[str, list]:
     names = ("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero")
-    return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta")}
+    return {name: getattr(found, name).flatten().tolist() for name in (*names, "xi", "eta")}
 
 
 def _pairs(values: Tensor) -> tuple[tuple[float, float], ...]:

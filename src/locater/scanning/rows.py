@@ -1,9 +1,7 @@
 """What a scan says of one head."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-from ..head import BLOCKS
 
 
 @dataclass(frozen=True)
@@ -30,19 +28,20 @@ class HeadRow:
     localisation: float
     regime: str
     eigenvalues: tuple[tuple[float, float], ...] | None = None
+    curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
 
     def order(self) -> tuple[int, int, int]:
+        from ..head import BLOCKS  # rows are read where torch is not wanted
+
         return BLOCKS.index(self.block), self.layer, self.head  # pyright: ignore[reportArgumentType]
 
     def to_record(self) -> dict[str, Any]:
         """All columns, for tables; eigenvalues only where they were kept."""
-        record = {field.name: getattr(self, field.name) for field in fields(self)}
+        record = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "curves"}
         if self.eigenvalues is None:
             del record["eigenvalues"]
         return record
 
     def to_json(self) -> dict[str, Any]:
-        """The columns of the schema locater.scan/1."""
-        record = self.to_record()
-        del record["temperature"]
-        return record
+        """The columns of the schema locater.scan/1, and curves where they were kept."""
+        return self.to_record() | (self.curves or {})

@@ -11,17 +11,19 @@ from torch import nn
 from .. import checkpoints
 from ..errors import Refusal, refusal
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
+from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
-from . import DEFAULT_LENGTH
-from .layer import Analysis, Settings, Workers, analyse, joined, workers
+from .curves import distances
+from .layer import Analysis, Settings, Workers, analyse, workers
 from .rows import HeadRow
 
+DEFAULT_LENGTH = 1024
 Source = str | PathLike[str] | nn.Module
 Progress = Callable[[int, int], None]  # attention modules done, and in all
 
 
 @dataclass(frozen=True)
-class Scan:
+class Scan(Shown):
     """All heads of one model; `coverage` says whether any layer is missing, `refused` which heads could not be read."""
 
     source: str
@@ -30,6 +32,7 @@ class Scan:
     coverage: str
     heads: tuple[HeadRow, ...]
     refused: tuple[str, ...] = ()
+    length: int = DEFAULT_LENGTH
 
     def to_json(self) -> dict[str, Any]:
         """The document that `locater scan --json` writes."""
@@ -40,6 +43,8 @@ class Scan:
             "family": self.family,
             "format": self.format,
             "coverage": self.coverage,
+            "length": self.length,
+            **({"distances": distances(self.length)} if any(row.curves for row in self.heads) else {}),
             **refused,
             "heads": [row.to_json() for row in self.heads],
         }
@@ -67,6 +72,8 @@ def scan(
     temperature: float | None = None,
     raw: bool = False,
     eigenvalues: bool = False,
+    curves: bool = False,
+    exact: bool = False,
     adapter: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     allow_pickle: bool = False,
@@ -75,9 +82,10 @@ def scan(
     """Scan a checkpoint (directory, file, hub id, address) or a live module, holding one layer's weights at a time.
 
     `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. Cost: three
-    d_h×d×d_h products and the eigenvalues of one d_h×d_h matrix per head.
+    d_h×d×d_h products and the eigenvalues of one d_h×d_h matrix per head. `curves` keeps ρ and the expected logit of
+    every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow (docs/report.md).
     """
-    settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues)
+    settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
     family = None if layout is None else read_layout(layout)
     with ExitStack() as stack:
         if isinstance(source, nn.Module):
@@ -85,9 +93,9 @@ def scan(
         else:
             checkpoint = stack.enter_context(checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle))
             opened = _open_stored(fspath(source), checkpoint, family)
-        whole = _analyse(opened, _wanted(opened, layers), settings, progress)
-    rows = tuple(sorted(whole.rows, key=HeadRow.order))
-    return Scan(opened.source, opened.family, opened.format, opened.coverage, rows, tuple(whole.refused))
+        found, refused = _analyse(opened, _wanted(opened, layers), settings, progress)
+    rows = tuple(sorted(found, key=HeadRow.order))
+    return Scan(opened.source, opened.family, opened.format, opened.coverage, rows, tuple(refused), settings.length)
 
 
 @dataclass(frozen=True)
@@ -128,26 +136,28 @@ def _of_model(model: Model, source: str, form: str) -> _Opened:
     return _Opened(source, model.family, form, model.coverage, numbers, model.layers)
 
 
-def _analyse(opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None) -> Analysis:
-    """One layer after the other; refused where nothing is left."""
+def _analyse(
+    opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None
+) -> tuple[list[HeadRow], list[str]]:
     layers, total = opened.read(wanted), sum(number in wanted for number in opened.numbers)
-
-    def parts(threads: Workers) -> Iterator[Analysis]:
+    rows: list[HeadRow] = []
+    refused: list[str] = []
+    with workers() as threads:
         for done in range(total):
             if progress:
                 progress(done, total)
             # Handed on without a name of its own: one layer's weights are let go before the next are read.
-            yield from _of_layer(next(layers), settings, threads)
+            found = _analyse_layer(next(layers), settings, threads)
+            rows += found.rows
+            refused += found.refused
+    if not rows:
+        raise Refusal(refused[0])
+    return rows, refused
 
-    with workers() as threads:
-        whole = joined(parts(threads))
-    if not whole.rows:
-        raise Refusal(whole.refused[0])
-    return whole
 
-
-def _of_layer(layer: Layer, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
-    return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
+def _analyse_layer(layer: Layer, settings: Settings, threads: Workers) -> Analysis:
+    found = analyse(layer.heads, settings, threads)
+    return Analysis(found.rows, [*layer.refused, *found.refused])
 
 
 def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:

@@ -16,12 +16,13 @@ function sentenceOn(app) {
   const code = view.regimeOf(frame, selected);
   const parts = [];
   for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate from the weights"]]) {
-    const near = view.columns[`${side}near_mass`] && view.value(`${side}near_mass`, frame, selected);
+    const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
+    const near = name && view.value(name, frame, selected);
     if (!Number.isFinite(near)) continue;
     parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
     break;
   }
-  if (code !== REGIME_NONE) parts.push(`In the random-walk theory, ${app.data.regimes[code].words}.`);
+  if (code !== REGIME_NONE) parts.push(`In the random-walk theory, ${app.data.regimes[code].meaning}.`);
   if (view.columns.symmetry) {
     const symmetry = view.value("symmetry", frame, selected);
     parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is far from symmetric, as in most trained heads.");

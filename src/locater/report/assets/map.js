@@ -72,7 +72,7 @@ class HeadMap {
     const { quantity, view, frame, range } = this.app;
     if (quantity.name === "regime") {
       const code = view.regimeOf(frame, head);
-      return code === REGIME_NONE ? null : REGIME_LOOKS[this.app.data.regimes[code].name].colour;
+      return code === REGIME_NONE ? null : this.app.data.regimes[code].colour;
     }
     const value = this.app.value(head);
     return Number.isFinite(value) ? css(ramp(this.app.scale, (value - range.low) / (range.high - range.low))) : null;
@@ -132,8 +132,8 @@ class HeadMap {
 
   drawLetter(pen, head, x, y) {
     if (this.width < 12 || this.height < 11) return;
-    const style = REGIME_LOOKS[this.app.data.regimes[this.app.view.regimeOf(this.app.frame, head)].name];
-    pen.fillStyle = style.ink;
+    const style = this.app.data.regimes[this.app.view.regimeOf(this.app.frame, head)];
+    pen.fillStyle = inkOn(style.colour);
     pen.textAlign = "center";
     pen.fillText(style.letter, x + this.width / 2, y + this.height / 2);
   }

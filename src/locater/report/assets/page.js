@@ -179,8 +179,8 @@ function regimeButtons(app) {
     for (let head = 0; head < app.view.count; head++) count += app.view.regimeOf(app.frame, head) === code;
     if (!count) return;
     const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.background = REGIME_LOOKS[regime.name].colour;
-    group.append(html("button", { type: "button", id: `regime-${regime.name}`, "aria-pressed": String(app.why === regime.name && Boolean(app.marked)), title: regime.words,
+    swatch.style.background = regime.colour;
+    group.append(html("button", { type: "button", id: `regime-${regime.name}`, "aria-pressed": String(app.why === regime.name && Boolean(app.marked)), title: regime.meaning,
       onclick: () => app.markRegime(code) }, swatch, `${regime.name} ${count}`));
   });
   return group;
@@ -200,8 +200,8 @@ function drawColours(app, place) {
   const list = html("dl", {});
   for (const regime of app.data.regimes) {
     const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.background = REGIME_LOOKS[regime.name].colour;
-    list.append(html("dt", {}, swatch, `${regime.name} (${REGIME_LOOKS[regime.name].letter})`), html("dd", {}, `in the random-walk theory, ${regime.words}`));
+    swatch.style.background = regime.colour;
+    list.append(html("dt", {}, swatch, `${regime.name} (${regime.letter.trim() || "blank"})`), html("dd", {}, `in the random-walk theory, ${regime.meaning}`));
   }
   for (const quantity of app.data.quantities)
     list.append(html("dt", {}, quantity.symbol), html("dd", {}, `${quantity.words}; low: ${quantity.low}; high: ${quantity.high}. It rests on ${quantity.basis}.`));

@@ -10,15 +10,6 @@ const RAMPS = {
     diverging: ["#ffc183", "#b8671f", "#2b313a", "#2f79b3", "#9bd6ff"],
   },
 };
-// After Okabe and Ito. Each regime also has a letter, drawn where a cell has room for it.
-const REGIME_LOOKS = {
-  early: { colour: "#56b4e9", letter: "E", ink: "#000" },
-  middle: { colour: "#e69f00", letter: "M", ink: "#000" },
-  late: { colour: "#009e73", letter: "L", ink: "#000" },
-  uniform: { colour: "#d9d4c5", letter: "U", ink: "#000" },
-  mixed: { colour: "#958f84", letter: "x", ink: "#000" },
-  "no-signal": { colour: "#7a1f3d", letter: "N", ink: "#fff" },
-};
 const LINE_LOOKS = {
   light: ["#0072b2", "#c24e00", "#007a59", "#a8487f", "#8a6100", "#2b7fa8"],
   dark: ["#5ab4f0", "#ff9350", "#3fd0a4", "#f09fcb", "#f0c040", "#9adcff"],
@@ -40,6 +31,12 @@ function ramp(kind, share) {
   const below = Math.min(Math.floor(place), stops.length - 2);
   const [from, to] = [channels(stops[below]), channels(stops[below + 1])];
   return from.map((value, n) => Math.round(value + (place - below) * (to[n] - value)));
+}
+
+// Black or white, whichever reads better on a colour.
+function inkOn(hex) {
+  const [r, g, b] = channels(hex);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 110 ? "#000" : "#fff";
 }
 
 function css(rgb) {

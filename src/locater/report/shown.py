@@ -1,0 +1,42 @@
+"""What every result can do beside its JSON: a page, a frame in a notebook, a figure."""
+
+import html
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FRAME_HEIGHT = 760
+MOST_CHARACTERS = 6_000_000  # of a page within a notebook's file
+
+
+class Shown:
+    """For results with `to_json`: they are shown as the page of that document."""
+
+    def to_json(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def to_html(self, path: str | Path | None = None, *, title: str | None = None) -> str:
+        """The page as text, also written to `path` if given."""
+        from .page import page, save_page
+
+        document = [self.to_json()]
+        if path is not None:
+            save_page(document, Path(path), title=title)
+        return page(document, title=title)
+
+    def plot(self, quantity: str | None = None, *, head: tuple[int, int] | None = None) -> "Figure":
+        """A matplotlib figure: the map of a quantity, or one head (layer, number); needs `locater[plot]`."""
+        from .head_figures import plot
+
+        return plot(self.to_json(), quantity, head=head)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame that may run its own script and nothing else."""
+        text = self.to_html()
+        if len(text) > MOST_CHARACTERS:
+            return f"<p>A page of {len(text) / 1e6:.0f} MB: write it with <code>to_html(path)</code>.</p>"
+        rules = 'sandbox="allow-scripts allow-downloads"'
+        style = f"width:100%;height:{FRAME_HEIGHT}px;border:0"
+        return f'<iframe title="locater" {rules} style="{style}" srcdoc="{html.escape(text)}"></iframe>'
