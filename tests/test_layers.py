@@ -10,7 +10,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 LAYERS = [
     {"errors"},
     {"records", "positions", "projections", "spectra"},
-    {"head", "theory", "report"},
+    {"head"},
+    {"theory"},
+    {"report"},
     {"attention", "models"},
     {"checkpoints"},
     {"scanning", "stabilisers", "monitor"},

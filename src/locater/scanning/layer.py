@@ -84,7 +84,7 @@ class Settings:
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
     """The spectrum and the profile of every head, in order. Cost: per head three d_h×d×d_h products and eigenvalues."""
     parts = chunks(heads, parts=workers.count)
-    return _joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
+    return joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
 
 
 def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
@@ -93,27 +93,32 @@ def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
         return Analysis(_rows(groups, settings))
     except Refusal as reason:
         if len(heads) > 1:  # find out which of them it is
-            return _joined([_analyse_chunk([[head]], settings=settings) for head in heads])
-        return Analysis([], [f"{heads[0].block} layer {heads[0].layer}, head {heads[0].index}: {reason}"])
+            return joined([_analyse_chunk([[head]], settings=settings) for head in heads])
+        return Analysis([], [f"{heads[0].label}: {reason}"])
 
 
-def _joined(parts: Sequence[Analysis]) -> Analysis:
-    return Analysis([row for part in parts for row in part.rows], [line for part in parts for line in part.refused])
+def joined(parts: Iterable[Analysis]) -> Analysis:
+    """All of them as one, taken as they come: no part is held."""
+    whole = Analysis()
+    for part in parts:
+        whole.rows.extend(part.rows)
+        whole.refused.extend(part.refused)
+    return whole
 
 
 def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     grams = products(groups, raw=settings.raw)
-    found = moments_of(grams, d_model=groups[0][0].d_model)
+    spectrum = moments_of(grams, d_model=groups[0][0].d_model)
     values = _eigenvalues(grams.core).flatten(0, 1)
-    profiles = _profiles(groups, grams, found, settings)
-    columns = _columns(found) | {
-        "spread": spread(values, found.d_model).tolist(),
+    profiles = _profiles(groups, grams, spectrum, settings)
+    columns = _columns(spectrum) | {
+        "spread": spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
     }
     heads = [head for group in groups for head in group]
     pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
-    curves = curves_of(groups, grams, found, profiles, settings) if settings.keep_curves else [None] * len(heads)
+    curves = curves_of(groups, grams, spectrum, profiles, settings) if settings.keep_curves else [None] * len(heads)
     cells = (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
     return [
         HeadRow(
@@ -139,18 +144,18 @@ def _eigenvalues(core: Tensor) -> Tensor:
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
 
 
-def _profiles(groups: list[list[Head]], grams: Grams, found: Moments, settings: Settings) -> Tensor:
+def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:
     """ρ over the context for every head of a chunk, by the closed form, with its positions and norms."""
     head = groups[0][0]
     if not (head.query.is_linear and head.key.is_linear):
         grams = products(groups, raw=settings.raw, linear=Linear(raw=settings.raw))
-        found = moments_of(grams, d_model=head.d_model)
+        spectrum = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
         positions = positions_of(settings.length, NUM_POSITIONS)
         shift = _shift(groups, settings.length, positions)
         profile = closed_form.at(
-            positions.double(), found, length=settings.length, temperature=temperature, shift=shift
+            positions.double(), spectrum, length=settings.length, temperature=temperature, shift=shift
         )
         return profile.flatten(0, 1)
     series, pairs = _series(head.rotary, settings.length)
@@ -174,9 +179,9 @@ def _shift(groups: list[list[Head]], length: int, positions: Tensor) -> Tensor |
     return (bias - bias.mean(-1, keepdim=True))[..., positions - 1]
 
 
-def _columns(found: Moments) -> dict[str, list]:
+def _columns(spectrum: Moments) -> dict[str, list]:
     names = ("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero")
-    return {name: getattr(found, name).flatten().tolist() for name in (*names, "xi", "eta")}
+    return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta")}
 
 
 def _pairs(values: Tensor) -> tuple[tuple[float, float], ...]:

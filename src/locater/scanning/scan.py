@@ -13,11 +13,11 @@ from ..errors import Refusal, refusal
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
+from . import DEFAULT_LENGTH
 from .curves import distances
-from .layer import Analysis, Settings, Workers, analyse, workers
+from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow
 
-DEFAULT_LENGTH = 1024
 Source = str | PathLike[str] | nn.Module
 Progress = Callable[[int, int], None]  # attention modules done, and in all
 
@@ -93,9 +93,11 @@ def scan(
         else:
             checkpoint = stack.enter_context(checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle))
             opened = _open_stored(fspath(source), checkpoint, family)
-        found, refused = _analyse(opened, _wanted(opened, layers), settings, progress)
-    rows = tuple(sorted(found, key=HeadRow.order))
-    return Scan(opened.source, opened.family, opened.format, opened.coverage, rows, tuple(refused), settings.length)
+        whole = _analyse(opened, _wanted(opened, layers), settings, progress)
+    rows = tuple(sorted(whole.rows, key=HeadRow.order))
+    return Scan(
+        opened.source, opened.family, opened.format, opened.coverage, rows, tuple(whole.refused), settings.length
+    )
 
 
 @dataclass(frozen=True)
@@ -136,28 +138,26 @@ def _of_model(model: Model, source: str, form: str) -> _Opened:
     return _Opened(source, model.family, form, model.coverage, numbers, model.layers)
 
 
-def _analyse(
-    opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None
-) -> tuple[list[HeadRow], list[str]]:
+def _analyse(opened: _Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None) -> Analysis:
+    """One layer after the other; refused where nothing is left."""
     layers, total = opened.read(wanted), sum(number in wanted for number in opened.numbers)
-    rows: list[HeadRow] = []
-    refused: list[str] = []
-    with workers() as threads:
+
+    def parts(threads: Workers) -> Iterator[Analysis]:
         for done in range(total):
             if progress:
                 progress(done, total)
             # Handed on without a name of its own: one layer's weights are let go before the next are read.
-            found = _analyse_layer(next(layers), settings, threads)
-            rows += found.rows
-            refused += found.refused
-    if not rows:
-        raise Refusal(refused[0])
-    return rows, refused
+            yield from _of_layer(next(layers), settings, threads)
+
+    with workers() as threads:
+        whole = joined(parts(threads))
+    if not whole.rows:
+        raise Refusal(whole.refused[0])
+    return whole
 
 
-def _analyse_layer(layer: Layer, settings: Settings, threads: Workers) -> Analysis:
-    found = analyse(layer.heads, settings, threads)
-    return Analysis(found.rows, [*layer.refused, *found.refused])
+def _of_layer(layer: Layer, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
+    return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
 
 
 def _wanted(opened: _Opened, layers: Iterable[int] | None) -> frozenset[int]:
