@@ -16,7 +16,11 @@ $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
 demo: $(STAMP)  ## the main job, with pictures
 	$(BIN)/locater demo
 
-test: $(STAMP)  ## the tests, with coverage
+BROWSER := /usr/bin/chromedriver
+$(BROWSER):  # Debian's Chromium, in which the pages are tested
+	apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null
+
+test: $(STAMP) $(BROWSER)  ## the tests, with coverage
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 test-slow: $(STAMP)  ## the long proofs

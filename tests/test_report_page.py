@@ -1,0 +1,161 @@
+"""Pages without a browser: what is read, refused and said; figures and notebooks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from command import locater
+from locater.errors import Refusal
+from locater.monitor.alarms import Thresholds
+from locater.report import quantities
+from locater.report.head_figures import plot
+from locater.report.headline import headline
+from locater.report.packing import Pack
+from locater.report.reading import read_record
+from locater.report.views import views_of
+from locater.scanning import findings
+
+
+def head(layer, number, **columns):
+    base = dict(block="decoder", layer=layer, head=number, key_head=number, d_model=64, d_head=16, temperature=4.0)
+    numbers = dict(trace=4.0, trace_of_square=2.0, frobenius_squared=8.0, xi=1.0, eta=2.5, localisation=0.2, spread=0.1)
+    return base | numbers | {"regime": "late"} | columns
+
+
+def scanned(*heads, **facts):
+    whole = {
+        "schema": "locater.scan/1",
+        "source": "some/where",
+        "family": "llama",
+        "format": "x",
+        "coverage": "COMPLETE",
+    }
+    return whole | {"length": 64, "heads": list(heads)} | facts
+
+
+def sentences(*documents):
+    return [sentence.text for sentence in headline(views_of(documents), [])]
+
+
+def test_a_hot_and_a_cold_head_are_named_with_a_remedy():
+    heads = [head(0, n) for n in range(8)] + [head(1, 0, eta=100.0), head(1, 1, eta=0.01)]
+    said = sentences(scanned(*heads))
+    assert any("decoder 1.0" in one and "5 times" in one and "learning stalls" in one for one in said)
+    assert any("decoder 1.1" in one and "rank collapse" in one for one in said)
+    assert any(one.startswith("Try LocAteR") for one in said)
+    assert any(one.startswith("No head's scale stands out") for one in sentences(scanned(*heads[:8])))
+
+
+def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
+    plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
+    assert "look" not in plain and "In the random-walk theory, 2 of 2 heads are late" in plain
+    estimated = " ".join(sentences(scanned(head(0, 0, estimated_near_mass=0.9), head(0, 1, estimated_near_mass=0.1))))
+    assert "1 head of 2 look mostly at the 16 nearest tokens (by estimate)" in estimated
+
+
+def test_limits_are_those_of_the_scan_and_the_monitor():
+    assert (quantities.HOT.value, quantities.COLD.value) == (findings.HOT, 1 / findings.COLD)
+    limits = Thresholds()
+    assert quantities.COLLAPSED.value == limits.entropy_collapse and quantities.DEAD.value == limits.dead_uniform
+    assert quantities.SINK.value == limits.dead_sink
+
+
+def test_two_models_of_one_shape_stand_side_by_side_and_a_prediction_joins_its_scan():
+    first, second = scanned(head(0, 0), head(0, 1)), scanned(head(0, 0, xi=3.0), head(0, 1), source="b")
+    views = views_of([first, second])
+    assert [view.frames for view in views] == [["where"], ["b"], ["where", "b"]]
+    assert views[2].columns["xi"] == [[1.0, 1.0], [3.0, 1.0]]
+    measured = {"near_mass_beyond_first": 0.8, "sink_mass": 0.1}
+    lines = {"predicted": [0.5, 0.5], "measured": [0.25, 0.75]}
+    one = dict(block="decoder", layer=0, head=1, predicted=measured, measured=measured)
+    predicted = {"schema": "locater.predict/2", "source": "some/where", "text": "t", "window": 2, "left_out": []}
+    predicted |= {
+        "distance_bins": [[0, 0], [1, 1]],
+        "heads": [one | {"attention_profile": lines, "logit_profile": lines}],
+    }
+    (joined,) = views_of([scanned(head(0, 0), head(0, 1)), predicted])
+    assert joined.columns["measured_sink_mass"] == [[None, 0.1]] and joined.bins == [[0, 0], [1, 1]]
+
+
+BAD = {
+    "half.json": ('{"schema": "locater.scan/1", "heads": [', "whole JSON"),
+    "foreign.json": ('{"results": []}', "a document of locater"),
+    "list.json": ("[1, 2]", "a document of locater"),
+    "newer.json": ('{"schema": "locater.scan/7", "heads": []}', "update locater"),
+    "damaged.json": (json.dumps(scanned({"layer": 0, "head": 0})), "damaged"),
+    "headless.json": (json.dumps({"schema": "locater.scan/1", "source": "x"}), "damaged at 'heads'"),
+    "other.jsonl": ('{"kind": "train", "step": 1}\n', "validations of locater train"),
+    "bytes.json": ("\udcff", "no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_sentence_and_leaves_the_page_alone(name, tmp_path):
+    text, words = BAD[name]
+    source, out = tmp_path / name, tmp_path / "page.html"
+    source.write_bytes(text.encode("utf-8", "surrogateescape"))
+    out.write_text("the page of yesterday", encoding="utf-8")
+    found = locater("report", source, "-o", out)
+    assert found.code == 1 and found.err.startswith(f"locater: {source}") and words in found.err
+    assert found.err.count("\n") == 1 and out.read_text() == "the page of yesterday"
+
+
+def test_a_run_and_a_monitor_become_steps(tmp_path):
+    run = Path(__file__).parents[1] / "runs/measured/words/none-seed0"
+    (view,) = views_of([read_record(run)])
+    assert view.frames == ["510", "1020"] and view.heads == [("decoder", 0, 0)]
+    assert view.columns["near_mass"][-1] == [0.7639560699462891]
+    layer = {"block": "decoder", "layer": 2, "heads": [0, 1], "statistics": {"normalised_entropy": [0.01, None]}}
+    alarm = {"kind": "entropy collapse", "block": "decoder", "layer": 2, "head": 0, "meaning": "low", "remedy": "less"}
+    report = {"schema": "locater.monitor/1", "step": 5, "training": [layer], "evaluation": [], "alarms": [alarm]}
+    path = tmp_path / "attention.jsonl"
+    path.write_text(f"{json.dumps(report)}\n" + '{"schema": "locater.mon', encoding="utf-8")
+    (view,) = views_of([read_record(path)])
+    assert view.columns["normalised_entropy"] == [[0.01, None]] and view.alarms == [alarm | {"step": 5}]
+    (said,) = [one for one in headline([view], []) if one.text.startswith("Alarm")]
+    assert "first at step 5" in said.text and said.heads == (0,)
+
+
+def test_packed_lines_are_within_their_bound():
+    rows = numpy.random.default_rng(0).normal(size=(5, 64)) * [[1e-6], [1], [1e9], [0], [3]]
+    pack = Pack()
+    place = pack.add_scaled(rows)
+    whole = b"".join(pack.parts)
+    values, units = (
+        numpy.frombuffer(whole, dtype=f"<{part['kind']}", count=part["count"], offset=part["at"])
+        for part in (place["values"], place["units"])
+    )
+    back = values.reshape(5, 64) * units[:, None]
+    assert (abs(back - rows) <= abs(rows).max(1, keepdims=True) / 65_534 * 1.0001).all()
+
+
+def test_no_torch_is_loaded_for_a_page(tmp_path):
+    source = tmp_path / "scan.json"
+    source.write_text(json.dumps(scanned(head(0, 0))), encoding="utf-8")
+    script = (
+        "import sys; sys.argv = ['locater', 'report', sys.argv[1], '-o', sys.argv[2]]\n"
+        "from locater.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "page.html")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
+
+
+def test_figures_of_a_map_and_of_a_head(tmp_path):
+    document = scanned(head(0, 0, eigenvalues=[[1, 0.5], [1, -0.5]], profiles={"closed": [0, 1]}), head(0, 1))
+    assert plot(document).axes[0].get_xlabel() == "head"
+    assert len(plot(document, head=(0, 0)).axes) == 2
+    with pytest.raises(Refusal, match="one of temperature"):
+        plot(document, "nonsense")
+    with pytest.raises(Refusal, match="eigenvalues or curves"):
+        plot(document, head=(0, 1))
+    source = tmp_path / "scan.json"
+    source.write_text(json.dumps(document), encoding="utf-8")
+    figures = tmp_path / "figures"
+    assert locater("report", source, "-o", tmp_path / "page.html", "--figures", figures).code == 0
+    assert (figures / "where-xi.png").read_bytes().startswith(b"\x89PNG") and (figures / "where-xi.svg").exists()
