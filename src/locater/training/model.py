@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from ..errors import refusal
 from ..theory.clipped_softmax import clipped_linear
-from .loss import linear_cross_entropy
 from .shape import Shape
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,6 +22,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
+
+
+# Logits of so many tokens are held at once: few enough for the processor's caches, of large vocabularies too.
+TOKENS_AT_ONCE = 128
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "tokens d_model"], weight: Float[Tensor, "words d_model"], targets: Int[Tensor, " tokens"]
+) -> Float[Tensor, ""]:
+    """−log softmax(W x)_target, the mean over tokens, without holding all logits: O(TOKENS_AT_ONCE · words) memory.
+
+    Held all at once by torch before 2.13, in compiled code, and under autocast, where torch's own would round the loss
+    to bfloat16.
+    """
+    in_pieces = hasattr(functional, "linear_cross_entropy") and not torch.compiler.is_compiling()
+    if in_pieces and not torch.is_autocast_enabled(weight.device.type):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=min(len(x), TOKENS_AT_ONCE))
+        return functional.linear_cross_entropy(x, weight, targets, options=options)
+    logits = functional.linear(x, weight)
+    return functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
 
 
 def make_norm(shape: Shape) -> nn.Module:
