@@ -1,7 +1,5 @@
 """LocAteR in a loop of torchtitan's kind: the model sharded by FSDP2; runs as one process, or under torchrun."""
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -9,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.stabilisers import LocAteR, Projected, WarmUp
 
-for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29561").items():
-    os.environ.setdefault(name, value)
-dist.init_process_group("gloo")
+# A single process needs neither a port nor environment variables; torchrun sets both for several.
+single = dict(store=dist.HashStore(), rank=0, world_size=1)
+dist.init_process_group("gloo", **({} if dist.is_torchelastic_launched() else single))
 torch.manual_seed(0)
 sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64)
 model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128))
@@ -35,4 +33,5 @@ metrics = locater.metrics()  # every rank takes part
 if dist.get_rank() == 0:
     for name, value in metrics.items():
         print(f"{name} {value:.3f}")
+dist.barrier()  # no rank leaves while another still waits for its message
 dist.destroy_process_group()

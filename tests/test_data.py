@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from locater.errors import Refusal
-from locater.training.data import cache, download, sources
+from locater.training.data import cache, sources
 from locater.training.data.batches import Walks, Windows
 from locater.training.data.options import DataOptions
 from locater.training.data.sources import open_data
-from locater.training.data.text import Corpus, held_out, read_corpus
+from locater.training.data.text import Corpus, download, held_out, read_corpus
 from locater.training.data.vocabulary import BytePairs, Words, load
 
 TEXT = "".join(f" line {n} tells of {n * n} things \n" for n in range(200))
@@ -198,7 +198,7 @@ def test_a_text_without_lines_is_cut_too():
 
 BAD = {
     "empty": (b"", "an empty file"),
-    "blank": (b" \n \n", "nothing but blanks"),
+    "blank": (b" \n \n", "nothing but whitespace"),
     "latin-1": (b"caf\xe9 ol\xe9", "the byte 0xe9 at position 3; convert it"),
     "one letter": (b"a", "enough text"),
     "short": (b"a few words\n" * 4, "tokens of training text, got"),
@@ -269,11 +269,11 @@ def test_a_silent_hub_is_not_asked_again(monkeypatch, silent_hub):
         return {"train": {"text": ["", " a b \n", "", " b \n"]}, "validation": {"text": [" b \n"]}}
 
     monkeypatch.setattr(silent_hub, "load_dataset", load_dataset)
-    assert download.download() == Corpus("wikitext-2", "\n a b \n\n b \n", " b \n")
+    assert download() == Corpus("wikitext-2", "\n a b \n\n b \n", " b \n")
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(silent_hub.config, "HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        download.download()
+        download()
         server.shutdown()
     assert asked == [True, False] and not silent_hub.config.HF_HUB_OFFLINE
 

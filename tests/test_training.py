@@ -22,8 +22,8 @@ from locater.training.data.sources import open_data
 from locater.training.export import load
 from locater.training.metrics import Metrics, read_rows
 from locater.training.model import LanguageModel
+from locater.training.parts import learning_rate
 from locater.training.processes import Processes
-from locater.training.schedule import learning_rate
 from training_cases import STATEFUL, assert_same_run, flags, tiny, weights, write_text
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -464,7 +464,7 @@ def test_a_damaged_run_is_refused_and_loses_nothing_more(text, tmp_path, damage,
 
 def test_two_do_not_train_in_one_folder(text, tmp_path):
     start(tiny(text), tmp_path / "run", stop_after=5)
-    with run.alone(tmp_path / "run", ALONE):
+    with run.locked(tmp_path / "run", ALONE):
         result = locater("train", "--resume", tmp_path / "run")
     assert result.code == 1 and f"the only one that trains in {tmp_path / 'run'}, got another process" in result.err
     assert locater("train", "--resume", tmp_path / "run").code == 0

@@ -157,6 +157,7 @@ def main() -> int:
     failed += gap >= 1e-10
     if dist.get_rank() == 0:
         print(f"{'ok' if gap < 1e-10 else 'FAILED'} QK-Clip under DDP, gap {gap:.1e}", flush=True)
+    dist.barrier()  # no rank leaves while another still waits for its message
     dist.destroy_process_group()
     return 1 if failed else 0
 

@@ -8,10 +8,9 @@ from rich.markup import escape
 
 from ..errors import BadArguments
 from ..scanning import DEFAULT_LENGTH
-from .output import FittedTable, JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
 from .scan import AllowPickle, Layers, Layout, Length, Raw
-from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison

@@ -3,6 +3,7 @@
 import codecs
 import io
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import BadArguments
 from ..records import STANDARD_OUTPUT
 
 JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write JSON there (- = standard output).")
 ]
 
+LONGEST_SPAN = 100_000  # more is a slip of the finger, and would fill the memory
 FOLDED_WIDTH = 24  # a last column of words is folded down to this before anything is left out
 
 # What an old terminal's encoding may lack, in letters that every one has.
@@ -95,7 +98,7 @@ class FittedTable:
         return kept
 
     def width(self, kept: Sequence[str]) -> int:
-        """Of the columns and the two blanks between them; the last one folds where it holds words."""
+        """Of the columns and the two spaces between them; the last one folds where it holds words."""
         by_name = {
             heading: max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n"))
             for heading, *cells in zip(self.headings, *self.rows, strict=True)
@@ -129,3 +132,20 @@ def table(
     Where the terminal is too narrow the columns in `spare` are given up first.
     """
     return FittedTable(list(headings), [list(row) for row in rows], words, spare, title)
+
+
+def parse_spans(text: str | None, option: str) -> list[int] | None:
+    """All numbers that are named; None where the option was not given.
+
+    >>> parse_spans("0-2,7", "--layers")
+    [0, 1, 2, 7]
+    """
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(LONGEST_SPAN):
+            raise BadArguments(f"{option} expects numbers and spans such as 0-5,11, got {text!r}")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return found

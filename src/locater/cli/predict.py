@@ -11,10 +11,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import BadArguments
-from .output import FittedTable, JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
 from .scan import Layers
-from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..prediction.predict import HeadPrediction, Prediction

@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .output import JsonPath, console_for, table
+from .output import JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
-from .spans import parse_spans
 
 NAME_WIDTH = 24
 MOST_NAMED = 6
@@ -21,7 +20,7 @@ Arm = dict[str, Any]
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Holds the runs: ARM-seedN is a seed of an arm, others are alone.")],
+    folder: Annotated[Path, typer.Argument(help="Holds the runs: ARM-seedN is a seed of an arm, others are one each.")],
     step: Annotated[
         int | None, typer.Option(help="Compare at this step; by default the last one that all reached.")
     ] = None,

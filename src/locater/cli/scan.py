@@ -13,9 +13,8 @@ from rich.progress import Progress
 from ..errors import Refusal
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, console_for, table
+from .output import FittedTable, JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
-from .spans import parse_spans
 
 if TYPE_CHECKING:
     from ..scanning.rows import HeadRow

@@ -1,4 +1,4 @@
-"""Why a run diverged: which layer's logits exploded first, or which module gave the first number that is none."""
+"""Why a run diverged: which layer's logits exploded first, or which module first gave NaN or infinity."""
 
 import math
 from collections.abc import Callable

@@ -18,9 +18,8 @@ from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics, rows_of_run
 from .observe import finite
-from .parts import make_model, make_optimizer, make_stabiliser
+from .parts import learning_rate, make_model, make_optimizer, make_stabiliser
 from .processes import Processes, spread, unsynchronised, whole
-from .schedule import learning_rate
 from .store import Store, optimiser_state, parameters_of
 from .validation import plain_copy, validate
 

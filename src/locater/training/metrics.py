@@ -31,7 +31,7 @@ def rows_of_run(folder: Path) -> list[Row]:
         return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0]
     except (OSError, ValueError, TypeError, KeyError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
-        raise refusal(f"metrics of locater train in {path}", got, "mend its lines, or remove it") from None
+        raise refusal(f"metrics of locater train in {path}", got, "repair its lines, or remove it") from None
 
 
 class Metrics:

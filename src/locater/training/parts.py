@@ -1,5 +1,6 @@
-"""From a config to the things that a loop moves: model, optimiser, stabiliser."""
+"""From a config to the things that a loop moves: model, optimiser and its learning rate, stabiliser."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -35,6 +36,24 @@ def make_optimizer(model: nn.Module, options: OptimiserOptions) -> Optimizer:
     kind = AdamW if options.optimizer == "adamw" else Adam
     groups = [group for group in groups if group["params"]]
     return kind(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
+
+
+def learning_rate(step: int, options: OptimiserOptions, *, num_steps: int) -> float:
+    """Linear from 0 over the warm-up, then ∝ 1/√step, a half cosine down to the final share, or constant.
+
+    Steps count from 0, and the first one moves already: its rate is 1/warm-up of the highest.
+    """
+    highest, warmup = options.learning_rate, options.warmup
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    match options.schedule:
+        case "inverse-sqrt":
+            return highest * math.sqrt(max(1, warmup) / (step + 1))
+        case "cosine":
+            progress = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+            share = options.final_share
+            return highest * (share + (1 - share) * (1 + math.cos(math.pi * progress)) / 2)
+    return highest
 
 
 def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Optimizer) -> Stabiliser:

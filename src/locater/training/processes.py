@@ -19,7 +19,7 @@ from ..errors import refusal
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all of them; alone unless `torchrun` started it."""
+    """This process among all of them; the only one unless `torchrun` started it."""
 
     rank: int
     count: int
@@ -55,8 +55,8 @@ class Processes:
 
 
 @contextmanager
-def join(device: str) -> Iterator[Processes]:
-    """Meet the other processes that torchrun started, by gloo or nccl; leave them at the end."""
+def process_group(device: str) -> Iterator[Processes]:
+    """The process group of all that torchrun started, by gloo or nccl, as long as the block lasts."""
     count, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     place = choose_device(device)
     if count == 1 or dist.is_initialized():

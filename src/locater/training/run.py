@@ -17,7 +17,7 @@ from .data.text import would_read
 from .export import export
 from .loop import Trainer, has_bf16
 from .metrics import METRICS, bar, read_rows
-from .processes import Processes, join
+from .processes import Processes, process_group
 from .validation import plain_copy
 
 try:
@@ -51,11 +51,11 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
     """A new run; refuses a folder that holds anything, or that would be read as part of the data."""
     if would_read(Path(config.data.data), folder):
         raise refusal("a run outside of the folder that is its data", folder, "choose another --out")
-    with join(config.loop.device) as processes:
+    with process_group(config.loop.device) as processes:
         if processes.is_first:
             _claim(folder)
         processes.wait()
-        with alone(folder, processes):
+        with locked(folder, processes):
             return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
@@ -66,9 +66,9 @@ def resume(
     config = read_config(folder)
     if length:
         # As for a new run, epochs go before steps: with a new end those of before do not count any more.
-        before = {} if length.keys() == {"patience"} else {"epochs": 0.0}
-        config = replace(config, loop=replace(config.loop, **before | length))
-    with join(config.loop.device) as processes, alone(folder, processes):
+        before: dict[str, float] = {} if length.keys() == {"patience"} else {"epochs": 0.0}
+        config = replace(config, loop=replace(config.loop, **{**before, **length}))
+    with process_group(config.loop.device) as processes, locked(folder, processes):
         return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
@@ -97,7 +97,7 @@ def _claim(folder: Path) -> None:
 
 
 @contextmanager
-def alone(folder: Path, processes: Processes) -> Iterator[None]:
+def locked(folder: Path, processes: Processes) -> Iterator[None]:
     """Nobody else trains in this folder meanwhile; a process that dies, however it does, lets go."""
     if fcntl is None or not processes.is_first:
         yield
@@ -172,7 +172,7 @@ def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Ctrl-C and a polite kill are noted, and the step is finished; a second one ends the process at once."""
+    """SIGINT (Ctrl-C) and SIGTERM are noted, and the step is finished; a second one ends the process at once."""
     received: list[int] = []
     before: dict[int, Any] = {}
 

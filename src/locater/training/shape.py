@@ -17,7 +17,7 @@ KINDS: dict[Any, type | tuple[type, ...]] = {float: (float, int), int: int, bool
 
 
 def check_fields(options: Any) -> None:
-    """Refuse what no field of a config can be: another type, a choice that is none, a number that is none."""
+    """Refuse what no field of a config can be: another type, an unknown choice, NaN or infinity."""
     for one in fields(options):
         value, choices = getattr(options, one.name), get_args(one.type)
         if choices:

@@ -74,7 +74,7 @@ class Store:
 
     def _write(self, partial: Path, state: dict[str, Any], small: dict[str, Any]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about being alone, which is meant
+            warnings.simplefilter("ignore")  # about a single process, which is meant
             state_dict_saver.save(state, checkpoint_id=partial, no_dist=self.processes.count == 1)
         if self.processes.is_first:
             write_json(self.model_config, partial / "config.json")  # by which `locater scan` reads it

@@ -11,9 +11,8 @@ from ..models.live.tensors import unwrap
 from .config import Config
 from .data.sources import Data
 from .model import LanguageModel, WalkModel
-from .observe import attention, finite, spectra
+from .observe import attention, finite, propagation, spectra
 from .processes import Processes, reshard, whole
-from .propagation import propagation
 
 # What heads are looked at on: small beside the validation itself.
 TOKENS_OBSERVED = 8192

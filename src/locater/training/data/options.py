@@ -18,7 +18,7 @@ class DataOptions:
         "A text file or folder (train.txt and valid.txt, or any text), wikitext-2 (downloaded), embedded (Python's own "
         "documentation), auto (wikitext-2 if it can be had, else embedded), or random-walk.",
     )
-    tokenizer: Literal["words", "bpe"] = option("bpe", "Words between blanks, or byte pairs.")
+    tokenizer: Literal["words", "bpe"] = option("bpe", "Words between whitespace, or byte pairs.")
     bpe_size: int = option(4096, "Number of byte-pair tokens.")
     walk_width: int = option(16, "Dimensions of the random walk.")
 

@@ -12,9 +12,8 @@ from ...errors import Refusal
 from ...records import write
 from .batches import Batches, Walks, Windows
 from .cache import Tokens, cache_folder, tokenise
-from .download import WIKITEXT, download
 from .options import WALK, DataOptions
-from .text import Corpus, held_out, read_corpus, read_text
+from .text import WIKITEXT, Corpus, download, held_out, read_corpus, read_text
 
 EMBEDDED = "embedded"
 Say = Callable[[str], None]

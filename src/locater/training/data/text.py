@@ -1,11 +1,17 @@
-"""Text from files and folders, cut into a training and a validation part."""
+"""Text from files and folders, cut into a training and a validation part; WikiText-2 through `datasets`."""
 
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import refusal
 
 HELD_OUT = 0.05
+WIKITEXT = "wikitext-2"
+SECONDS = 5.0  # a hub that does not answer is not waited for
 # How the parts are called where a folder has them; the second spelling is that of WikiText's own archive.
 TRAIN = ("train.txt", "wiki.train.tokens")
 VALID = ("valid.txt", "validation.txt", "wiki.valid.tokens")
@@ -69,7 +75,7 @@ def read_text(path: Path) -> str:
         found = f"the byte 0x{reason.object[reason.start]:02x} at position {reason.start}"
         raise refusal(f"UTF-8 text in {path}", found, "convert it, for instance by iconv -t utf-8") from None
     if not text.strip():
-        raise refusal(f"text in {path}", "an empty file" if not raw else "nothing but blanks")
+        raise refusal(f"text in {path}", "an empty file" if not raw else "nothing but whitespace")
     return text
 
 
@@ -82,3 +88,48 @@ def held_out(name: str, text: str) -> Corpus:
     if not text[:cut].strip() or not text[cut:].strip():
         raise refusal(f"enough text in {name} for training and validation", f"{len(text)} characters")
     return Corpus(name, text[:cut], text[cut:])
+
+
+def download() -> Corpus:
+    """WikiText-2 at word level, from the hub or from what was downloaded before."""
+    remedy = "name a folder with train.txt and valid.txt by --data PATH"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise refusal("the package datasets, to download WikiText-2", "none", remedy) from None
+    try:
+        with _offline_if_silent():
+            found = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
+    except Exception as reason:  # whatever a hub, a proxy or a disk may do
+        raise refusal("WikiText-2 from the Hugging Face hub", f"{reason!s:.120}", remedy) from None
+    train, valid = (_lines(found[part]["text"]) for part in ("train", "validation"))  # type: ignore
+    return Corpus(WIKITEXT, train, valid)
+
+
+def _lines(rows: Iterable[str]) -> str:
+    """The text of which each row is a line: the hub's copy has lost the end of blank ones, which is a token too."""
+    return "".join(row.rstrip("\n") + "\n" for row in rows)
+
+
+@contextmanager
+def _offline_if_silent() -> Iterator[None]:
+    """Without an answer `datasets` would try again for half a minute; offline it goes straight to its cache."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or not answers(config.HF_ENDPOINT)
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def answers(address: str) -> bool:
+    """Whether anything speaks HTTP there, be it an error."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Texts to token numbers: words between blanks, or byte pairs by `tokenizers`."""
+"""Texts to token numbers: words between whitespace, or byte pairs by `tokenizers`."""
 
 from collections import Counter
 from dataclasses import dataclass
