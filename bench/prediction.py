@@ -47,7 +47,7 @@ def main(source: str, text: str | None) -> None:
     windows = cut(content, tokenizer, **sizes)
     layers, _ = self_attention(model)
     collectors = collect(model, layers, windows, effort)
-    measured = measure(model, layers, windows, effort=effort, step=lambda count: None)
+    measured, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
     print(f"{source}, {text or 'embedded text'}: {windows.calibration.numel()} tokens, {windows.test.numel()} others")
     print("Spearman / mean absolute error".ljust(30), *(name.rjust(18) for name in NAMES))
     for name, terms in VARIANTS.items():

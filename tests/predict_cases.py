@@ -49,16 +49,18 @@ def tokens(num_windows: int, *, length: int = LENGTH) -> torch.Tensor:
 
 
 def save_with_tokenizer(folder, *, name: str = "llama") -> None:
-    """A model's directory as Hugging Face writes it, its tokenizer a list of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """A model's directory as Hugging Face writes it, its tokenizer a list of characters."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    words = {"[UNK]": 0} | {word: number for number, word in enumerate(WORDS, 1)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    characters = {"[UNK]": 0} | {character: number for number, character in enumerate(CHARACTERS, 1)}
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
     model(name).save_pretrained(folder)
 
 
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz \n.,()'_0123456789:=-`*"
 WORDS = (
     *("the", "a", "of", "to", "in", "and", "is", "that", "for", "as", "with", "it", "be", "this", "are", "not"),
     *("on", "by", "or", "from", "if", "an", "at", "value", "object", "name"),

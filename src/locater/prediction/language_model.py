@@ -1,5 +1,6 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
@@ -10,42 +11,99 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from ..checkpoints.bytes import LocalBytes
+from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
 from ..models import Layer, live
+from ..models.live.tensors import named_modules
+from ..training.data import vocabulary as own_vocabulary
+from ..training.export import load as load_own
+from ..training.model import LanguageModel
 
 INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
 
 
 def load_model(source: Source) -> nn.Module:
-    """The model without its output layer, in float32, ready to be run; GGUF weights are unpacked."""
+    """The model in float32, ready to be run, with its output layer where it predicts the next token.
+
+    GGUF weights are unpacked; a folder that `locater train` wrote is read by the model's own class.
+    """
     if isinstance(source, nn.Module):
         return source
+    if _is_own(source):
+        return load_own(Path(source))
     transformers = _transformers()
     place, options = _place(source)
     # The name of this argument before version 5 is not its name since.
-    options["dtype" if int(transformers.__version__.partition(".")[0]) >= 5 else "torch_dtype"] = torch.float32
+    is_new = int(transformers.__version__.partition(".")[0]) >= 5
+    options["dtype" if is_new else "torch_dtype"] = torch.float32
     with quiet(transformers):
         try:
-            model = transformers.AutoModel.from_pretrained(place, **options)
+            return _loader(transformers, place, options).from_pretrained(place, **options).eval()
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", _first_line(reason)) from None
-    return model.eval()
+
+
+def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
+    """Which class: only models that predict the next token have a loss that any text can show."""
+    if "gguf_file" in options:
+        return transformers.AutoModelForCausalLM
+    named = {name: options[name] for name in ("revision",) if name in options}
+    architectures = transformers.AutoConfig.from_pretrained(place, **named).architectures or [""]
+    causal = architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+
+
+def _is_own(source: str | PathLike[str]) -> bool:
+    config = Path(source).expanduser() / "config.json"
+    if not config.is_file():
+        return False
+    try:
+        return json.loads(config.read_text(encoding="utf-8")).get("model_type") == "locater"
+    except ValueError:
+        return False
 
 
 def load_tokenizer(source: Source) -> Any:
-    """The tokenizer that lies beside or within the source."""
+    """The tokenizer that lies beside or within the source; a GGUF file says whether a text begins with BOS."""
     if isinstance(source, nn.Module):
         raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
+    if _is_own(source):
+        return OwnTokenizer(own_vocabulary.load(Path(source)))
     transformers = _transformers()
     place, options = _place(source)
     with quiet(transformers):
         try:
-            return transformers.AutoTokenizer.from_pretrained(place, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
         except Exception as reason:
-            remedy = "add the files of its tokenizer (tokenizer.json), or name one with --tokenizer"
+            remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --no-text"
             raise refusal(f"a tokenizer in {source}", _first_line(reason), remedy) from None
+    if "gguf_file" in options and begins_with_bos(Path(source)):
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def begins_with_bos(path: Path) -> bool:
+    """What the GGUF file itself says; transformers drops it."""
+    return bool(read_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
+
+
+class OwnTokenizer:
+    """The vocabulary of `locater train` under the names that transformers has."""
+
+    unk_token_id: int | None = None
+
+    def __init__(self, vocabulary: own_vocabulary.Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    def __len__(self) -> int:
+        return self.vocabulary.size
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.vocabulary.encode(text).tolist()}
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
@@ -106,30 +164,41 @@ Take = Callable[[int, Tensor], None]
 
 
 @torch.no_grad()
-def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch tokens"], take: Take) -> None:
-    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
-    by_name = dict(model.named_modules())
-    seen: set[int] = set()
+def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
+    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes.
 
-    def hook(number: int) -> Callable[..., None]:
+    A module that several layers share (ALBERT) is called once for each of them, in their order.
+    """
+    by_name = named_modules(model)
+    waiting: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        waiting.setdefault(layer.query_name, []).append(number)
+
+    def hook(name: str) -> Callable[..., None]:
         def receive(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            if number not in seen:
-                seen.add(number)
-                take(number, args[0] if args else next(iter(kwargs.values())))
+            if not waiting[name]:
+                remedy = "name its projections, a layer for every call"
+                raise refusal(f"one call of `{name}` for each of its layers", "more calls than layers", remedy)
+            take(waiting[name].pop(0), args[0] if args else next(iter(kwargs.values())))
 
         return receive
 
     with ExitStack() as stack:
-        for number, layer in enumerate(layers):
-            module = by_name.get(layer.query_name)
-            if module is None:
-                raise refusal(
-                    f"a module {layer.query_name} to listen to", "none", "only Hugging Face models can be run"
-                )
-            handle = module.register_forward_pre_hook(hook(number), with_kwargs=True)
+        for name in waiting:
+            if name not in by_name:
+                raise refusal(f"a module {name} to listen to", "none", "only models of modules can be run")
+            handle = by_name[name].register_forward_pre_hook(hook(name), with_kwargs=True)
             stack.callback(handle.remove)
-        model(**_arguments(model, ids.to(next(model.parameters()).device)))
-    assert len(seen) == len(layers), "a layer was not run"
+        ids = ids.to(next(model.parameters()).device)
+        output = model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
+    missed = [name for name, left in waiting.items() if left]
+    if missed:
+        raise refusal("a forward pass that calls every attention layer", f"none of `{missed[0]}`")
+    return output
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_input_embeddings")
 
 
 def _arguments(model: nn.Module, ids: Tensor) -> dict[str, Any]:
@@ -142,3 +211,17 @@ def _arguments(model: nn.Module, ids: Tensor) -> dict[str, Any]:
 
 def _first_line(reason: Exception) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
+
+
+def next_token_losses(output: Any, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
+    """The mean cross entropy of the next token of each window; none where the model does not predict it."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    rows = None if logits is None else logits.shape[-1]
+    if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _is_causal(model):
+        return []
+    ids = ids.to(logits.device)
+    return [float(cross_entropy(one[:-1].float(), own[1:])) for one, own in zip(logits, ids, strict=True)]
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return isinstance(model, LanguageModel) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))

@@ -13,18 +13,19 @@ from ..errors import refusal
 from ..models import Layer, spans
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
-from .language_model import Source, load_model, load_tokenizer, run, self_attention
+from .language_model import Source, load_model, load_tokenizer, next_token_losses, run, self_attention
 from .numbers import Gatherer, Numbers
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Windows, cut, spread
+from .windows import Windows, check_vocabulary, cut, given, vocabulary_size
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
 Progress = Callable[[int, int], None]  # steps done, and in all
 Step = Callable[[int], None]  # told how many steps were done
 EMBEDDED = "embedded text"
+MOST_LOGITS = 2**27  # numbers of an output layer that are held at once
 
 
 def predict(
@@ -32,6 +33,7 @@ def predict(
     *,
     text: str | PathLike[str] | None = None,
     tokens: Int[Tensor, "windows tokens"] | None = None,
+    special: Sequence[int] = (),
     tokenizer: Any = None,
     layers: Iterable[int] | None = None,
     effort: Effort | None = None,
@@ -41,20 +43,23 @@ def predict(
     """Predict every head's attention from the moments of its inputs on one part of a text; measure it on the other.
 
     `text` is a file, by default the embedded text; `tokens` are windows that were cut already, of which a share is
-    measured. Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
+    measured, with special tokens at the positions `special` (from the end where
+    negative). Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
     """
     effort, terms = effort or Effort(), terms or Terms()
     model = load_model(source)
     chosen, left_out = self_attention(model)
     chosen = _wanted(chosen, layers)
-    windows, text_name = _windows(source, text, tokens, tokenizer, effort)
-    _check_length(model, windows.length)
+    windows, text_name = _windows(
+        source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, effort=effort
+    )
+    _check_fits(model, windows)
     step = _Steps(progress, len(windows.calibration) + len(windows.test) + len(chosen))
     was_training = model.training
     try:
         model.eval()
         collected = calibrate(model, chosen, windows, effort=effort, terms=terms, step=step)
-        measured = measure(model, chosen, windows, effort=effort, step=step)
+        measured, loss = measure(model, chosen, windows.test, batch=effort.batch, step=step)
     finally:
         model.train(was_training)
     rows: list[HeadPrediction] = []
@@ -65,7 +70,7 @@ def predict(
         step(1)
     name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
     counts = len(windows.calibration), len(windows.test)
-    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out))
+    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
 
 
 def calibrate(
@@ -85,10 +90,11 @@ def calibrate(
 
 
 def measure(
-    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, step: Step
-) -> list[list[Numbers]]:
-    """What each head does on the test windows."""
-    gatherers = [[Gatherer(head, windows.length) for head in layer.heads] for layer in layers]
+    model: nn.Module, layers: Sequence[Layer], windows: Int[Tensor, "windows tokens"], *, batch: int, step: Step
+) -> tuple[list[list[Numbers]], float | None]:
+    """What each head does on these windows, and the loss per token where the model predicts the next one."""
+    gatherers = [[Gatherer(head, windows.shape[1]) for head in layer.heads] for layer in layers]
+    losses: list[float] = []
 
     @torch.no_grad()
     def take(number: int, x: Tensor) -> None:
@@ -96,10 +102,17 @@ def measure(
             for text in x.float().split(1):
                 gatherer.add(gatherer.logits(head, text))
 
-    for ids in windows.test.split(effort.batch):
-        run(model, layers, ids, take)
+    for ids in windows.split(_at_once(model, windows.shape[1], batch)):
+        output = run(model, layers, ids, take)
+        losses += next_token_losses(output, ids, model)
         step(len(ids))
-    return [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]
+    numbers = [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]
+    return numbers, sum(losses) / len(losses) if losses else None
+
+
+def _at_once(model: nn.Module, length: int, batch: int) -> int:
+    """So many windows that the logits of all tokens stay within bounds."""
+    return max(1, min(batch, MOST_LOGITS // (length * (vocabulary_size(model) or 1))))
 
 
 class _Steps:
@@ -115,19 +128,31 @@ class _Steps:
 
 
 def _windows(
-    source: Source, text: str | PathLike[str] | None, tokens: Tensor | None, tokenizer: Any, effort: Effort
+    source: Source,
+    model: nn.Module,
+    *,
+    text: str | PathLike[str] | None,
+    tokens: tuple[Tensor | None, Sequence[int]],
+    tokenizer: Any,
+    effort: Effort,
 ) -> tuple[Windows, str]:
-    if tokens is not None:
-        check_window(tokens.shape[1])
-        if len(tokens) < 2:
-            raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
-        num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
-        for_test = spread(len(tokens), num_test)
-        return Windows(tokens[~for_test], tokens[for_test]), "tokens"
-    tokenizer = load_tokenizer(source if tokenizer is None else tokenizer) if _is_name(tokenizer) else tokenizer
+    if tokens[0] is not None:
+        return _given(*tokens, effort), "tokens"
+    named = tokenizer is not None
+    if _is_name(tokenizer):
+        tokenizer = load_tokenizer(tokenizer if named else source)
+    check_vocabulary(tokenizer, model, named=named)
     content, name = (embedded_text(), EMBEDDED) if text is None else (_read(text), fspath(text))
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
     return cut(content, tokenizer, length=effort.window, **counts), name
+
+
+def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
+    check_window(tokens.shape[1])
+    if len(tokens) < 2:
+        raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
+    num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
+    return given(tokens, num_test=num_test, special=special)
 
 
 def _is_name(tokenizer: Any) -> bool:
@@ -141,10 +166,17 @@ def _read(text: str | PathLike[str]) -> str:
         raise refusal(f"a readable text at {text}", getattr(reason, "strerror", None) or reason) from None
 
 
-def _check_length(model: nn.Module, length: int) -> None:
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < length:
-        raise refusal(f"windows of at most {most} tokens, the model's longest", length, "choose a shorter --window")
+def _check_fits(model: nn.Module, windows: Windows) -> None:
+    """Refuse windows that are too long for the model, and ids that it has no row for."""
+    config = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
+    if isinstance(most, int) and 0 < most < windows.length:
+        raise refusal(
+            f"windows of at most {most} tokens, the model's longest", windows.length, "choose a shorter --window"
+        )
+    rows, largest = vocabulary_size(model), int(max(windows.calibration.max(), windows.test.max()))
+    if rows is not None and largest >= rows:
+        raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
 def _wanted(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:

@@ -11,6 +11,7 @@ from ..errors import refusal
 from ..report.shown import Shown
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
+TRUSTED = 0.9  # rank correlations below it are warned of
 WORDS = {
     "near_mass_beyond_first": f"share of the keys nearer than {NEAR} in the mass beyond the first token",
     "normalised_entropy": "entropy",
@@ -48,6 +49,7 @@ class Prediction(Shown):
     test_windows: int
     heads: tuple[HeadPrediction, ...]
     left_out: tuple[str, ...] = ()
+    loss: float | None = None  # nats per token on the measured windows, where the model predicts the next one
 
     def pairs(self, name: str) -> tuple[list[float], list[float]]:
         """Predicted and measured values of one number, head by head."""
@@ -69,6 +71,15 @@ class Prediction(Shown):
     def tokens(self) -> dict[str, int]:
         return {"calibration": self.calibration_windows * self.length, "test": self.test_windows * self.length}
 
+    @property
+    def warnings(self) -> list[str]:
+        """What does not hold of this model: numbers whose ranks are predicted badly, and a loss of a wrong set-up."""
+        return [
+            f"{WORDS[name]} is not predicted well here (Spearman {rho:.2f}, below {TRUSTED}): do not rank heads by it"
+            for name, rho in self.spearman.items()
+            if rho is not None and rho < TRUSTED
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """The document that `locater predict --json` writes."""
         return {
@@ -80,6 +91,8 @@ class Prediction(Shown):
             "near": NEAR,
             "windows": {"calibration": self.calibration_windows, "test": self.test_windows},
             "tokens": self.tokens,
+            "loss": self.loss,
+            "warnings": self.warnings,
             "spearman": self.spearman,
             "calibration_error": self.calibration_error,
             "bias": self.agreement(bias),
@@ -108,6 +121,8 @@ class Prediction(Shown):
             f"{self.source}: {len(self.heads)} heads predicted from {tokens['calibration']} tokens, "
             f"measured on {tokens['test']} others ({self.test_windows} windows of {self.length})"
         ]
+        if self.loss is not None:
+            lines.append(f"loss on the measured windows: {self.loss:.2f} nats per token")
         for name, error in self.calibration_error.items():
             rho = self.spearman[name]
             ranked = "does not vary" if rho is None else f"Spearman {rho:.2f}"
@@ -117,6 +132,7 @@ class Prediction(Shown):
                 f"{head.block} {head.layer}.{head.head}: near mass beyond the first token predicted "
                 f"{head.predicted.near_mass_beyond_first:.2f}, measured {head.measured.near_mass_beyond_first:.2f}"
             )
+        lines += self.warnings
         return "\n".join([*lines, *(f"left out: {sentence}" for sentence in self.left_out)])
 
     def worst(self, count: int) -> list[HeadPrediction]:

@@ -1,15 +1,19 @@
 """A text cut into windows of tokens, those for calibration apart from those that are measured."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import refusal
 
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
+MOST_UNKNOWN = 0.1  # of a text's tokens
+SMALLEST_SHARE = 0.25  # of the model's rows that a tokenizer found beside it must know
+ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Windows:
     test: Int[Tensor, "test tokens"]
     num_prefix: int = 0
     num_suffix: int = 0
+    special: tuple[int, ...] = ()  # further positions of special tokens
 
     @property
     def length(self) -> int:
@@ -28,11 +33,24 @@ class Windows:
     @property
     def alone(self) -> tuple[int, ...]:
         """Positions whose tokens have moments of their own: the first, and special tokens."""
-        return (*range(max(1, self.num_prefix)), *range(self.length - self.num_suffix, self.length))
+        ends = (*range(max(1, self.num_prefix)), *range(self.length - self.num_suffix, self.length))
+        return tuple(sorted({*ends, *self.special}))
+
+
+def given(tokens: Int[Tensor, "windows tokens"], *, num_test: int, special: Iterable[int] = ()) -> Windows:
+    """Windows that were cut already, the ones to measure spread among them; `special` positions may count from the end.
+
+    >>> given(torch.arange(8).reshape(2, 4), num_test=1, special=[0, -1]).alone
+    (0, 3)
+    """
+    length, for_test, special = tokens.shape[1], spread(len(tokens), num_test), list(special)
+    if any(not -length <= position < length for position in special):
+        raise refusal(f"special positions within windows of {length} tokens", special)
+    return Windows(tokens[~for_test], tokens[for_test], special=tuple(sorted({place % length for place in special})))
 
 
 def cut(text: str, tokenizer: Any, *, length: int, num_calibration: int, num_test: int) -> Windows:
-    """Part the text into equal stretches and take one window from the start of each.
+    """Part the text into equal stretches and take one window from the start of each, between special tokens.
 
     The windows to measure are spread evenly among the others, so that both see all of the text and share none of it.
     """
@@ -46,6 +64,7 @@ def cut(text: str, tokenizer: Any, *, length: int, num_calibration: int, num_tes
             remedy = "give a longer text, or fewer or shorter windows"
             raise refusal(f"a text of {total} windows of {length} tokens", f"{len(text)} characters", remedy)
         windows.append([*before, *ids, *after])
+    check_known([ids[len(before) : length - len(after)] for ids in windows], tokenizer)
     ids, for_test = torch.tensor(windows), spread(total, num_test)
     return Windows(ids[~for_test], ids[for_test], len(before), len(after))
 
@@ -60,13 +79,73 @@ def spread(total: int, chosen: int) -> Tensor:
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text of its own accord."""
+    """What the tokenizer puts before and behind a text of its own accord, BOS where it says so."""
     bare = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     full = tokenizer(SAMPLE)["input_ids"]
     starts = [at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
-    if not starts or not bare:
-        return [], []
-    return full[: starts[0]], full[starts[0] + len(bare) :]
+    before, after = ([], []) if not starts or not bare else (full[: starts[0]], full[starts[0] + len(bare) :])
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if getattr(tokenizer, "add_bos_token", False) and bos is not None and bos not in before:
+        before = [bos, *before]
+    return before, after
+
+
+def check_known(windows: Sequence[Sequence[int]], tokenizer: Any) -> None:
+    """Refuse a text that the tokenizer cannot read: unknown tokens say nothing of any head."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    total = sum(map(len, windows))
+    share = sum(list(ids).count(unknown) for ids in windows) / max(1, total)
+    if unknown is not None and share > MOST_UNKNOWN:
+        remedy = "give a text of its alphabet, name another tokenizer with --tokenizer, or use --no-text"
+        raise refusal(f"a text with at most {MOST_UNKNOWN:.0%} unknown tokens", f"{share:.0%}", remedy)
+
+
+def check_vocabulary(tokenizer: Any, model: nn.Module, *, named: bool) -> None:
+    """Refuse a tokenizer of another model, such as the empty one that transformers makes up where a folder has none.
+
+    One that was `named` may be smaller than the model's vocabulary, never larger.
+    """
+    size, rows = len(tokenizer), vocabulary_size(model)
+    remedy = "name the model's own with --tokenizer, or use --no-text"
+    if rows is None:
+        return
+    # Some models pad their vocabulary, and some tokenizers count added tokens that no row stands for.
+    if not named and size < SMALLEST_SHARE * rows or size > 2 * rows:
+        raise refusal(f"a tokenizer of about {rows} tokens, as many as the model has", f"one of {size}", remedy)
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Rows of the table that token ids look up."""
+    getter = getattr(model, "get_input_embeddings", None)
+    table = getter() if getter is not None else getattr(model, "embedding", None)
+    return getattr(table, "num_embeddings", None)
+
+
+def random_windows(
+    num_rows: int,
+    *,
+    count: int,
+    length: int,
+    ends: tuple[list[int], list[int]] = ([], []),
+    leave_out: Iterable[int] = (),
+    seed: int = 0,
+) -> Int[Tensor, "count tokens"]:
+    """Ids drawn by Zipf's law, P(id of rank r) ∝ 1/(r + 2.7), between special tokens.
+
+    Vocabularies are mostly ordered by frequency, so ranks are ids without the special ones.
+    """
+    before, after = ends
+    ordinary = torch.ones(num_rows, dtype=torch.bool)
+    ordinary[[number for number in leave_out if 0 <= number < num_rows]] = False
+    ids = ordinary.nonzero()[:, 0]
+    weight = 1 / (torch.arange(len(ids), dtype=torch.float64) + ZIPF_SHIFT)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = ids[torch.multinomial(weight, count * length, replacement=True, generator=generator)]
+    windows = drawn.reshape(count, length)
+    windows[:, : len(before)] = torch.tensor(before, dtype=torch.long)
+    if after:
+        windows[:, -len(after) :] = torch.tensor(after, dtype=torch.long)
+    return windows
 
 
 def _some_tokens(stretch: str, tokenizer: Any, count: int) -> list[int]:
