@@ -17,6 +17,7 @@ MODELS = {
     ),
     "llama": lambda: transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)),
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "albert": lambda: transformers.AlbertModel(transformers.AlbertConfig(**SIZES, embedding_size=32)),
     "qwen3": lambda: transformers.Qwen3Model(transformers.Qwen3Config(**GROUPED, head_dim=8)),
     "mistral": lambda: transformers.MistralModel(transformers.MistralConfig(**GROUPED, sliding_window=24)),
     "gemma2": lambda: transformers.Gemma2Model(transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=24)),

@@ -1,0 +1,132 @@
+"""What is run and on what: sources, tokenizers, special tokens. Each of these was once silently wrong, or refused."""
+
+import pytest
+import torch
+import transformers
+
+from locater.errors import Refusal
+from locater.prediction.language_model import begins_with_bos, load_model, load_tokenizer
+from locater.prediction.predict import Effort, predict
+from locater.prediction.windows import given, random_windows, special_tokens
+from locater.training.data.vocabulary import Words
+from locater.training.export import export
+from locater.training.model import LanguageModel
+from locater.training.shape import Shape
+from predict_cases import GROUPED, LENGTH, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
+
+QUICK = Effort(window=LENGTH, calibration=3, test=1, texts=1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    place = tmp_path_factory.mktemp("text") / "text.txt"
+    order = torch.randint(len(WORDS), (4000,), generator=torch.Generator().manual_seed(3))
+    place.write_text(" ".join(WORDS[number] for number in order.tolist()))
+    return place
+
+
+def test_a_tokenizer_that_transformers_makes_up_is_refused(text, tmp_path):
+    """A folder without one: transformers gives five special tokens, and all text is unknown."""
+    model("albert").save_pretrained(tmp_path)
+    with pytest.raises(Refusal, match=r"a tokenizer of about 60 tokens, as many as the model has, got one of \d"):
+        predict(tmp_path, text=text, effort=QUICK)
+
+
+def test_a_text_of_another_alphabet_is_refused(tmp_path):
+    save_with_tokenizer(tmp_path)
+    foreign = tmp_path / "text.txt"
+    foreign.write_text("ሰላም ለዓለም " * 2000, encoding="utf-8")
+    with pytest.raises(Refusal, match=r"at most 10% unknown tokens, got \d+%; give a text of its alphabet"):
+        predict(tmp_path, text=foreign, effort=QUICK)
+
+
+def test_ids_beyond_the_vocabulary_are_refused():
+    with pytest.raises(Refusal, match=f"token ids below {VOCABULARY}, the model's vocabulary, got 60"):
+        predict(model("llama"), tokens=tokens(4).where(tokens(4) > 0, VOCABULARY), effort=QUICK)
+
+
+class Tokenizer:
+    """As those that are read from GGUF files: BOS is a setting that the call itself does not follow."""
+
+    bos_token_id, add_bos_token, unk_token_id = 1, True, None
+
+    def __len__(self):
+        return VOCABULARY
+
+    def __call__(self, text, **options):
+        return {"input_ids": [2 + ord(character) % 50 for character in text]}
+
+
+def test_windows_begin_with_bos_where_the_tokenizer_says_so(text):
+    assert special_tokens(Tokenizer()) == ([1], [])
+    seen = []
+    net = model("llama")
+    net.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    predict(net, text=text, tokenizer=Tokenizer(), effort=QUICK)
+    assert all(bool((ids[:, 0] == 1).all()) for ids in seen) and len(seen) >= 2
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, begins):
+    import gguf
+
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_add_bos_token(begins)
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert begins_with_bos(path) is begins
+
+
+def test_special_positions_of_given_tokens_have_moments_of_their_own():
+    assert given(tokens(4), num_test=1, special=[0, 40, -1]).alone == (0, 40, LENGTH - 1)
+    with pytest.raises(Refusal, match="special positions within windows of 96 tokens"):
+        given(tokens(4), num_test=1, special=[LENGTH])
+    options = dict(tokens=tokens(8), effort=Effort(window=LENGTH, calibration=6, test=2, texts=2))
+    with_them, without = (predict(model("bert"), special=special, **options) for special in ([40, -1], []))
+    assert [head.measured for head in with_them.heads] == [head.measured for head in without.heads]
+    assert [head.predicted for head in with_them.heads] != [head.predicted for head in without.heads]
+
+
+def test_loss_is_the_model_s_own():
+    torch.manual_seed(1)
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).eval()
+    ids = tokens(8)
+    found = predict(net, tokens=ids, effort=Effort(window=LENGTH, calibration=6, test=2, texts=1))
+    with torch.no_grad():
+        expected = float(net(ids[[3, 7]], labels=ids[[3, 7]]).loss)
+    assert found.loss == pytest.approx(expected, rel=1e-5)
+    assert found.to_json()["loss"] == found.loss and f"loss on the measured windows: {expected:.2f}" in found.summary()
+    assert predict(model("bert"), tokens=ids, effort=QUICK).loss is None
+
+
+def trained(folder, **changed):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=len(WORDS) + 2, context=128, num_layers=2, num_heads=2, d_model=32) | changed
+    net = LanguageModel(Shape(**shape)).eval()
+    export(net, folder, Words(("<unk>", "<eos>", *WORDS)))
+    return net
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned", "sinusoidal"])
+def test_models_of_our_own_training(text, tmp_path, positions):
+    net = trained(tmp_path, positions=positions)
+    found = predict(tmp_path, text=text, effort=QUICK)
+    assert len(found.heads) == 4 and 2 < found.loss < 6
+    assert type(load_model(tmp_path)) is type(net) and len(load_tokenizer(tmp_path)) == len(WORDS) + 2
+    live = predict(net, text=text, tokenizer=load_tokenizer(tmp_path), effort=QUICK)
+    assert [head.measured for head in live.heads] == [head.measured for head in found.heads]
+
+
+def test_random_windows_follow_zipf_between_special_tokens():
+    ids = random_windows(1000, count=50, length=200, ends=([5], [6, 7]), leave_out=[0, 5, 6, 7])
+    assert (ids[:, 0] == 5).all() and (ids[:, -2:] == torch.tensor([6, 7])).all()
+    inside = ids[:, 1:-2].flatten()
+    assert not any((inside == number).any() for number in (0, 5, 6, 7))
+    counts = torch.bincount(inside, minlength=1000)
+    # Ranks 0 and 27: 1/2.7 against 1/29.7.
+    assert counts[1] / counts[26:36].float().mean() == pytest.approx(34.2 / 2.7, rel=0.3)
+    assert torch.equal(ids, random_windows(1000, count=50, length=200, ends=([5], [6, 7]), leave_out=[0, 5, 6, 7]))
