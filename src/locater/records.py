@@ -13,6 +13,13 @@ from .errors import refusal
 STANDARD_OUTPUT = Path("-")
 
 
+def cache_folder() -> Path:
+    """$LOCATER_CACHE, or the user's cache."""
+    if chosen := os.environ.get("LOCATER_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locater"
+
+
 def write_json(document: Mapping[str, Any], path: Path) -> None:
     """The document at `path`, or on standard output for `-`."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -10,6 +10,7 @@ from ..errors import BadArguments, Refusal
 from .compare import compare
 from .demo import demo
 from .doctor import doctor
+from .families import families
 from .output import speak_plainly
 from .predict import predict
 from .report import report
@@ -27,6 +28,7 @@ VERBS = {
     "runs": runs,
     "report": report,
     "demo": demo,
+    "families": families,
     "doctor": doctor,
 }
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ..errors import refusal
 from .places import Places, Tensors
+from .proof.cache import known_or_proven
 from .reader import Layer, build
-from .registry import find_family
 from .schema import Config, Family
 
 
@@ -26,14 +26,20 @@ class Model:
 
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
-    """Find the family, or take the one given, and look for its tensors; nothing is read yet."""
-    family = family or find_family(config, tensors.names)
+    """Find the family by table or proof, or take the one given, and look for its tensors; nothing is read yet."""
+    proof = None
+    if family is None:
+        family, config, proof = known_or_proven(config, tensors.names)
     places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
     if not places:
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     partial = family.partial(config) if family.partial else None
-    return Model(family.name, places, _coverage(places, partial))
+    coverage = _coverage(places, partial)
+    if proof is not None:
+        absent = len(family.attention) - len(places)
+        coverage += f", {absent} of its stacks not in this file" if absent else ""
+    return Model(family.name, places, coverage if proof is None else f"{coverage}, {proof}")
 
 
 def _coverage(places: tuple[Places, ...], partial: str | None) -> str:

@@ -75,6 +75,10 @@ def find_family(config: Config, names: Collection[str]) -> Family:
     raise unknown_layout(config, names)
 
 
+def is_in_tables(model_type: str) -> bool:
+    return any(model_type in family.model_types for family in FAMILIES)
+
+
 def _has(signature: str, names: Collection[str]) -> bool:
     return signature in names or any(name.endswith(f".{signature}") for name in names)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from ...errors import Refusal, refusal
 from ...head import Block
-from .. import Config, Family, Layer, Places, build, find_family, open_model
+from .. import Config, Family, Layer, Places, build, open_model
+from ..registry import is_in_tables
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
 from .tensors import ModuleTensors, named_modules, settings
@@ -69,11 +70,12 @@ def _of_family(
     tensors: ModuleTensors, config: Config, family: Family | None, modules: dict[str, nn.Module]
 ) -> list[Site]:
     try:
-        family = family or find_family(config, tensors.names)
+        all_places = open_model(config, tensors, family=family).places
     except Refusal:
+        if family is not None or is_in_tables(str(config.get("model_type"))):
+            raise
         kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
         raise refusal("a live model of a known family or with known modules", kind, describe(modules)) from None
-    all_places = open_model(config, tensors, family=family).places
     return [_site(places, number) for places in all_places for number in places.layers]
 
 

@@ -1,7 +1,6 @@
 """Tokenised text on disk, by the hash of what it was made from: made once, then memory-mapped."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy
 
 from ...errors import refusal
+from ...records import cache_folder
 from . import vocabulary
 from .options import DataOptions
 from .text import Corpus
@@ -26,13 +26,6 @@ class Tokens:
     vocabulary: Vocabulary
     train: numpy.ndarray
     valid: numpy.ndarray
-
-
-def cache_folder() -> Path:
-    """$LOCATER_CACHE, or the user's cache."""
-    if chosen := os.environ.get("LOCATER_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locater"
 
 
 def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:

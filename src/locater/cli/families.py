@@ -1,0 +1,101 @@
+"""`locater families`: every model type of the installed transformers, and how it is known."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from .output import JsonPath, console_for, table
+
+if TYPE_CHECKING:
+    from ..models.proof.survey import Entry
+
+
+def families(
+    types: Annotated[list[str] | None, typer.Argument(help="Only these model types.")] = None,
+    update: Annotated[bool, typer.Option("--update", help="Prove again what no table names, type by type.")] = False,
+    json: JsonPath = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the table as Markdown.")] = None,
+) -> None:
+    """Which model types are read: by a table row, by proof on a tiny twin, or refused and why."""
+    from ..models.proof import version
+    from ..models.proof.survey import counts
+    from ..records import write, write_json
+
+    console = console_for(json)
+    entries = _surveyed(types, update=update)
+    numbers = counts(entries)
+    console.print(
+        table(
+            ["model type", "known by", "row or reason"],
+            map(_cells, entries),
+            words=["model type", "known by", "row or reason"],
+        )
+    )
+    console.print()
+    console.print(f"{summary(numbers)}, with transformers {version()}")
+    if json:
+        write_json(
+            {
+                "schema": "locater.families/1",
+                "transformers": version(),
+                "counts": numbers,
+                "families": [entry.to_json() for entry in entries],
+            },
+            json,
+        )
+    if markdown:
+        text = as_markdown(entries, numbers, version())
+        write(markdown, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _surveyed(types: list[str] | None, *, update: bool) -> "list[Entry]":
+    from ..models.proof.survey import model_types, survey
+
+    wanted = types or model_types()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (console.is_terminal and update)) as bar:
+        task = bar.add_task("proving", total=len(wanted))
+        found = []
+        for entry in survey(wanted, update=update, tell=lambda name: bar.update(task, description=f"proving {name}")):
+            found.append(entry)
+            bar.advance(task)
+        return found
+
+
+def summary(numbers: dict[str, int]) -> str:
+    read = (
+        f"{numbers['table'] + numbers['proven']} types read ({numbers['table']} by table, {numbers['proven']} by proof)"
+    )
+    media = f"{numbers['with images or sound']} of the proven take images or sound"
+    return f"{read}, {numbers['refused']} refused, {numbers['untried']} not tried; {media}"
+
+
+def _cells(entry: "Entry") -> list[str]:
+    how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
+    return [escape(entry.model_type), how, escape(words(entry))]
+
+
+def words(entry: "Entry") -> str:
+    """The row, and what it leaves out; or the reason."""
+    left_out = f"; PARTIAL: {', '.join(entry.notes)} left out" if entry.notes else ""
+    return entry.reason or entry.row + left_out
+
+
+def as_markdown(entries: "list[Entry]", numbers: dict[str, int], transformers: str) -> str:
+    lines = [
+        "# Model types and how they are known",
+        "",
+        f"Made by `locater families --update --markdown docs/families_table.md` with transformers {transformers}: "
+        f"{summary(numbers)}.",
+        "",
+        "| model type | known by | inputs | row, what it leaves out, or the reason |",
+        "|---|---|---|---|",
+    ]
+    for entry in entries:
+        how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
+        lines.append(f"| {entry.model_type} | {how} | {', '.join(entry.inputs)} | {words(entry).replace('|', '/')} |")
+    return "\n".join(lines) + "\n"

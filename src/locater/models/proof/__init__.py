@@ -1,0 +1,196 @@
+"""Families by proof: a tiny twin of a model that no table names shows which row its attention follows.
+
+Proven means: the logits of every head in every layer of the twin are those of the row, to 1e-5 of the largest.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...errors import Refusal
+from ..schema import Config, Family
+from .recipes import row_of
+
+__all__ = ["Proof", "expanded", "family_of", "inside", "prove", "unseen", "version"]
+
+BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bias")  # no weight of its own
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a model type: the recipes of its rows with the largest error, or why there are none."""
+
+    model_type: str
+    transformers: str
+    rows: tuple[Mapping[str, Any], ...] = ()
+    error: float = 0.0
+    notes: tuple[str, ...] = ()  # what the rows leave out
+    reason: str | None = None
+    inputs: tuple[str, ...] = ()  # what the model takes: input_ids, pixel_values, …
+    tensors: tuple[str, ...] = ()  # what the twin's attention modules store, as it is called within them
+
+    @property
+    def is_proven(self) -> bool:
+        return self.reason is None
+
+    @property
+    def names(self) -> str:
+        """The rows in words."""
+        return " and ".join(dict.fromkeys(_name(row) for row in self.rows))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Proof":
+        lists = {key: tuple(document[key]) for key in ("rows", "notes", "inputs", "tensors")}
+        return cls(**{**document, **lists})
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if "row" in row:
+        return str(row["family"])
+    parts = [f"fused {row['fused']}" if row["fused"] else "separate projections"]
+    parts += ["output gate beside the query"] if row["gated"] else []
+    parts += [f"{row['query_norm']['kind']} QK-norm"] if row["query_norm"] else []
+    rotary = row["rotary"]
+    parts += [("interleaved" if rotary["interleaved"] else "half-split") + " rotary"] if rotary else []
+    parts += [f"on {rotary['only']}"] if rotary and rotary["only"] != "every layer" else []
+    parts += [f"scale {row['scale']}"] if row["scale"] != "1/√d_head" else []
+    return ", ".join(parts)
+
+
+def version() -> str:
+    """The version of transformers; refuses where it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise Refusal("transformers is not installed: with it, types that no table names can be proven") from None
+    return transformers.__version__
+
+
+def prove(model_type: str, values: Mapping[str, Any] | None = None) -> Proof:
+    """Build the twin, watch one pass of it, and look for a row for each of its stacks of attention."""
+    from . import twin
+    from .observe import observe
+
+    known = Proof(model_type, version())
+    try:
+        config = twin.config_of(model_type, values)
+        model, seen = twin.run(config, observe)
+        return _of_stacks(known, model, seen)
+    except Refusal as reason:
+        return replace(known, reason=str(reason))
+    except Exception as reason:  # a config that transformers itself cannot read
+        return replace(known, reason=f"{type(reason).__name__}: {reason}".splitlines()[0][:200])
+
+
+def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
+    from .candidates import Context
+    from .evidence import Evidence
+    from .hidden import later, silent, unread
+    from .search import search
+
+    evidence = Evidence(model, seen)
+    whole = Config(expanded(model.config))
+    known = replace(known, inputs=takes(model))
+    rows, notes, failed, error = [], [*later(model.config.to_dict())], [], 0.0
+    for stack in evidence.stacks():
+        context = Context(evidence, stack, whole, path_of(evidence, stack))
+        found = search(context)
+        block = row_of(found.recipe).block if found.recipe else None
+        if not found.verdict.is_proven:
+            failed.append(
+                (
+                    stack.pattern,
+                    block,
+                    f"{found.verdict.differs} (nearest: {_name(found.recipe) if found.recipe else 'none'})",
+                )
+            )
+        elif block in [row_of(row).block for row in rows]:
+            failed.append((stack.pattern, None, f"a second stack of kind {block}"))
+        else:
+            rows.append(found.recipe)
+            error = max(error, found.verdict.error)
+            notes += unread(evidence, stack)
+            notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if found.verdict.masks_differ else []
+    if not rows:
+        reason = f"`{failed[0][0]}`: {failed[0][2]}" if failed else "no softmax attention was seen"
+        return replace(known, reason=reason)
+    for pattern, block, reason in failed:
+        if block == "decoder" and "decoder" not in [row_of(row).block for row in rows]:
+            return replace(known, reason=f"`{pattern}`: {reason}")
+        notes.append(f"the attention of `{pattern}`: {reason}")
+    notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in silent(evidence)]
+    known = replace(known, rows=tuple(rows), error=error, notes=tuple(dict.fromkeys(notes)))
+    return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
+
+
+def path_of(evidence: Any, stack: Any) -> str | None:
+    """The part of the composite config that the stack's modules were given."""
+    name = stack.name(next(iter(stack.calls)))
+    while name and not hasattr(evidence.modules[name], "config"):
+        name = name.rpartition(".")[0]
+    own = getattr(evidence.modules[name], "config", evidence.model.config)
+    return _path(evidence.model.config, own)
+
+
+def _path(config: Any, own: Any) -> str | None:
+    if config is own:
+        return None
+    for key, part in vars(config).items():
+        if hasattr(part, "to_dict"):
+            if part is own:
+                return key
+            if (further := _path(part, own)) is not None:
+                return f"{key}.{further}"
+    return None
+
+
+def takes(model: Any) -> tuple[str, ...]:
+    import inspect
+
+    known = ("input_ids", "pixel_values", "pixel_values_videos", "input_features", "input_values")
+    return tuple(name for name in known if name in inspect.signature(model.forward).parameters)
+
+
+def expanded(config: Any) -> dict[str, Any]:
+    """A config object as a table with every default filled in, also under transformers' common names."""
+    values = config.to_dict()
+    for part in (key for key, value in vars(config).items() if hasattr(value, "to_dict")):
+        values[part] = expanded(getattr(config, part))
+    common = {key: getattr(config, key, None) for key in getattr(config, "attribute_map", {})}
+    return {**values, **{key: value for key, value in common.items() if isinstance(value, int | float | str)}}
+
+
+def inside(proof: Proof, names: Collection[str]) -> set[str]:
+    """What lies in the modules that hold the rows' queries, by the names that it has there."""
+    owners = []
+    for row in map(row_of, proof.rows):
+        patterns = [prefix + name for prefix in row.prefixes or ("",) for name in row.query.split("|")]
+        owners += [re.escape(pattern.rpartition(".")[0]).replace(r"\{layer\}", r"\d+") for pattern in patterns]
+    within = re.compile(rf"^(?:{'|'.join(dict.fromkeys(owners))})\.(.+)$")
+    return {re.sub(r"\d+", "N", match[1]) for name in names if (match := within.match(name))}
+
+
+def unseen(proof: Proof, names: Collection[str]) -> list[str]:
+    """Tensors in a file's attention modules that the twin did not have: they may take part in the logits."""
+    further = inside(proof, names) - set(proof.tensors)
+    return sorted(name for name in further if not name.endswith(BESIDE))
+
+
+def family_of(proof: Proof, values: Mapping[str, Any], further: Sequence[str] = ()) -> tuple[Family, Config]:
+    """The proven rows as a family, and the model's own config with every default filled in."""
+    from . import twin
+
+    rows = tuple(row_of(row) for row in proof.rows)
+    notes = [f"{note} left out" for note in proof.notes]
+    notes += (
+        [f"tensors that the proof did not see left out ({', '.join(f'`{name}`' for name in further[:4])})"]
+        if further
+        else []
+    )
+    partial = ", ".join(notes) or None
+    family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: partial)
+    return family, Config(expanded(twin.config_of(proof.model_type, values)))

@@ -1,0 +1,120 @@
+"""A row against the evidence: the logits of every head of every layer, and which keys are admitted."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...errors import Refusal
+from ...head import Head
+from ...projections import Norm
+from ..places import Places
+from ..reader import build_layer
+from ..schema import Attention, Config
+from .evidence import Evidence, Stack, admitted, made_by, same
+from .observe import Call
+
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Verdict:
+    """How far a row is from a stack of calls; `differs` says where, if it is too far."""
+
+    error: float = 0.0
+    differs: str | None = None
+    masks_differ: list[int] = field(default_factory=list)
+
+    @property
+    def is_proven(self) -> bool:
+        return self.differs is None
+
+
+def check(row: Attention, config: Config, evidence: Evidence, stack: Stack, *, hasty: bool = False) -> Verdict:
+    """`hasty` looks at the first head of the first layer only: enough to throw most rows out."""
+    verdict = Verdict()
+    try:
+        places = Places.find(row, config, evidence.tensors)
+        if places is None:
+            return Verdict(differs="no tensors of its names")
+        layers = list(stack.calls)
+        if places.layers != tuple(layers) and not set(layers) <= set(places.layers):
+            return Verdict(differs=f"layers {places.layers}, where the model attends in {tuple(layers)}")
+        for layer in layers[:1] if hasty else layers:
+            verdict = _check_layer(places, layer, evidence, stack.calls[layer], verdict, hasty)
+            if verdict.differs:
+                return verdict
+    except (Refusal, RuntimeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as reason:
+        return Verdict(differs=str(reason).splitlines()[0][:200])
+    return verdict
+
+
+def _check_layer(
+    places: Places, layer: int, evidence: Evidence, calls: list[Call], verdict: Verdict, hasty: bool
+) -> Verdict:
+    built = build_layer(places, layer)
+    if built.refused:
+        return Verdict(differs=built.refused[0])
+    num_heads = calls[0].logits.shape[1]
+    if len(built.heads) != num_heads:
+        return Verdict(differs=f"{len(built.heads)} heads in layer {layer}, where the model has {num_heads}")
+    x_query, x_key = (input_of(evidence, name) for name in (built.query_name, built.key_name))
+    for x, projection in ((x_query, built.heads[0].query), (x_key, built.heads[0].key)):
+        if (differs := _norm_differs(projection.input_norm, x, evidence)) is not None:
+            return Verdict(differs=f"the input norm of layer {layer}: {differs}")
+    for call in calls:
+        for head in built.heads[:1] if hasty else built.heads:
+            error, masks = compare(head, x_query, x_key, call)
+            if not error <= TOLERANCE:
+                return Verdict(error, f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
+            verdict.error = max(verdict.error, error)
+            if masks and layer not in verdict.masks_differ:
+                verdict.masks_differ.append(layer)
+    return verdict
+
+
+def input_of(evidence: Evidence, file_name: str) -> Tensor:
+    """What went into the module that is stored under this name; `nn.MultiheadAttention` takes it itself."""
+    name = evidence.module_names.get(file_name, file_name)
+    while name and not evidence.seen.inputs.get(name):
+        name = name.rpartition(".")[0]
+    found = evidence.seen.inputs[name][0]
+    if found is None:
+        raise Refusal(f"no tensor went into `{name}`")
+    return found
+
+
+def compare(head: Head, x_query: Tensor, x_key: Tensor, call: Call) -> tuple[float, bool]:
+    """The largest difference of admitted logits, relative to the largest of them or 1; and whether masks differ."""
+    theirs = call.logits[:, head.index]
+    batch, num_queries = theirs.shape[:2]
+    x_query, x_key = (x.reshape(batch, -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
+    theirs = theirs[..., : x_key.shape[1]]
+    seen = admitted(theirs)
+    own = head.logits(x_query, x_key)
+    own = shifted(own, theirs, seen)
+    if own.shape != theirs.shape or not seen.any():
+        raise Refusal(f"logits of {tuple(own.shape)}, where the model has {tuple(theirs.shape)}")
+    error = float((own - theirs)[seen].abs().max() / theirs[seen].abs().max().clamp(min=1))
+    positions = torch.arange(own.shape[-2]), torch.arange(own.shape[-1])
+    return error, not bool((head.admits(*positions) == seen).all())
+
+
+def shifted(own: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
+    """Our logits less a number per query where the model subtracted one: softmax does not see it."""
+    if own.shape != theirs.shape or not bool((theirs.masked_fill(~seen, -torch.inf).amax(-1) <= 1e-6).all()):
+        return own
+    mean = (theirs - own).masked_fill(~seen, 0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    return own + mean
+
+
+def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:
+    """Whether the row's norm made this input: of all norms in the model, the one whose output it is."""
+    name = made_by(evidence, x)
+    if norm is None:
+        return None if name is None else f"none in the row, `{name}` in the model"
+    if name is None:
+        return "one in the row, none in the model"
+    given = evidence.seen.inputs[name]
+    made = (y is not None and y.shape == x.shape and same(norm(y), x, 1e-5) for y in given)
+    return None if any(made) else f"another than `{name}`"

@@ -1,0 +1,171 @@
+"""One watched pass of a twin as evidence: its tensors under the names of a file, and the attention that it made."""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .observe import MASKED, Call, Pass
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+
+
+class Stored:
+    """The twin's tensors as a checkpoint would hold them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        tensor = self.tensors[name]
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The attention modules of one place, such as `model.layers.{layer}.self_attn`, by layer, with their calls."""
+
+    pattern: str
+    length: int  # of the list of layers, attention or not
+    calls: dict[int, list[Call]]
+
+    def name(self, layer: int) -> str:
+        return self.pattern.format(layer=layer)
+
+
+@dataclass
+class Evidence:
+    """What a twin showed."""
+
+    model: Any
+    seen: Pass
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        return dict(self.model.named_modules(remove_duplicate=False))
+
+    @cached_property
+    def tensors(self) -> Stored:
+        """Under the names that `save_pretrained` would write."""
+        return Stored(_saved(self.model))
+
+    @cached_property
+    def file_names(self) -> dict[str, str]:
+        """From a parameter's name in the model to its name in the file, where it is stored as it is."""
+        known: dict[Any, str] = {}
+        for name, tensor in self.tensors.tensors.items():
+            known.setdefault(_mark(tensor), name)
+        own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
+        return {name: known[mark] for name, tensor in own.items() if (mark := _mark(tensor)) in known}
+
+    @cached_property
+    def module_names(self) -> dict[str, str]:
+        """From a module's name in the file to its name in the model."""
+        pairs = ((file.rpartition(".")[0], own.rpartition(".")[0]) for own, file in self.file_names.items())
+        return {file: own for file, own in pairs if file}
+
+    # ------------------------------------------------------------------------------------------------------- names
+    def file_module(self, module: str) -> str:
+        """A module's name in the file."""
+        for weight in (f"{module}.weight", f"{module}_weight"):
+            if weight in self.file_names:
+                return self.file_names[weight].removesuffix(weight.removeprefix(module))
+        return module
+
+    def other_form(self, name: str) -> str:
+        """With the base model's prefix taken off, or put on: a file may hold the model with its head or without."""
+        base = f"{getattr(self.model, 'base_model_prefix', '')}."
+        return name.removeprefix(base) if name.startswith(base) or base == "." else base + name
+
+    def pattern(self, module: str, number: int, token: str = "{layer}") -> str:
+        """The module's name in files and in the model, in both forms, with the layer's number as a token."""
+        names = dict.fromkeys([self.file_module(module), module])
+        both = [*names, *map(self.other_form, names)]
+        return "|".join(dict.fromkeys(self.with_number(name, number, token) for name in both))
+
+    @staticmethod
+    def with_number(name: str, number: int, token: str) -> str:
+        """The first place of this number taken by the token."""
+        return re.sub(rf"(?<=\.){number}(?=\.|$)|^{number}(?=\.)", token, name, count=1)
+
+    def existing(self, pattern: str, layer: int) -> str:
+        """The alternative of a pattern that the file has."""
+        names = [name.format(layer=layer, previous=layer - 1) for name in pattern.split("|")]
+        return next((name for name in names if name in self.module_names), names[0])
+
+    def module_of(self, pattern: str, layer: int) -> str:
+        """The module that a pattern means in this layer; what stores nothing goes by its own name."""
+        names = [name.format(layer=layer, previous=layer - 1) for name in pattern.split("|")]
+        owned = [self.module_names.get(name, name) for name in names]
+        return next((name for name in owned if name in self.modules), owned[0])
+
+    def stacks(self) -> Iterator[Stack]:
+        """Attention modules that differ by one number only."""
+        found: dict[str, dict[int, list[Call]]] = {}
+        for call in self.seen.calls:
+            pattern, layer = self._place(call.module)
+            found.setdefault(pattern, {}).setdefault(layer, []).append(call)
+        for pattern, calls in found.items():
+            yield Stack(pattern, self._length(pattern), dict(sorted(calls.items())))
+
+    def _length(self, pattern: str) -> int:
+        owner = self.modules.get(pattern.partition(".{layer}")[0])
+        return len(owner) if isinstance(owner, nn.ModuleList | nn.Sequential) else 1  # type: ignore[arg-type]
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The first number that counts layers: its owner is a list of more than one."""
+        for match in NUMBER.finditer(name):
+            owner = self.modules.get(name[: match.start()].rstrip("."))
+            if isinstance(owner, nn.ModuleList | nn.Sequential):
+                return name[: match.start()] + "{layer}" + name[match.end() :], int(match[0])
+        return name, 0
+
+
+def _saved(model: Any) -> dict[str, Tensor]:
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return dict(revert_weight_conversion(model, dict(state)))
+    except Exception:  # not every conversion can be turned back at this size: then files are read by the model's names
+        return state
+
+
+def _mark(tensor: Tensor) -> tuple:
+    """Equal for equal tensors; random weights never share it."""
+    flat = tensor.detach().flatten()
+    return (tuple(tensor.shape), float(flat.double().sum()), float(flat[0]) if len(flat) else 0.0)
+
+
+def admitted(logits: Tensor) -> Tensor:
+    return logits > MASKED
+
+
+def same(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
+    """Equal up to rounding, relative to the largest entry."""
+    return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * (1 + right.abs().max()))
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
+
+
+def made_by(evidence: Evidence, x: Tensor) -> str | None:
+    """The norm with this output."""
+    for name, outputs in evidence.seen.outputs.items():
+        if is_norm(name, evidence.modules[name]) and any(
+            y is not None and y.shape == x.shape and torch.equal(y, x) for y in outputs
+        ):
+            return name
+    return None

@@ -1,0 +1,103 @@
+"""What equal logits do not show: sinks, gates, differences of two maps, sparse masks, and modules that never ran."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .evidence import Evidence, Stack, same
+from .observe import Call
+
+# Config entries whose effect begins only beyond the twin's few tokens.
+LATER = {
+    "attn_temperature_tuning": "the growth of logits with the position",
+    "llama_4_scaling_beta": "the growth of logits with the position",
+    "index_topk": "the choice of the best keys by an indexer",
+    "use_sliding_window_cache": "a window of the cache",
+    "attention_value_scale": "",
+    "attn_output_gate": "",
+}
+PROJECTIONS = re.compile(
+    r"(^|[._])(q|k|v|o|g?query|key|value|out|dense|c_proj|c_attn|proj|wqkv|qkv|q_lin|k_lin|v_lin|out_lin|wo|wq|wk|wv)"
+    r"([._]|$)|[qkvo]_(a_|b_|attn)?proj|kv_[ab]_proj|qkv|query_key_value|query|key|value|Wqkv|Wo|in_proj|out_proj|to_(q|k|v|out)|"
+    r"norm|layernorm|(^|[._])ln|relative_attention_bias|rotary|dense|linear_(q|k|v|out)"
+)
+
+
+def unread(evidence: Evidence, stack: Stack) -> Iterator[str]:
+    """In words, whatever happens in the stack's modules between the softmax and the output projection."""
+    layer = next(iter(stack.calls))
+    owner = stack.name(layer)
+    further = sorted({name for name in _own(evidence.modules[owner]) if not PROJECTIONS.search(name)})
+    named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""
+    calls = [call for calls in stack.calls.values() for call in calls]
+    if any(call.is_sunk for call in calls):
+        yield f"a sink in the softmax of `{stack.pattern}`{named}"
+    elif not all(is_plain(call, evidence, stack) for call in calls):
+        yield f"what `{stack.pattern}` does to its attention's output{named}"
+    elif further:
+        yield f"what `{stack.pattern}` does with{named}"
+
+
+def _own(module: nn.Module) -> Iterator[str]:
+    """Names of parameters beneath a module."""
+    return (name.removesuffix(".weight").removesuffix(".bias") for name, _ in module.named_parameters())
+
+
+def is_plain(call: Call, evidence: Evidence, stack: Stack) -> bool:
+    """Whether the average of values goes into the output projection as it is."""
+    for product in call.averages:
+        out = product[1] if isinstance(product, tuple) else product
+        if out.dim() == 3 and out.shape[0] % call.logits.shape[0] == 0:
+            out = out.unflatten(0, (call.logits.shape[0], -1))
+        if out.dim() != 4 or (isinstance(product, tuple) and not _is_of(product[0], call)):
+            continue
+        merged = out.transpose(1, 2).flatten(2)
+        if _is_taken(merged, call, evidence):
+            return True
+    return False
+
+
+def _is_of(left: Tensor, call: Call) -> bool:
+    weights = call.weights
+    if weights is None or left.numel() != weights.numel():
+        return weights is not None and left.dim() == weights.dim() and same(left, weights[..., : left.shape[-1]])
+    return same(left.reshape(weights.shape), weights)
+
+
+def _is_taken(merged: Tensor, call: Call, evidence: Evidence) -> bool:
+    """Whether some module beneath or beside the attention takes this tensor."""
+    near = call.module.rpartition(".")[0]
+    for name, inputs in evidence.seen.inputs.items():
+        if name.startswith(near) and isinstance(getattr(evidence.modules.get(name), "weight", None), Tensor):
+            for x in inputs:
+                if x is not None and x.numel() == merged.numel() and same(x.reshape(merged.shape), merged):
+                    return True
+    return isinstance(evidence.modules.get(call.module), nn.MultiheadAttention)
+
+
+def later(values: Mapping[str, Any]) -> Iterator[str]:
+    """Entries of the config, at any depth, whose effect a short text does not show."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from later(value)
+        elif value and LATER.get(key):
+            yield f"{LATER[key]} (`{key}`)"
+
+
+def silent(evidence: Evidence) -> Iterator[str]:
+    """Places of attention modules with parameters in which no softmax was seen."""
+    heard = {call.module for call in evidence.seen.calls}
+    patterns = {}
+    for name, module in evidence.modules.items():
+        if not re.search(r"attention|attn", type(module).__name__, re.IGNORECASE) or not any(
+            True for _ in module.parameters()
+        ):
+            continue
+        if any(other == name or other.startswith(f"{name}.") or name.startswith(f"{other}.") for other in heard):
+            continue
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".{layer}", name, count=1)
+        if not any(pattern.startswith(f"{other}.") for other in patterns):
+            patterns[pattern] = True
+    yield from patterns

@@ -1,0 +1,111 @@
+"""The norms of a stack: which one made the projections' input, and those of queries and keys, by their own numbers."""
+
+import itertools
+import re
+from typing import Any
+
+from torch import Tensor
+
+from ..schema import Config
+from .candidates import Context, Recipe, rows_of_module
+from .check import input_of
+from .evidence import is_norm, made_by, same
+from .recipes import LAYERS
+
+
+def norms(context: Context, base: Recipe) -> Recipe:
+    """The columns of all norms: before the projections, and of queries and keys."""
+    found = _inner(context)
+    over = _norm_over(context, base, found["query_norm"])
+    for side in ("query_norm", "key_norm"):
+        if found[side] is not None:
+            found[side] |= dict(only=_only(context, found[side]["name"]))
+    across = base["block"] == "cross"
+    outer = dict(input_norm=_input_norm(context, base["query"]), norm_over=over)
+    return found | outer | dict(key_input_norm=_input_norm(context, base["key"]) if across else None)
+
+
+def _inner(context: Context) -> dict[str, Any]:
+    """Norms inside the attention module, told apart by their names; one for both counts twice."""
+    found: dict[str, Any] = dict(query_norm=None, key_norm=None)
+    for name, module in context.evidence.modules.items():
+        inside = name.startswith(f"{context.owner}.") and is_norm(name, module)
+        if not inside or (at := norm_at(context, name)) is None:
+            continue
+        short = name.removeprefix(f"{context.owner}.")
+        shared = re.search(r"qk|query_key", short)
+        if shared or re.search(r"(^|[._])q|query", short):
+            found["query_norm"] = dict(at)
+        if shared or re.search(r"(^|[._])k|key", short):
+            found["key_norm"] = dict(at)
+    return found
+
+
+def _norm_over(context: Context, base: Recipe, norm: Recipe | None) -> str:
+    """Over one head or over all: by the size of what the norm is given."""
+    if norm is None or base["fused"]:
+        return "head"
+    evidence = context.evidence
+    given = evidence.seen.inputs[evidence.module_of(norm["name"], context.first)][0]
+    rows, _ = rows_of_module(context, evidence.module_of(base["query"], context.first))
+    whole = given is not None and given.dim() == 3 and given.shape[-1] == rows
+    return "projection" if whole else "head"
+
+
+def _only(context: Context, pattern: str) -> str:
+    """The rule for layers in which the norm really ran."""
+    evidence = context.evidence
+    ran = {layer: bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in context.stack.calls}
+    return next((name for name, rule in LAYERS.items() if _holds(rule, context.config, ran)), "every layer")
+
+
+def _holds(rule: Any, config: Config, wanted: dict[int, bool]) -> bool:
+    try:
+        return all(bool(rule(config, layer)) == value for layer, value in wanted.items())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def norm_at(context: Context, name: str) -> Recipe | None:
+    """Kind, epsilon and gain of a norm, by its own input and output; None where no kind explains them."""
+    evidence = context.evidence
+    module = evidence.modules[name]
+    given, made = (next(iter(side.get(name, ())), None) for side in (evidence.seen.inputs, evidence.seen.outputs))
+    if given is None or made is None or given.shape != made.shape:
+        return None
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+    epsilon = next((value for key in names if isinstance(value := getattr(module, key, None), float)), 1e-6)
+    if weight is not None and weight.shape[-1] != given.shape[-1]:
+        return None
+    for kind, plus_one in itertools.product(("rms", "layer", "l2"), (False, True)):
+        y = _normalised(given, kind, epsilon)
+        y = y if weight is None else y * (1 + weight if plus_one else weight)
+        if same(y if bias is None else y + bias, made, 1e-5):
+            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=weight is None)
+            return dict(kind=kind, name=context.pattern(name), **numbers)
+    return None
+
+
+def _normalised(x: Tensor, kind: str, epsilon: float) -> Tensor:
+    y = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    square = y.square().sum(-1, keepdim=True) if kind == "l2" else y.square().mean(-1, keepdim=True)
+    return y * (square + epsilon).rsqrt()
+
+
+def _input_norm(context: Context, pattern: str) -> Recipe | None:
+    """The norm whose output the projection takes, in every layer: its own, or the last of the layer before."""
+    evidence = context.evidence
+    by_layer = {n: made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in context.stack.calls}
+    last = max(by_layer)
+    name = by_layer[last]
+    if name is None or (at := norm_at(context, name)) is None:
+        return None
+    for token, shift in (("{layer}", 0), ("{previous}", 1)):
+        short = evidence.with_number(name, last - shift, token)
+        fits = {layer: short.format(layer=layer, previous=layer - 1) == own for layer, own in by_layer.items()}
+        if token in short and all(fits[layer] for layer in by_layer if layer > 0):
+            first = "" if fits.get(0, True) else by_layer[0] and evidence.file_module(by_layer[0])
+            return at | dict(name=evidence.pattern(name, last - shift, token), first=first)
+    same_for_all = all(own == name for own in by_layer.values())
+    return at | dict(name=evidence.file_module(name)) if same_for_all else None

@@ -1,0 +1,146 @@
+"""What a model's own attention multiplies: every softmax over keys, with the inputs and outputs of all modules.
+
+A function mode sees the softmax (or the fused kernel) wherever it is called; module hooks say inside which module.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+MASKED = -1e9  # logits below this were masked
+
+
+@dataclass
+class Call:
+    """One softmax over keys: logits (batch, heads, queries, keys), masked ones far below zero."""
+
+    module: str
+    turn: int  # which call of its module this is
+    logits: Tensor
+    weights: Tensor | None
+    averages: list[Any] = field(default_factory=list)  # what the weights were multiplied into
+
+    @property
+    def is_sunk(self) -> bool:
+        """Whether the softmax runs over a column more than there are keys."""
+        return self.logits.shape[-1] == self.logits.shape[-2] + 1
+
+    @property
+    def own(self) -> Tensor:
+        """The logits of real keys: a sink's column is the last."""
+        return self.logits[..., :-1] if self.is_sunk else self.logits
+
+
+@dataclass
+class Pass:
+    """One forward pass: the calls in order, and what went into and came out of every module, call by call."""
+
+    calls: list[Call] = field(default_factory=list)
+    inputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, seen: Pass, stack: list[str], batch: int) -> None:
+        super().__init__()
+        self.seen, self.stack, self.batch = seen, stack, batch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in SOFTMAX:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            source = args[0] if args else kwargs["input"]
+            if dim in (-1, source.dim() - 1):
+                self._add(source, out)
+        elif func is F.scaled_dot_product_attention:
+            logits = fused_logits(*args, **kwargs)
+            self._add(logits, None)
+            if self.seen.calls:
+                self.seen.calls[-1].averages.append(out)
+        elif func in PRODUCT and self.seen.calls and (last := self.seen.calls[-1]).weights is not None:
+            left = args[0]
+            if left.numel() and left.shape[-1] <= last.weights.shape[-1] and left.shape[-2] == last.weights.shape[-2]:
+                last.averages.append((left, out))
+        return out
+
+    def _add(self, logits: Tensor, weights: Tensor | None) -> None:
+        name = self.stack[-1] if self.stack else ""
+        if logits.dim() == 3 and self.batch and logits.shape[0] % self.batch == 0:
+            logits = logits.unflatten(0, (self.batch, -1))
+        if logits.dim() == 4:
+            turn = len(self.seen.inputs[name]) - 1
+            self.seen.calls.append(
+                Call(name, turn, logits.detach().clone(), None if weights is None else weights.detach())
+            )
+
+
+def fused_logits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `scaled_dot_product_attention` takes the softmax of."""
+    if key.shape[-3] != query.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(future, -torch.inf)
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    return logits
+
+
+@contextmanager
+def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
+    handles = []
+
+    def before(name: str):
+        def hook(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+            stack.append(name)
+            tensors = (part for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
+            first = next(tensors, None)
+            seen.inputs[name].append(None if first is None else first.detach().clone())
+
+        return hook
+
+    def after(name: str):
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            if stack and stack[-1] == name:
+                stack.pop()
+            seen.outputs[name].append(output.detach().clone() if isinstance(output, Tensor) else None)
+
+        return hook
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(after(name), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def observe(model: nn.Module, inputs: Mapping[str, Tensor]) -> Pass:
+    """One pass of the model, watched."""
+    seen, stack = Pass(), []
+    batch = len(next(iter(inputs.values())))
+    with _hooked(model, seen, stack), _Watcher(seen, stack, batch):
+        model(**inputs)
+    return seen

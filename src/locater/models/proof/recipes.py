@@ -1,0 +1,172 @@
+"""A row as plain words and numbers, so that it can be kept in JSON: cells that are functions go by their names here."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..schema import Attention, Cell, Config, NormAt, RotaryAt
+
+Rule = Callable[[Config, int], Any]
+
+
+def _kind(config: Config, layer: int) -> str | None:
+    kinds = config.get("layer_types|layers_block_type")
+    return None if kinds is None else kinds[layer]
+
+
+def _slides(config: Config, layer: int) -> bool:
+    return _kind(config, layer) == "sliding_attention"
+
+
+# Which layers: of those that turn, or whose queries and keys are normed.
+LAYERS: dict[str, Rule] = {
+    "every layer": lambda config, layer: True,
+    "sliding layers": _slides,
+    "full layers": lambda config, layer: not _slides(config, layer),
+    "no_rope_layers": lambda config, layer: bool(config["no_rope_layers"][layer]),
+    "sliding or chunked layers": lambda config, layer: _kind(config, layer) != "full_attention",
+    "layers with a rotary base": lambda config, layer: bool(
+        (config.get("rope_parameters") or {}).get(_kind(config, layer))
+    ),
+    "all but every no_rope_layer_interval-th": lambda config, layer: (
+        (layer + 1) % config["no_rope_layer_interval"] != 0
+    ),
+    "all but every global_attn_every_n_layers-th": lambda config, layer: (
+        (layer + 1) % config["global_attn_every_n_layers"] != 0
+    ),
+}
+
+
+def _d_head(config: Config) -> int:
+    return config.get("head_dim") or config["hidden_size|d_model"] // config["num_attention_heads"]
+
+
+def _power(key: str, power: float) -> Rule:
+    return lambda config, layer: config[key] ** power
+
+
+# What queries times keys is multiplied by; None of the schema is 1/√d_head.
+SCALES: dict[str, Cell] = {
+    "1/√d_head": None,
+    "1": 1.0,
+    "1/√query_pre_attn_scalar": _power("query_pre_attn_scalar", -0.5),
+    "attention_multiplier": lambda config, layer: float(config["attention_multiplier"]),
+    "attention_scale": lambda config, layer: float(config["attention_scale|attention_scaling|attn_scale|scale_attn"]),
+    "1/√hidden_size": _power("hidden_size|d_model", -0.5),
+    "1/√(hidden_size/heads)": lambda config, layer: (
+        (config["hidden_size|d_model"] / config["num_attention_heads"]) ** -0.5
+    ),
+    "1/d_head": lambda config, layer: 1 / _d_head(config),
+    "key_multiplier/√d_head": lambda config, layer: config["key_multiplier"] * _d_head(config) ** -0.5,
+    "1/√(nope + rope)": lambda config, layer: (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5,
+    "1/(layer √d_head)": lambda config, layer: _d_head(config) ** -0.5 / (layer + 1),
+    "mup": lambda config, layer: config["attention_multiplier|mup_attn_multiplier"] / _d_head(config),
+}
+
+SIZES: dict[str, Cell] = {
+    "width/heads": None,
+    **{
+        key: key
+        for key in ("head_dim", "attention_head_size", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels")
+    },
+    "attention_hidden_size/heads": lambda config, layer: (
+        config["attention_hidden_size"] // config["num_attention_heads"]
+    ),
+    "nope + rope": lambda config, layer: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+    "global_head_dim on full layers": lambda config, layer: config[
+        "head_dim" if _slides(config, layer) else "global_head_dim"
+    ],
+}
+
+
+def _window(key: str, which: str = "every layer", less: int = 1, part: int = 1) -> Rule:
+    def lookback(config: Config, layer: int) -> int | None:
+        size = config.get(key)
+        return None if size is None or not LAYERS[which](config, layer) else size // part - less
+
+    return lookback
+
+
+WINDOWS: dict[str, Cell] = {
+    "none": None,
+    "sliding_window": _window("sliding_window"),
+    "sliding_window on sliding layers": _window("sliding_window", "sliding layers"),
+    "sliding_window + 1": _window("sliding_window", less=0),
+    "sliding_window + 1 on sliding layers": _window("sliding_window", "sliding layers", less=0),
+    "half of sliding_window on sliding layers": _window("sliding_window", "sliding layers", less=0, part=2),
+    "half of local_attention on sliding layers": _window("local_attention", "sliding layers", less=0, part=2),
+    "half of sliding_window": _window("sliding_window", less=0, part=2),
+}
+AHEAD: dict[str, Cell] = {"causal": 0, "both ways": None, "as far as back": None}
+CAPS = ("attn_logit_softcapping", "attention_logit_softcapping", "logit_softcap")
+
+
+def _layer_type(config: Config, layer: int) -> Mapping[str, Any]:
+    return config["rope_parameters"][_kind(config, layer)]
+
+
+PARAMETERS: dict[str, Cell] = {"one": None, "by layer type": _layer_type}
+FRACTIONS = ("", "partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
+
+
+def norm_cell(recipe: Mapping[str, Any] | None) -> Any:
+    """A norm that all layers have, or those of a rule."""
+    if recipe is None:
+        return None
+    fields = {key: value for key, value in recipe.items() if key != "only"}
+    at = NormAt(**fields)
+    rule = LAYERS[recipe.get("only", "every layer")]
+    return (
+        at
+        if recipe.get("only", "every layer") == "every layer"
+        else lambda config, layer: at if rule(config, layer) else None
+    )
+
+
+def rotary_cell(recipe: Mapping[str, Any] | None) -> RotaryAt | None:
+    if recipe is None:
+        return None
+    key = recipe.get("fraction", "")
+    fraction: Cell = (lambda config, layer: config[key]) if key else 1.0
+    return RotaryAt(
+        base=RotaryAt().base,
+        fraction=recipe.get("literal_fraction", fraction),
+        num_dims=recipe.get("num_dims"),
+        start=recipe.get("start", 0),
+        interleaved=recipe["interleaved"],
+        only=LAYERS[recipe.get("only", "every layer")],
+        parameters=PARAMETERS[recipe.get("parameters", "one")],
+    )
+
+
+def row_of(recipe: Mapping[str, Any]) -> Attention:
+    """The table row that a recipe spells: a row of the tables under this model's prefix, or one of its own."""
+    if "row" in recipe:
+        from ..registry import FAMILIES
+
+        family = next(family for family in FAMILIES if family.name == recipe["family"])
+        row = family.attention[recipe["row"]]
+        return replace(row, prefixes=tuple(recipe["prefixes"]), config=recipe["config"], only=True)
+    plain = ("block", "query", "key", "heads", "key_heads", "fused", "gated", "transposed", "norm_over", "config")
+    window, ahead = WINDOWS[recipe["lookback"]], recipe["lookahead"]
+    return Attention(
+        **{key: recipe[key] for key in plain},
+        layers=recipe["layers"],
+        d_model=None,
+        d_head=SIZES[recipe["d_head"]],
+        prefixes=tuple(recipe["prefixes"]),
+        input_norm=norm_cell(recipe["input_norm"]),
+        key_input_norm=norm_cell(recipe.get("key_input_norm")),
+        query_norm=norm_cell(recipe["query_norm"]),
+        key_norm=norm_cell(recipe["key_norm"]),
+        rotary=rotary_cell(recipe["rotary"]),
+        scale=SCALES[recipe["scale"]],
+        softcap=recipe["softcap"],
+        lookback=window,
+        lookahead=window if ahead == "as far as back" else AHEAD[ahead],
+    )
+
+
+def is_close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=1e-5)

@@ -1,0 +1,153 @@
+"""A tiny twin of a model that transformers knows: its own classes, its config shrunk, random weights, one forward pass.
+
+Nothing is downloaded and no code from outside transformers is run.
+"""
+
+import importlib
+import inspect
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import Refusal
+from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
+
+NUM_TOKENS, BATCH, MOST_PARAMETERS, MOST_SECONDS = 12, 2, 12_000_000, 8.0
+NOT_TAKEN = ("model_type", "auto_map", "dtype", "torch_dtype", "quantization_config")
+AUTO_CLASSES = (
+    "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "CTC",
+    "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "TEXT_ENCODING", "PRETRAINING",
+)  # fmt: skip
+
+
+def config_of(model_type: str, values: Mapping[str, Any] | None = None) -> Any:
+    """The config object that transformers makes of a stored config, all defaults filled in."""
+    from transformers import CONFIG_MAPPING
+
+    own = {key: value for key, value in (values or {}).items() if key not in NOT_TAKEN}
+    return CONFIG_MAPPING[model_type].from_dict(own) if own else CONFIG_MAPPING[model_type]()
+
+
+def model_classes(config: Any) -> Iterator[type]:
+    """The class that the config names, then what the auto classes make of it."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    names = [name for name in getattr(config, "architectures", None) or () if isinstance(name, str)]
+    mappings = [f"MODEL_FOR_{kind}_MAPPING_NAMES" for kind in AUTO_CLASSES] + ["MODEL_MAPPING_NAMES"]
+    for mapping in mappings:
+        found = getattr(modeling_auto, mapping, {}).get(config.model_type)
+        names += [found] if isinstance(found, str) else list(found or ())
+    classes = [getattr(transformers, name, None) for name in dict.fromkeys(names)]
+    for found in [*classes, *_of_module(config)]:
+        if inspect.isclass(found) and issubclass(found, nn.Module) and hasattr(found, "_from_config"):
+            yield found
+
+
+def _of_module(config: Any) -> Iterator[type]:
+    """A part of a composite model has no auto class: the classes beside its config that take this config."""
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return
+    own = (found for found in vars(module).values() if inspect.isclass(found) and found.__module__ == name)
+    yield from (found for found in own if getattr(found, "config_class", None) is type(config))
+
+
+def build(config: Any, model_class: Any, sizes: Sizes) -> Any:
+    """A random model of the shrunk config in which every bias and gain matters."""
+
+    def make() -> Any:  # of a new config each time: models write into theirs
+        return model_class._from_config(
+            type(config).from_dict(shrink(config.to_dict(), sizes)), attn_implementation="eager"
+        )
+
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in make().parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise Refusal("expected a model that can be made small, got one whose sizes its config does not show")
+    torch.manual_seed(0)
+    return shake(make().eval().float())
+
+
+def shake(model: nn.Module) -> nn.Module:
+    """Random weights, large enough to tell keys apart; no bias or gain is left trivial."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.3 * noise)
+    return model
+
+
+def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Inputs worth trying, the likeliest first: text, then images, then sound as frames or as a wave."""
+    generator, config = torch.Generator().manual_seed(1), model.config
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def ids(name: str) -> dict[str, Tensor]:
+        return {name: torch.randint(5, VOCABULARY // 2, (BATCH, NUM_TOKENS), generator=generator)}
+
+    text, decoder = ids("input_ids"), ids("decoder_input_ids")
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
+    size = size if isinstance(size, int) else 32
+    pixels = {"pixel_values": numbers(BATCH, getattr(config, "num_channels", 3) or 3, size, size)}
+    bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", None) or 16
+    frames = min(2 * (getattr(config, "max_source_positions", None) or 32), 3000)
+    sound = {"input_features": numbers(BATCH, bins, frames)}
+    across, wave = {"input_features": numbers(BATCH, 48, bins)}, {"input_values": numbers(BATCH, 4000)}
+    accepted = set(inspect.signature(model.forward).parameters)
+    alone = (text | decoder, text, text | pixels, pixels)
+    heard = (part | more for part in (sound, across, wave) for more in (decoder, {}))
+    yield from (offered for offered in (*alone, *heard) if set(offered) <= accepted)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' own warnings: a twin's config is unusual by design."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.set_verbosity(level)
+
+
+def run(config: Any, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
+    """The first twin that can be built and run, and what `watch(model, inputs)` made of its pass."""
+    failures: list[str] = []
+    start = time.process_time()
+    with quiet():
+        for model_class, sizes in itertools.product(model_classes(config), ATTEMPTS):
+            if time.process_time() - start > MOST_SECONDS:
+                break
+            try:
+                model = build(config, model_class, sizes)
+            except Exception as reason:  # whatever transformers raises: the next sizes may do
+                failures.append(f"{model_class.__name__} could not be built: {_line(reason)}")
+                continue
+            for inputs in inputs_of(model):
+                try:
+                    with torch.no_grad():
+                        return model, watch(model, inputs)
+                except Exception as reason:
+                    failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {_line(reason)}")
+    raise Refusal(failures[0] if failures else "expected a model class in transformers, got none")
+
+
+def _line(reason: Exception) -> str:
+    return f"{type(reason).__name__}: {reason}".splitlines()[0][:160]

@@ -1,0 +1,169 @@
+"""Families by proof: what a twin proves holds for models of other sizes, and what it cannot prove is refused."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from command import locater
+from family_cases.base import Case
+from locater import checkpoints
+from locater.errors import Refusal
+from locater.models import Config, open_model
+from locater.models.proof import cache, prove, twin
+from locater.models.proof.survey import model_types
+from locater.scanning.scan import scan
+from test_families import own_attention
+
+SIZES = dict(
+    vocab_size=99, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=3, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+CASES = [
+    Case("glm4", "Glm4Config", "Glm4ForCausalLM", SIZES | dict(head_dim=16, attention_bias=True)),
+    Case("olmoe", "OlmoeConfig", "OlmoeForCausalLM", SIZES | EXPERTS),
+    Case("ernie4_5", "Ernie4_5Config", "Ernie4_5ForCausalLM", SIZES | dict(head_dim=16, use_bias=True)),
+    Case(
+        "minimax_m2",
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        SIZES | dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    Case("seed_oss", "SeedOssConfig", "SeedOssForCausalLM", SIZES | dict(head_dim=16)),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("LOCATER_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_proven_row_gives_the_attention_of_a_model_of_other_sizes(case, tmp_path):
+    """The twin has sizes of its own: what it proves must hold for the file's, by the model's own probabilities."""
+    model = case.build()
+    case.save(model, tmp_path)
+    output, seen, _ = own_attention(model, case)
+    with checkpoints.open(tmp_path) as checkpoint:
+        opened = open_model(Config(checkpoint.config), checkpoint)
+        layers = list(opened.layers())
+    assert opened.coverage.startswith("COMPLETE, by the row ")
+    assert f"with transformers {sys.modules['transformers'].__version__}" in opened.coverage
+    assert [layer.number for layer in layers] == [0, 1, 2]
+    for layer, theirs in zip(layers, output.attentions, strict=True):
+        x = seen[layer.query_name][0]
+        assert theirs.std(-1).mean() > 0.02
+        for head in layer.heads:
+            torch.testing.assert_close(head.attention(x, x), theirs[:, head.index], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_vl_text", "altclip_vision_model", "qwen2_vl", "llava"])
+def test_types_of_this_year_are_proven(model_type):
+    proof = prove(model_type)
+    assert proof.is_proven, proof.reason
+    assert 0 <= proof.error <= 1e-5
+
+
+def test_what_logits_do_not_show_is_named():
+    assert any("lambda_q1" in note for note in prove("diffllama").notes)
+    assert any("output" in note for note in prove("qwen3_5_text").notes)
+    assert any("vision_tower" in note for note in prove("llava").notes)
+
+
+def test_a_model_that_does_something_else_is_refused_with_the_place(monkeypatch, tmp_path):
+    from transformers.models.glm4 import modeling_glm4
+
+    plain = modeling_glm4.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_glm4, "apply_rotary_pos_emb", lambda q, k, *more: plain(q, k.sin(), *more))
+    proof = prove("glm4")
+    assert not proof.is_proven
+    assert "logits of layer 0, head 0 by" in proof.reason
+    assert "nearest: " in proof.reason
+    case = CASES[0]
+    case.save(case.build(), tmp_path)
+    with pytest.raises(
+        Refusal, match=r"got the model type 'glm4'.*no row could be proven for it either: `model\.layers"
+    ):
+        scan(tmp_path)
+
+
+def test_a_file_with_tensors_that_the_twin_lacks_is_not_called_complete(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    case = CASES[0]
+    case.save(case.build(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"model.layers.1.self_attn.sinks": torch.zeros(6)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert "PARTIAL: 3 of 3 layers, tensors that the proof did not see left out (`sinks`)" in scan(tmp_path).coverage
+
+
+def test_a_live_model_is_read_by_the_same_proof():
+    model = CASES[0].build()
+    found = scan(model)
+    assert len(found.heads) == 18
+    assert found.coverage.startswith("COMPLETE, by the row ")
+
+
+def test_a_proof_is_kept_and_read_again(monkeypatch):
+    made = cache.recall("glm4")
+    monkeypatch.setattr(cache, "prove", lambda *given: pytest.fail("the twin was built again"))
+    assert cache.recall("glm4") == made
+
+
+def test_a_damaged_or_another_proof_is_made_again(monkeypatch):
+    made = cache.recall("glm4")
+    path = cache.path_of_proof("glm4")
+    path.write_text(path.read_text()[:40])
+    assert cache.recall("glm4") == made
+    assert json.loads(path.read_text())["model_type"] == "glm4"
+    assert cache.path_of_proof("glm4", {"rope_theta": 5.0}) != path
+    assert cache.path_of_proof("glm4", {"_name_or_path": "elsewhere"}) == path
+    monkeypatch.setattr(cache, "version", lambda: "4.0")
+    assert cache.path_of_proof("glm4") != path
+
+
+def test_without_transformers_the_refusal_is_that_of_the_tables(monkeypatch, tmp_path):
+    case = CASES[0]
+    case.save(case.build(), tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(Refusal, match=r"no family names; describe it with --layout") as refused:
+        scan(tmp_path)
+    assert "proven" not in str(refused.value)
+
+
+def test_no_code_from_outside_transformers_is_asked_for(tmp_path):
+    config = twin.config_of(
+        "glm4", {"model_type": "glm4", "auto_map": {"AutoConfig": "evil.Evil"}, "num_hidden_layers": 2}
+    )
+    assert type(config).__module__.startswith("transformers.")
+    assert not hasattr(config, "auto_map")
+
+
+def test_families_lists_how_each_type_is_known(tmp_path):
+    path, page = tmp_path / "families.json", tmp_path / "families.md"
+    options = ["--update", "--json", str(path), "--markdown", str(page)]
+    result = locater("families", "llama", "seed_oss", "mamba", *options)
+    assert result.code == 0, result.err
+    document = json.loads(path.read_text())
+    assert {entry["model_type"]: entry["how"] for entry in document["families"]} == {
+        "llama": "table",
+        "seed_oss": "proven",
+        "mamba": "refused",
+    }
+    assert "no softmax attention was seen" in document["families"][2]["reason"]
+    assert "| seed_oss | proven (" in page.read_text()
+
+
+@pytest.mark.slow
+def test_at_least_150_types_are_read_and_20_of_them_see_or_hear(tmp_path):
+    path = tmp_path / "families.json"
+    result = locater("families", "--update", "--json", str(path))
+    assert result.code == 0, result.err
+    document = json.loads(path.read_text())
+    assert len(document["families"]) == len(model_types())
+    assert document["counts"]["table"] + document["counts"]["proven"] >= 150
+    assert document["counts"]["with images or sound"] >= 20
+    assert all(entry["error"] <= 1e-5 for entry in document["families"] if entry["how"] == "proven")
