@@ -141,7 +141,7 @@ def test_training_and_evaluation_are_kept_apart():
 def test_chosen_layers_and_heads():
     model = llama()
     whole = watch(model, lambda: model(TOKENS))
-    some = watch(model, lambda: model(TOKENS), layers=[1], heads=[3, 0, 9], per_head=True)
+    some = watch(model, lambda: model(TOKENS), layers=[1], head_numbers=[3, 0, 9], per_head=True)
     (layer,) = some.training
     assert (layer.layer, layer.heads) == (1, (0, 3))
     expected = whole.training[1].statistics["entropy"]
@@ -198,8 +198,9 @@ def test_weights_that_are_not_finite_are_noted_and_do_not_stop_the_run():
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight[0, 0] = torch.nan
     report = watch(model, lambda: model(TOKENS))
-    assert [layer.layer for layer in report.training] == [0]
-    assert any("decoder layer 1, head 0: expected finite weights" in note for note in report.notes)
+    one, other = report.training
+    assert one.rows_not_finite == 0 and other.rows_not_finite == TOKENS.numel()
+    assert [alarm.layer for alarm in report.alarms if alarm.kind == "not finite"] == [1]
 
 
 def test_state_is_kept():

@@ -47,20 +47,23 @@ def test_packed_documents_are_seen_apart():
         )
 
 
-def test_generation_with_cached_keys_is_said_and_not_misread():
+def test_generation_with_cached_keys_is_one_pass_over_all_tokens():
+    """Query by query with cached keys, against one pass over prompt and answer: the same queries, keys and places."""
     model = llama().eval()
     with AttentionMonitor(model, every=1) as monitor, torch.no_grad():
-        model.generate(TOKENS[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
-        report = monitor.report()
-    assert report.evaluation[0].num_queries == 16, "the prompt only"
-    assert report.notes == ("6 calls with cached keys were not looked at: their inputs are gone",)
+        tokens = model.generate(TOKENS[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        cached = monitor.report()
+        model(tokens[:, :-1])
+        whole = monitor.report()
+    assert cached.evaluation[0].num_queries == whole.evaluation[0].num_queries == tokens.shape[1] - 1
+    same(seen(cached, evaluation=True), seen(whole, evaluation=True), 1e-5)
 
 
 def test_a_block_mask_is_obeyed():
     """FlexAttention's masks are rules; the kernel itself is not needed to read one."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from locater.monitor.calls import Call, read_mask
+    from locater.monitor.inputs import Inputs, read_mask
 
     x = torch.randn(2, 16, 32)
     documents = torch.arange(16) // 5
@@ -69,7 +72,7 @@ def test_a_block_mask_is_obeyed():
         return (documents[query] == documents[key]) & (query >= key) & ((head + batch) % 2 <= query)
 
     block_mask = create_block_mask(rule, 2, 4, 16, 16, device="cpu")
-    call = Call({"attention_mask": block_mask}, x_query=x, x_key=x)
+    call = Inputs({"attention_mask": block_mask}, x_query=x, x_key=x)
     mask, positions = read_mask(call, {}, "decoder", (0, 3), is_causal=True)
     assert positions is None
     found = observe([next(layers(llama())).heads[i] for i in (0, 3)], x, x, mask=mask)
@@ -144,10 +147,19 @@ def test_projections_that_the_user_names():
             return self.q(x) + self.k(x).repeat(1, 1, 2)
 
     model = nn.Sequential(nn.Linear(16, 16), Own())
-    with pytest.raises(Refusal, match="name the projections"):
-        AttentionMonitor(model)
-    report = watch(model, lambda: model(torch.randn(2, 5, 16)), attention=[("1.q", "1.k", 4, 2)])
+    x = torch.randn(2, 5, 16)
+    with pytest.raises(Refusal, match=r"neither in Sequential; name its projections by heads="):
+        watch(model, lambda: model(x))
+    named = dict(heads=[("1.q", "1.k", 4, 2)])
+    report = watch(model, lambda: model(x), **named)
+    assert not report.training and "`1.q`) calls no attention kernel" in report.notes[0]
+    report = watch(model, lambda: model(x), **named, causal=True)
     assert report.training[0].num_queries == 10 and len(report.training[0].heads) == 4
+    assert report.training[0].through == "module inputs" and "reconstructed" in report.notes[0]
+    q, k = (part(model[0](x)).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (model[1].q, model[1].k))
+    logits = (q @ k.repeat_interleave(2, 1).mT / 2).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean((0, 2))
+    torch.testing.assert_close(torch.tensor(report.training[0].statistics["entropy"]), entropy, atol=1e-5, rtol=0)
 
 
 def test_sliding_windows_and_rank_measures_are_reported():

@@ -160,6 +160,12 @@ def widen(weight: Tensor) -> Tensor:
     return weight if weight.dtype == torch.float64 else weight.float()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded (a DTensor): gathering it is a collective call."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """W x + b in the precision of x, whatever the weights are stored in."""
     return linear(x, weight.to(x), None if bias is None else bias.to(x))

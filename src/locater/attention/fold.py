@@ -5,6 +5,7 @@ Logits are in units of log 2 throughout: 2^x stays quick where it underflows, e^
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Block(NamedTuple):
     admitted: Bool[Tensor, "batch groups ratio queries keys"] | None
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
     first: Int[Tensor, "batch queries"] | None  # where in the block each query's first token is, if it is
+    score: Callable[[Tensor], Tensor] | None = None  # what becomes of the logits before the mask
 
 
 def start(queries: Grouped) -> Running:
@@ -93,6 +95,8 @@ def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) 
         logits = torch.tanh(logits / softcap) * softcap
     if block.bias is not None:
         logits = logits + block.bias / UNIT
+    if block.score is not None:
+        logits = block.score(logits * UNIT) / UNIT
     return logits if block.admitted is None else logits.masked_fill_(~block.admitted, MASKED)
 
 
@@ -119,6 +123,23 @@ def _add(
     shifted_sum = shifted.mul_(e).sum(-1)
     new = torch.stack([total, shifted_sum, square, further["distance"], further["close"], first])
     return Running(maximum, old.add_(new))
+
+
+def with_sinks(maximum: Tensor, sums: Tensor, sinks: Float[Tensor, "heads 1"]) -> Tensor:
+    """The sums, as if one more key with these logits had been seen that is nowhere: not near, not first, no distance.
+
+    They stay relative to the largest of both.
+    """
+    top = torch.maximum(maximum, sinks)
+    down, own = maximum - top, sinks - top
+    factor, e = down.exp2(), own.exp2()
+    sums = sums.clone()
+    sums[SHIFTED].addcmul_(down, sums[TOTAL])
+    sums.mul_(factor)
+    sums[SQUARE].mul_(factor).add_(e.square())
+    sums[TOTAL].add_(e)
+    sums[SHIFTED].add_(e * own)
+    return sums
 
 
 def _first(e: Tensor, first: Tensor) -> Tensor:

@@ -7,24 +7,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A mask as FlexAttention writes it: admitted(sequence, head, query, key) by index, on tensors that broadcast."""
+    """A mask as FlexAttention writes it: admitted(sequence, head, query, key) by index, on tensors that broadcast.
+
+    `score(logit, sequence, head, query, key)` changes logits likewise, before the mask.
+    """
 
     admitted: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     sequences: Int[Tensor, " batch"]
     heads: Int[Tensor, " heads"]
     queries: Int[Tensor, " queries"]
+    score: Callable[..., Tensor] | None = None
 
     def block(self, queries: slice, keys: slice) -> Bool[Tensor, "batch heads queries_here keys_here"]:
+        whose = self.admitted(*self._indices(queries, keys))
+        shape = len(self.sequences), len(self.heads), queries.stop - queries.start, keys.stop - keys.start
+        return whose.expand(shape)
+
+    def scored(
+        self, logits: Float[Tensor, "batch heads queries_here keys_here"], queries: slice, keys: slice
+    ) -> Float[Tensor, "batch heads queries_here keys_here"]:
+        return logits if self.score is None else self.score(logits, *self._indices(queries, keys)).to(logits)
+
+    def _indices(self, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         index = torch.arange(keys.start, keys.stop, device=self.queries.device)
         sequences, heads = self.sequences[:, None, None, None], self.heads[:, None, None]
-        found = self.admitted(sequences, heads, self.queries[queries][:, None], index)
-        return found.expand(len(self.sequences), len(self.heads), -1, -1)
+        return sequences, heads, self.queries[queries][:, None], index
 
     def part(self, batch: slice, heads: slice) -> "Rule":
         return replace(self, sequences=self.sequences[batch], heads=self.heads[heads])
@@ -35,7 +48,7 @@ class Mask:
     """A key is admitted if it is valid, of the query's segment, and −lookahead ≤ query − key position ≤ lookback.
 
     Causal is `lookahead=0`, a window of w keys `lookback=w−1`. Positions count from 0 unless given. `dense` and `rule`
-    must admit the key too. Queries that are not valid (padding) get no statistics.
+    must admit the key too. Queries that are not valid (padding) get no statistics. `added` is what a float mask adds.
     """
 
     lookback: int | None = None
@@ -47,6 +60,7 @@ class Mask:
     query_segments: Int[Tensor, "#batch queries"] | None = None
     key_segments: Int[Tensor, "#batch keys"] | None = None
     dense: Bool[Tensor, "#batch #heads queries keys"] | None = None
+    added: Float[Tensor, "#batch #heads queries keys"] | None = None
     rule: Rule | None = None
 
     def counted(self, num_queries: int, num_keys: int, device: torch.device) -> "Mask":
@@ -60,18 +74,17 @@ class Mask:
         """The mask of some of the queries."""
         names = ("query_positions", "query_valid", "query_segments")
         chosen = {name: _columns(getattr(self, name), queries) for name in names}
-        dense = None if self.dense is None else self.dense[..., queries, :]
+        dense, added = (None if one is None else one[..., queries, :] for one in (self.dense, self.added))
         rule = None if self.rule is None else replace(self.rule, queries=self.rule.queries[queries])
-        return replace(self, **chosen, dense=dense, rule=rule)
+        return replace(self, **chosen, dense=dense, added=added, rule=rule)
 
     def part(self, batch: slice, heads: slice) -> "Mask":
         """The mask of some of the batch's sequences and heads."""
         names = [name for name, value in vars(self).items() if isinstance(value, Tensor) and len(value) > 1]
         rule = None if self.rule is None else self.rule.part(batch, heads)
         some = replace(self, rule=rule, **{name: getattr(self, name)[batch] for name in names})
-        if some.dense is None or some.dense.shape[1] == 1:
-            return some
-        return replace(some, dense=some.dense[:, heads])
+        dense, added = (one if one is None or one.shape[1] == 1 else one[:, heads] for one in (some.dense, some.added))
+        return replace(some, dense=dense, added=added)
 
     def positions(self, queries: slice, keys: slice) -> tuple[Int[Tensor, "batch some"], Int[Tensor, "batch others"]]:
         assert self.query_positions is not None and self.key_positions is not None

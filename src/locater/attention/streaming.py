@@ -12,7 +12,21 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..projections import widen
-from .fold import CLOSE, DISTANCE, FIRST, SHIFTED, SQUARE, TOTAL, UNIT, Block, Running, absorb_far, absorb_near, start
+from .fold import (
+    CLOSE,
+    DISTANCE,
+    FIRST,
+    SHIFTED,
+    SQUARE,
+    TOTAL,
+    UNIT,
+    Block,
+    Running,
+    absorb_far,
+    absorb_near,
+    start,
+    with_sinks,
+)
 from .masks import Mask
 from .plan import KeyBlock, Plan
 from .statistics import NEAR, Statistics, finish
@@ -51,10 +65,13 @@ def stream(
     scale: float = 1.0,
     softcap: float | None = None,
     bias: Bias | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
     near: int = NEAR,
     blocks: Blocks | None = None,
 ) -> Statistics:
     """The statistics of softmax(softcap(scale · q·k) + bias) over the admitted keys, for every query of every head.
+
+    `sinks` are learned logits, one per head, of a key that is no token: it takes mass, and counts in the entropy.
 
     Queries and keys are final: normed and rotated. Consecutive query heads share a key head if there are fewer of
     those. 16-bit input is computed with in float32. `bias` takes distances, query minus key position.
@@ -76,7 +93,8 @@ def stream(
             whole.maximum[batch, groups, :, rows] = found.maximum
             whole.sums[:, batch, groups, :, rows] = found.sums
             num_keys[batch, groups, :, rows] = admitted
-    return _statistics(whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2), mask)
+    maximum, sums, num_keys = whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2)
+    return _statistics(maximum, sums, num_keys, mask, sinks)
 
 
 @dataclass
@@ -133,14 +151,28 @@ class _Part:
         if bias is not None:
             added = widen(bias(self.mask.distance(rows, block.keys))[:, heads]).unflatten(1, (groups, -1))
             added = added.to(widen(self.queries[:0]))
+        if self.mask.added is not None:
+            dense = widen(self.mask.added[:, :, rows, block.keys]).to(widen(self.queries[:0]))
+            dense = dense.unflatten(1, (groups, -1) if dense.shape[1] > 1 else (1, 1))
+            added = dense if added is None else added + dense
         if self.first_range[0] < block.keys.stop and self.first_range[1] >= block.keys.start:
             first = self.first[:, rows] - block.keys.start
-        return Block(admitted, added, first)
+        return Block(admitted, added, first, self._score(rows, block.keys))
+
+    def _score(self, rows: slice, keys: slice) -> Callable[[Tensor], Tensor] | None:
+        """FlexAttention's change of logits for one block; it speaks of heads, not of groups of them."""
+        rule = self.mask.rule
+        if rule is None or rule.score is None:
+            return None
+        return lambda logits: rule.scored(logits.flatten(1, 2), rows, keys).unflatten(1, logits.shape[1:3])
 
 
-def _statistics(maximum: Tensor, sums: Tensor, num_keys: Tensor, mask: Mask) -> Statistics:
+def _statistics(maximum: Tensor, sums: Tensor, num_keys: Tensor, mask: Mask, sinks: Tensor | None = None) -> Statistics:
     if mask.query_valid is not None:
         num_keys = num_keys * mask.query_valid[:, None]
+    if sinks is not None:
+        sums = with_sinks(maximum, sums, widen(sinks)[:, None] / UNIT)
+        num_keys = num_keys + (num_keys > 0)
     total = sums[TOTAL]
     return finish(
         entropy=(total.log() - sums[SHIFTED] / total * UNIT).clamp(min=0),

@@ -1,46 +1,67 @@
-"""Hooks on a model's attention modules: they see the inputs of the query and key projections, and change nothing."""
+"""One pass of a model under observation: its kernels' calls are intercepted, its modules' inputs come by.
 
-from collections import defaultdict
+The hooks change nothing, hold nothing after the pass, and belong to one thread's pass each.
+"""
+
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..attention.calls import AttentionCall, Eagerly, Interception, in_backward
+from ..attention.capture import Hook, first_argument
 from ..errors import refusal
 from ..models.live import Site
-from .calls import Call, arguments, has_cached_keys
-from .tensors import whole
+from ..projections import whole
+from .inputs import Inputs, arguments, has_cached_keys
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 
 
+class Observer(Protocol):
+    """Who is told what a pass shows."""
+
+    def is_due(self) -> bool: ...
+    def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: "Pass") -> bool: ...
+    def by_inputs(self, site: Site, inputs: Inputs, run: "Pass") -> None: ...
+
+
 @dataclass
 class Owner:
-    """An attention module, the sites it serves (several where layers share it), and the call under way."""
+    """An attention module and the sites it serves: several where layers share it."""
 
     module: nn.Module
     sites: list[Site] = field(default_factory=list)
-    call: Call | None = None
-    num_calls: int = 0
 
 
-Observe = Callable[[Site, Call, dict[str, Any]], None]
+@dataclass
+class Pass:
+    """A forward pass under way: the model's own arguments, the modules that are running, how often each has run."""
+
+    given: dict[str, Any]
+    has_cached_keys: bool
+    running: dict[str, Inputs] = field(default_factory=dict)
+    num_runs: Counter[str] = field(default_factory=Counter)
+    num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
+    modes: ExitStack = field(default_factory=ExitStack)
 
 
 class Hooks:
-    """Attached for as long as `handles` are kept. `wanted()` says, before each call, whether anyone is looking.
+    """Attached for as long as `handles` are kept. A pass that is due is intercepted from its first to its last line.
 
-    A pass is counted once: calls made within backward, where activations are computed again, are not looked at.
+    A pass is counted once: what runs forward within backward is recomputed, and not looked at.
     """
 
-    def __init__(self, root: nn.Module, modules: dict[str, nn.Module], sites: Iterable[Site], observe: Observe):
-        self.observe = observe
-        self.wanted: Callable[[], bool] = lambda: True
-        self.whole: dict[str, Any] = {}
-        self.has_cached_keys, self.num_cached = False, 0
+    def __init__(self, entry: nn.Module, modules: dict[str, nn.Module], sites: Iterable[Site], observer: Observer):
+        self.observer, self.modules = observer, modules
+        self.local = threading.local()
+        self.num_observing, self.num_cached, self.num_passes = 0, 0, 0
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, Owner] = {}
         for site in sites:
@@ -48,75 +69,127 @@ class Hooks:
             if name not in modules:
                 raise refusal(f"a module `{name}` around the queries of layer {site.number}", "none")
             self.owners.setdefault(name, Owner(modules[name])).sites.append(site)
-        self._register(root, modules)
+        self.owner_names = {id(owner.module): name for name, owner in self.owners.items()}
+        self._register(entry)
 
-    def _register(self, root: nn.Module, modules: dict[str, nn.Module]) -> None:
+    def _register(self, entry: nn.Module) -> None:
+        begin, end = torch.compiler.disable(self._begin_pass), torch.compiler.disable(self._end_pass)
+
+        # Traced with the model if that is compiled: it says so to what is not.
+        def begin_pass(own: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            begin(own, module, args, kwargs, torch.compiler.is_dynamo_compiling())
+
         keep = self.handles.append
-        keep(root.register_forward_pre_hook(_hidden(self._begin_pass), with_kwargs=True))
-        for owner in self.owners.values():
-            keep(owner.module.register_forward_pre_hook(_hidden(self._begin(owner)), with_kwargs=True))
-            keep(owner.module.register_forward_hook(_hidden(self._end(owner)), always_call=False))
+        keep(entry.register_forward_pre_hook(Hook(entry, begin_pass), with_kwargs=True))
+        keep(entry.register_forward_hook(Hook(entry, end), always_call=True))
+        for name, owner in self.owners.items():
+            self._hook(owner.module, self._begin(name))
+            keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
             sides = defaultdict(set)
             for site in owner.sites:
                 sides[site.query_name].add("x_query")
                 sides[site.key_name].add("x_key")
-            for name, attributes in sides.items():
-                if not name.endswith(PACKED):
-                    hook = _hidden(self._capture(owner, attributes))
-                    keep(modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+            for projection, attributes in sides.items():
+                if projection in self.modules and not projection.endswith(PACKED):
+                    self._hook(self.modules[projection], self._capture(name, attributes))
+
+    def _hook(self, module: nn.Module, function: Callable[..., None]) -> None:
+        hook = Hook(module, self._while_observing(function))
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _while_observing(self, function: Callable[..., None]) -> Callable[..., None]:
+        """A compiled model sees one number to compare, and no graph breaks: passes that are observed run eagerly."""
+
+        def hook(own: Any, module: nn.Module, *given: Any) -> None:
+            if self.num_observing and own() is module and (run := self._pass()) is not None:
+                function(run, module, *given)
+
+        return hook
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
-    def _looking(self) -> bool:
-        # Within backward only recomputed activations run forward: their first run was counted.
-        return torch._C._current_graph_task_id() == -1 and self.wanted()
+    def _passes(self) -> list[Pass | None]:
+        if not hasattr(self.local, "passes"):
+            self.local.passes = []
+        return self.local.passes
 
-    def _begin_pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._looking():
-            self.whole = arguments(module, args, kwargs)
-            self.has_cached_keys = has_cached_keys(self.whole)
-            for owner in self.owners.values():
-                owner.num_calls = 0
+    def _pass(self) -> Pass | None:
+        passes = self._passes()
+        return passes[-1] if passes else None
 
-    def _begin(self, owner: Owner) -> Callable[..., None]:
-        def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            owner.call = None
-            if not self._looking():
-                return
+    def _begin_pass(self, own: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any], compiling: bool) -> None:
+        if own() is not module:
+            return
+        run, passes = None, self._passes()
+        if not any(passes) and not in_backward() and self.observer.is_due():
             given = arguments(module, args, kwargs)
+            run = Pass(given, has_cached_keys(given))
+            run.modes.enter_context(Eagerly(within_compiled=compiling))
+            run.modes.enter_context(Interception(lambda call: self._call(run, call), written_out=bool(self.owners)))
+            self.num_observing += 1
+            self.num_passes += 1
+        passes.append(run)
+
+    def _end_pass(self, own: Any, module: nn.Module, args: tuple, output: object) -> None:
+        if own() is not module or not (passes := self._passes()):
+            return
+        run = passes.pop()
+        if run is not None:
+            self.num_observing -= 1
+            run.modes.close()
+
+    def _begin(self, name: str) -> Callable[..., None]:
+        def begin(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             config = getattr(module, "config", None)
             is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
-            owner.call = Call(given, is_flash)
+            run.running[name] = inputs = Inputs(arguments(module, args, kwargs), is_flash)
             if isinstance(module, nn.MultiheadAttention):
-                _unpack(owner.call, module)
+                _unpack(inputs, module)
 
         return begin
 
-    def _capture(self, owner: Owner, attributes: Iterable[str]) -> Callable[..., None]:
-        def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else next(iter(kwargs.values()), None)
-            if owner.call is not None and isinstance(given, Tensor):
+    def _capture(self, name: str, attributes: Iterable[str]) -> Callable[..., None]:
+        def capture(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            given = first_argument(args, kwargs)
+            if name in run.running and isinstance(given, Tensor):
                 for attribute in attributes:
-                    setattr(owner.call, attribute, whole(given.detach()))
+                    setattr(run.running[name], attribute, whole(given.detach()))
 
         return capture
 
-    def _end(self, owner: Owner) -> Callable[..., None]:
-        def end(module: nn.Module, args: tuple, output: object) -> None:
-            call, owner.call = owner.call, None
-            if call is None or call.x_query is None or call.x_key is None:
+    def _end(self, name: str) -> Callable[..., None]:
+        def end(run: Pass, module: nn.Module, args: tuple, output: object) -> None:
+            inputs = run.running.pop(name, None)
+            site = self._site(run, name)
+            run.num_runs[name] += 1
+            if inputs is None or inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
                 return
-            site = owner.sites[owner.num_calls % len(owner.sites)]
-            owner.num_calls += 1
-            if site.block != "cross" and self.has_cached_keys:
+            if site.block != "cross" and run.has_cached_keys:
                 self.num_cached += 1
             else:
-                self.observe(site, call, self.whole)
+                self.observer.by_inputs(site, inputs, run)
 
         return end
+
+    def _site(self, run: Pass, name: str) -> Site:
+        sites = self.owners[name].sites
+        return sites[run.num_runs[name] % len(sites)]
+
+    def _call(self, run: Pass, call: AttentionCall) -> None:
+        """A kernel was called: whose layer is it, and was that not seen already?"""
+        name = next((self.owner_names[id(one)] for one in call.modules if id(one) in self.owner_names), None)
+        if name is None:
+            if not self.owners and call.logits is None:
+                self.observer.by_call(None, call, None, run)
+            return
+        inputs = run.running.get(name)
+        if call.logits is not None and (inputs is None or inputs.was_seen):
+            return  # some other softmax: a router's, a pooling's
+        if self.observer.by_call(self._site(run, name), call, inputs, run) and inputs is not None:
+            inputs.was_seen = True
 
 
 def owner_name(site: Site) -> str:
@@ -124,29 +197,21 @@ def owner_name(site: Site) -> str:
     if site.query_name.endswith(PACKED):
         return site.query_name[: -len(PACKED)].rstrip(".")
     query, key = (name.split(".")[:-1] for name in (site.query_name, site.key_name))
-    common = [one for one, other in zip(query, key, strict=False) if one == other]
+    common = []
+    for one, other in zip(query, key, strict=False):
+        if one != other:
+            break
+        common.append(one)
     return ".".join(common)
 
 
-def _hidden(hook: Callable[..., None]) -> Callable[..., None]:
-    """Compiled models step out of their graph for it."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
-def _unpack(call: Call, module: nn.MultiheadAttention) -> None:
-    """torch's own module: texts first, and masks that say what is admitted instead of what is not."""
-    x_query, x_key = call.given["query"].detach(), call.given["key"].detach()
+def _unpack(inputs: Inputs, module: nn.MultiheadAttention) -> None:
+    """torch's own module: texts first."""
+    if not all(isinstance(inputs.given.get(side), Tensor) for side in ("query", "key")):
+        return
+    x_query, x_key = inputs.given["query"].detach(), inputs.given["key"].detach()
     if x_query.dim() == 2:
         x_query, x_key = x_query[None], x_key[None]
     elif not module.batch_first:
         x_query, x_key = x_query.transpose(0, 1), x_key.transpose(0, 1)
-    call.x_query, call.x_key = x_query, x_key
-    mask, padding = call.given.get("attn_mask"), call.given.get("key_padding_mask")
-    if mask is not None:
-        shape = (-1, module.num_heads, *mask.shape[-2:]) if mask.dim() == 3 else (1, 1, *mask.shape)
-        call.given["mask"] = _admitted(mask).reshape(shape)
-    call.key_valid = None if padding is None else _admitted(padding).reshape(len(x_key), -1)
-
-
-def _admitted(mask: Tensor) -> Tensor:
-    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else ~mask
+    inputs.x_query, inputs.x_key = x_query, x_key

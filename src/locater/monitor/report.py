@@ -1,12 +1,13 @@
 """What a monitor found: per layer and head, with metrics to log, alarms, and what it left out."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..attention import NAMES
 from ..head import Block
+from ..models import spans
 from .tally import (
     CLUSTERS,
     COUNT,
@@ -24,6 +25,8 @@ from .tally import (
     Tally,
 )
 
+UNSEEN = "no forward pass was seen: a compiled model that had run before must be reset with torch.compiler.reset()"
+MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
 
 
@@ -44,9 +47,10 @@ class LayerReport:
     rows_not_finite: int  # left out of every mean: in the worst head, rows whose logits are NaN or infinite
     num_passes: int
     log_keys: float  # the mean over queries of log n: what thresholds are measured in
+    through: str = ""  # the kernel whose call was read, or "softmax", or "module inputs" where none was seen
 
     @classmethod
-    def of(cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally) -> "LayerReport":
+    def of(cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally, through: str = "") -> "LayerReport":
         counts = tally.counts.tolist()
         sums, found = tally.statistics[..., SUM], tally.statistics[..., COUNT]
         values = dict(zip(NAMES, (sums / found).tolist(), strict=True))
@@ -64,7 +68,7 @@ class LayerReport:
             {name: tuple(values[name]) for name in names},
             {name: tuple(errors[name]) for name in names if name in errors},
             ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]), int(lost),
-            int(counts[PASSES]), counts[LOG_KEYS] / rows,
+            int(counts[PASSES]), counts[LOG_KEYS] / rows, through,
         )  # fmt: skip
 
     def mean(self, name: str) -> float:
@@ -142,3 +146,24 @@ def _errors(tally: Tally, seen: float) -> list[list[float]]:
 def _known(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
+
+
+def make_notes(
+    layers: Sequence[LayerReport], refused: Iterable[str], num_cached: int, num_skipped: int
+) -> tuple[str, ...]:
+    """What a report must say besides its numbers, the most important first."""
+    notes = [] if layers or num_cached or num_skipped or refused else [UNSEEN]
+    notes += sorted(refused)
+    rebuilt = sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS})
+    if rebuilt:
+        notes.append(f"layers {spans(rebuilt)} called no attention kernel: reconstructed from their modules' inputs")
+    thinned = [layer for layer in layers if layer.share_of_queries < 1]
+    if thinned:
+        least = min(layer.share_of_queries for layer in thinned)
+        where = spans(sorted({layer.layer for layer in thinned}))
+        notes.append(f"to keep within the budget, {least:.1%} of the queries or more were looked at in layers {where}")
+    if num_skipped:
+        notes.append(f"the budget was spent: {num_skipped} calls of attention were not looked at")
+    if num_cached:
+        notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
+    return tuple(notes)

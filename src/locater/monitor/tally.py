@@ -1,8 +1,9 @@
 """Sums over everything observed of one layer: small, mergeable, one vector per layer for one reduction per report."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,8 @@ class Tally:
 
 def merge(tallies: Sequence[Tally], group: dist.ProcessGroup | None = None) -> list[Tally]:
     """The same tallies over all processes, by one collective call; alone, only brought to the CPU."""
+    if not tallies:
+        return []
     vectors = [tally.vector() for tally in tallies]
     whole = torch.cat(vectors)[None]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -87,3 +90,39 @@ def merge(tallies: Sequence[Tally], group: dist.ProcessGroup | None = None) -> l
 def _wide(device: torch.device | str) -> torch.dtype:
     """float64 where there is any."""
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
+LEAST_QUERIES = 16
+LEAST_SHARE = 1 / 64  # of a layer's budget; below, a pass is not looked at
+
+
+@dataclass
+class Budget:
+    """`total` logits for all layers together; each pass of a layer may spend half of what the layer has left.
+
+    A count and not a time, so that all processes thin alike and a run can be repeated.
+    """
+
+    total: float
+    num_layers: int
+    spent: Counter[Hashable] = field(default_factory=Counter)
+    skipped: Counter[Hashable] = field(default_factory=Counter)
+
+    def num_queries(self, layer: Hashable, *, num_queries: int, logits_per_query: float) -> int:
+        """How many queries of each text to look at; 0 to leave the pass alone."""
+        share = self.total / max(1, self.num_layers)
+        left = share - self.spent[layer]
+        if left < share * LEAST_SHARE:
+            self.skipped[layer] += 1
+            return 0
+        wanted = min(num_queries, max(LEAST_QUERIES, int(left / 2 / logits_per_query)))
+        self.spent[layer] += round(wanted * logits_per_query)
+        return wanted
+
+
+def keys_per_query(num_keys: int, *, lookback: int | None, lookahead: int | None) -> float:
+    """About how many keys a query sees: half of them if it looks back only, a window's at most."""
+    seen = num_keys / 2 if lookahead == 0 else num_keys
+    if lookback is not None:
+        seen = min(seen, lookback + 1 + (num_keys if lookahead is None else lookahead))
+    return max(1.0, seen)

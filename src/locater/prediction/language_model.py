@@ -1,8 +1,8 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ..attention.capture import Take, inputs_of
 from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
@@ -160,41 +161,12 @@ def self_attention(model: nn.Module) -> tuple[list[Layer], list[str]]:
     return found, left_out
 
 
-Take = Callable[[int, Tensor], None]
-
-
 @torch.no_grad()
 def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
-    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes.
-
-    A module that several layers share (ALBERT) is called once for each of them, in their order.
-    """
-    by_name = named_modules(model)
-    waiting: dict[str, list[int]] = {}
-    for number, layer in enumerate(layers):
-        waiting.setdefault(layer.query_name, []).append(number)
-
-    def hook(name: str) -> Callable[..., None]:
-        def receive(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-            if not waiting[name]:
-                remedy = "name its projections, a layer for every call"
-                raise refusal(f"one call of `{name}` for each of its layers", "more calls than layers", remedy)
-            take(waiting[name].pop(0), args[0] if args else next(iter(kwargs.values())))
-
-        return receive
-
-    with ExitStack() as stack:
-        for name in waiting:
-            if name not in by_name:
-                raise refusal(f"a module {name} to listen to", "none", "only models of modules can be run")
-            handle = by_name[name].register_forward_pre_hook(hook(name), with_kwargs=True)
-            stack.callback(handle.remove)
+    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
+    with inputs_of(named_modules(model), [layer.query_name for layer in layers], take):
         ids = ids.to(next(model.parameters()).device)
-        output = model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
-    missed = [name for name, left in waiting.items() if left]
-    if missed:
-        raise refusal("a forward pass that calls every attention layer", f"none of `{missed[0]}`")
-    return output
+        return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention import NEAR
+from ..attention.capture import inputs_of
 from ..errors import Refusal, refusal
 from ..models import live
 from ..scanning.scan import scan
@@ -22,7 +23,6 @@ from ..training.data.vocabulary import BytePairs
 from ..training.export import load
 from ..training.metrics import read_rows
 from ..training.model import LanguageModel
-from ..training.observe import inputs_of
 from ..training.run import CONFIG, MODEL, Outcome, Say, read_config, resume, start
 
 # Small enough that both models train in about a minute on two cores.
@@ -149,7 +149,7 @@ def _example(data: Data, texts: Int[Tensor, "batch tokens"]) -> int:
 def attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens tokens"]:
     """The weights that the model's one head really gives: its causal softmax, materialised, query by key."""
     (site,) = live.sites(model)
-    with inputs_of(model, [site.query_name]) as seen:
+    with inputs_of(dict(model.named_modules()), [site.query_name]) as seen:
         model.hidden(texts)
     (head,) = site.build().heads
     return head.attention(seen[0], seen[0])

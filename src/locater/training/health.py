@@ -9,9 +9,9 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from ..attention import queries_and_keys
+from ..attention.capture import inputs_of
 from ..errors import Refusal
 from ..models import live
-from .observe import inputs_of
 
 # e^±88 is where float32 overflows: beyond, a softmax holds nothing but its largest logit.
 EXPLODED = 88.0
@@ -34,7 +34,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
 
     hooks = [module.register_forward_hook(noting(name)) for name, module in model.named_modules() if name]
     try:
-        with inputs_of(model, [site.query_name for site in sites]) as seen:
+        with inputs_of(dict(model.named_modules()), [site.query_name for site in sites]) as seen:
             model(batch)
     finally:
         for hook in hooks:

@@ -3,8 +3,6 @@ on random walks, how often a gradient passes token t, against ρ_t.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..attention import mean_over_queries, observe, rank
+from ..attention.capture import inputs_of
 from ..models import live
 from ..scanning.scan import scan
 from ..theory import closed_form, exact
@@ -42,24 +41,6 @@ def spectra(model: nn.Module, *, length: int) -> list[dict[str, Any]]:
     return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
 
 
-@contextmanager
-def inputs_of(model: nn.Module, names: list[str]) -> Iterator[list[Tensor]]:
-    """What each named module is given, in that order, while the model runs inside."""
-    seen: dict[str, Tensor] = {}
-
-    def noting(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda module, args: seen.__setitem__(name, args[0].detach())
-
-    hooks = [model.get_submodule(name).register_forward_pre_hook(noting(name)) for name in names]
-    found: list[Tensor] = []
-    try:
-        yield found
-        found += [seen[name] for name in names]
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 @torch.no_grad()
 def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
     """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.
@@ -69,7 +50,7 @@ def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tupl
     sites = live.sites(model)
     was_training = model.training
     model.eval()
-    with inputs_of(model, [site.query_name for site in sites]) as seen:
+    with inputs_of(dict(model.named_modules()), [site.query_name for site in sites]) as seen:
         last = model.hidden(tokens)
     model.train(was_training)
     heads: list[dict] = []

@@ -1,4 +1,4 @@
-"""From the arguments of an attention module's call to what its heads may see: mask, padding, documents, positions."""
+"""Attention that goes through no kernel that can be seen: from what its module was given, to what its heads may see."""
 
 import inspect
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..attention import Mask, Rule
 from ..head import Block
+from ..models.live import ModuleTensors
+from ..projections import whole
 
 Positions = tuple[Tensor, Tensor]
 SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask", "attention_mask", "mask")
@@ -28,26 +30,42 @@ def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict
 
 
 @dataclass
-class Call:
-    """One call of an attention module: the inputs of its query and key projections as they come by."""
+class Inputs:
+    """One run of an attention module: the inputs of its query and key projections as they come by."""
 
     given: dict[str, Any]
     is_flash: bool = False
     x_query: Tensor | None = None
     x_key: Tensor | None = None
     key_valid: Tensor | None = None
+    was_seen: bool = False  # by its kernel's call, so that nothing is left to reconstruct
 
 
-def has_cached_keys(whole: Mapping[str, Any]) -> bool:
+class WholeTensors(ModuleTensors):
+    """A live model's tensors for looking at: never part of the graph, and gathered where they are sharded.
+
+    FSDP gathers a block's own before it runs; tensor parallelism does not. Gathering is a collective call: all
+    processes come by here alike, since all run the same layers.
+    """
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(super().read(name).shape)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        tensor = whole(super().read(name).detach())
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def has_cached_keys(run: Mapping[str, Any]) -> bool:
     """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the model's call."""
-    cache: Any = next((whole[name] for name in CACHES if whole.get(name) is not None), None)
+    cache: Any = next((run[name] for name in CACHES if run.get(name) is not None), None)
     return int(cache.get_seq_length()) > 0 if hasattr(cache, "get_seq_length") else cache is not None
 
 
 def read_mask(
-    call: Call, whole: Mapping[str, Any], block: Block, heads: tuple[int, ...], *, is_causal: bool
+    call: Inputs, run: Mapping[str, Any], block: Block, heads: tuple[int, ...], *, is_causal: bool
 ) -> tuple[Mask, Positions | None]:
-    """Everything but causality and window, which the heads know. `whole` are the arguments of the model's own call.
+    """Everything but causality and window, which the heads know. `run` are the arguments of the model's own call.
 
     What the attention module itself was given is what its kernel obeys; the model's padding says besides which
     queries are only padding.
@@ -58,11 +76,11 @@ def read_mask(
     dense, key_valid = _dense(given, num_queries, num_keys)
     dense = ~dense if dense is not None and is_causal and _says_what_is_forbidden(dense) else dense
     dense = dense if dense is None or dense.shape[1] == 1 else dense[:, list(heads)]
-    query_padding, key_padding = _padding(whole, block)
-    query_valid = _fitting(query_padding, batch, num_queries)
-    padded = _fitting(key_padding, batch, num_keys)
+    query_padding, key_padding = padding(run, block)
+    query_valid = fitting(query_padding, batch, num_queries)
+    padded = fitting(key_padding, batch, num_keys)
     key_valid = _both(_both(key_valid, padded), call.key_valid)
-    positions = _positions(call, whole, block)
+    positions = _positions(call, run, block)
     # Packed documents: the model's mask already parts them, flash kernels do by positions; the others then do not.
     parted = dense is not None or hasattr(given, "mask_mod") or call.is_flash
     segments = _documents(positions) if parted and query_padding is None and key_valid is None else None
@@ -108,29 +126,29 @@ def _says_what_is_forbidden(dense: Tensor) -> bool:
     return bool(dense[..., 0, -1].all() & ~dense.diagonal(dim1=-2, dim2=-1).all()) and dense.shape[-1] > 1
 
 
-def _padding(whole: Mapping[str, Any], block: Block) -> tuple[object, object]:
+def padding(run: Mapping[str, Any], block: Block) -> tuple[object, object]:
     """The model's masks of the queries' and of the keys' tokens."""
-    two_sided = any(name.startswith("decoder_") for name in whole)
-    own, encoder = whole.get("attention_mask"), whole.get("encoder_attention_mask")
+    two_sided = any(name.startswith("decoder_") for name in run)
+    own, encoder = run.get("attention_mask"), run.get("encoder_attention_mask")
     if block == "vision":
         return None, None
     if block == "encoder":
         return own, own
     if block == "decoder":
-        decoder = whole.get("decoder_attention_mask") if two_sided else own
+        decoder = run.get("decoder_attention_mask") if two_sided else own
         return decoder, decoder
-    return (whole.get("decoder_attention_mask"), own) if two_sided else (own, encoder)
+    return (run.get("decoder_attention_mask"), own) if two_sided else (own, encoder)
 
 
-def _fitting(padding: object, batch: int, num_tokens: int) -> Tensor | None:
+def fitting(padding: object, batch: int, num_tokens: int) -> Tensor | None:
     if not isinstance(padding, Tensor) or tuple(padding.shape) != (batch, num_tokens):
         return None
     return padding.bool()
 
 
-def _positions(call: Call, whole: Mapping[str, Any], block: Block) -> Tensor | None:
+def _positions(call: Inputs, run: Mapping[str, Any], block: Block) -> Tensor | None:
     """Position ids that were given; the models count from 0 where none are."""
-    given = call.given.get("position_ids", whole.get("position_ids"))
+    given = call.given.get("position_ids", run.get("position_ids"))
     if block == "cross" or not isinstance(given, Tensor):
         return None
     given = given[0] if given.dim() == 3 else given  # one row each for time, height and width: alike for text

@@ -1,0 +1,108 @@
+"""Where attention is in a model that nobody described: by the calls that its modules make."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..attention.calls import AttentionCall
+from ..errors import refusal
+from ..head import Block
+from ..models.live import Site
+from ..models.live.tensors import WRAPPERS
+from .hooks import Pass
+
+
+def entry_of(model: nn.Module) -> nn.Module:
+    """Whose calls are a model's passes: what `torch.compile` gave, whose hooks run outside of it; else the innermost.
+
+    Data-parallel and sharding wrappers call the model inside, which may be called by itself as well.
+    """
+    if "_orig_mod" in model._modules:
+        return model
+    inside = next((model._modules[name] for name in ("module", *WRAPPERS[1:]) if _wraps(model, name)), None)
+    return model if inside is None else entry_of(inside)
+
+
+def _wraps(model: nn.Module, name: str) -> bool:
+    wrapper = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return name in model._modules and (wrapper or name != "module")
+
+
+def discovered(call: AttentionCall, run: Pass, modules: dict[str, nn.Module], known: Sequence[Site]) -> Site | None:
+    """The site of a call: its innermost module's, or a further one if that calls more than once in a pass."""
+    names = {id(module): name for name, module in modules.items()}
+    name = next((names[id(module)] for module in call.modules if id(module) in names), None)
+    if name is None:
+        return None
+    number = run.num_calls[name]
+    run.num_calls[name] += 1
+    name = name if number == 0 else f"{name}#{number}"
+    site = next((site for site in known if site.query_name == name), None)
+    if site is not None:
+        return site
+    block = _block(call)
+    count = sum(site.block == block for site in known)
+    return Site(block, count, call.query.shape[-3], name, name, build=_unreadable(name))
+
+
+def _block(call: AttentionCall) -> Block:
+    """Causal calls are a decoder's; keys of another number than queries come from elsewhere."""
+    if call.is_causal:
+        return "decoder"
+    num_queries, num_keys = call.query.shape[-2], call.key.shape[-2]
+    if call.attn_mask is not None and num_queries > 1 and not _sees_ahead(call.attn_mask):
+        return "decoder"
+    return "encoder" if num_queries == num_keys else "cross"
+
+
+def _sees_ahead(mask: Tensor) -> bool:
+    admitted = mask if mask.dtype == torch.bool else mask > -9_999
+    return bool(admitted[..., 0, -1].any()) if admitted.shape[-2] > 1 else True
+
+
+def _unreadable(name: str) -> Any:
+    def build() -> Any:
+        raise refusal("heads that a table names", f"those of `{name}`, of which only the calls are known")
+
+    return build
+
+
+def silent(modules: dict[str, nn.Module], calling: set[str]) -> Iterator[str]:
+    """Modules that are called attention and called no kernel, in a model of which nothing else is known."""
+    names = {name.split("#")[0] for name in calling}
+    for name, module in modules.items():
+        kind = type(module).__name__.lower()
+        if "attention" not in kind and "attn" not in kind:
+            continue
+        if not any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names):
+            yield f"`{name}` ({type(module).__name__}) looks like attention and called no kernel: it was not looked at"
+
+
+def whole_call(call: AttentionCall, site: Site, modules: dict[str, nn.Module]) -> AttentionCall:
+    """All heads of a call: under tensor parallelism each process has its own, and they are gathered in order."""
+    if call.logits is not None or call.query.dim() != 4 or call.query.shape[1] == site.num_heads:
+        return call
+    group = _shards(modules.get(site.query_name))
+    if group is None or call.query.shape[1] * dist.get_world_size(group) != site.num_heads:
+        return call
+    query, key = (_gathered(part, group) for part in (call.query, call.key))
+    return call.changed(query=query, key=key)
+
+
+def _shards(projection: nn.Module | None) -> dist.ProcessGroup | None:
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, DTensor):
+        return None
+    return next(
+        (weight.device_mesh.get_group(number) for number, one in enumerate(weight.placements) if one == Shard(0)), None
+    )
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    return torch.cat(parts, 1)
