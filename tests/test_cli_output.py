@@ -75,3 +75,23 @@ def test_the_doctor_knows_every_extra():
     from locater.cli.doctor import EXTRAS
 
     assert set(metadata("locater").get_all("Provides-Extra") or ()) - {"all", "dev", "docs"} == set(EXTRAS)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_the_trainers_help_can_be_read_at_80_columns(flag):
+    result = locater("train", flag)
+    assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
+    assert "…  " not in result.out and "[paper 1, small 4, gpt2 12]" in " ".join(result.out.split())
+    assert ("--rotary-base" in result.out) is (flag == "--help-all")
+
+
+def test_common_options_are_options():
+    import dataclasses
+    import inspect
+
+    from locater.cli.grouped_help import COMMON
+    from locater.cli.train import train
+    from locater.training.config import GROUPS
+
+    known = set(inspect.signature(train).parameters) | {f.name for g in GROUPS.values() for f in dataclasses.fields(g)}
+    assert known >= COMMON, COMMON - known

@@ -11,6 +11,7 @@ from .compare import compare
 from .demo import demo
 from .doctor import doctor
 from .families import families
+from .grouped_help import GroupedHelp
 from .output import speak_plainly
 from .predict import predict
 from .report import report
@@ -40,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb, function in VERBS.items():
-    app.command(verb)(function)
+    app.command(verb, cls=GroupedHelp if function is train else None)(function)
 
 
 def _print_version(wanted: bool) -> None:

@@ -16,6 +16,7 @@ from ..errors import BadArguments
 from ..training.config import GROUPS, PRESETS, Config, make_config
 from ..training.data.options import WALK
 from ..training.shape import Shape
+from .grouped_help import ALL
 from .output import FittedTable, JsonPath, aside, console_for, table
 
 if TYPE_CHECKING:
@@ -29,17 +30,30 @@ PANELS = {
     "loop": "Loop",
 }
 
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 # What a resumed run may change: where it ends.
 LENGTH = {"steps", "epochs", "patience"}
+STOP_AFTER = "Stop at this step, to resume later."
 RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end."
+
+
+def _print_help(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(ctx.get_help())
+        raise typer.Exit()
 
 
 def train(
     preset: Annotated[str, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}.")] = "paper",
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
-    stop_after: Annotated[int | None, typer.Option(min=1, help="Stop at this step, to resume later.")] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")
+    ] = None,
     json: JsonPath = None,
+    help_all: Annotated[
+        bool, typer.Option(ALL, is_eager=True, callback=_print_help, help="Every option, and exit.")
+    ] = False,
     **overrides: Any,
 ) -> None:
     """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
@@ -148,7 +162,7 @@ def _annotation(one: Any, panel: str) -> Any:
         return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
     choices = getattr(one.type, "__args__", None)
     kind = str if choices else one.type
-    metavar = "|".join(choices) if choices else None
+    metavar = "|".join(choices) if choices else METAVARS[kind]
     check = _among(choices) if choices else None
     options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
     return Annotated[kind | None, typer.Option(flag, **options)]

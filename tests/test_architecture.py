@@ -1,0 +1,72 @@
+"""docs/architecture.md is a map: what it names is there, what is there it names, and no walk is long."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "locater"
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = sorted({path.parent.relative_to(PACKAGE).as_posix() for path in FILES} - {"."})
+MOST_STATIONS = 15
+
+
+def section(heading: str) -> str:
+    return TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def walks() -> dict[str, list[str]]:
+    """Each walk's stations, by its heading."""
+    parts = re.split(r"^### (.*)$", section("Four walks"), flags=re.MULTILINE)[1:]
+    return {
+        name: re.findall(r"^\d+\. `([\w/.]+)`", body, flags=re.MULTILINE)
+        for name, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_every_room_is_on_the_map():
+    named = set(re.findall(r"^\s*`?([\w/]+)/`?\s", section("The map"), flags=re.MULTILINE))
+    assert set(ROOMS) <= named, f"not on the map: {set(ROOMS) - named}"
+    assert named <= set(ROOMS), f"not in the tree: {named - set(ROOMS)}"
+
+
+def test_every_file_that_is_named_exists():
+    for name in re.findall(r"`([\w/]+\.py)`", TEXT):
+        assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
+
+
+def test_there_are_four_walks_and_none_is_long():
+    assert len(walks()) == 4
+    for name, stations in walks().items():
+        assert 4 <= len(stations) <= MOST_STATIONS, name
+
+
+@pytest.mark.parametrize("name", list(walks()))
+def test_a_walk_follows_the_imports(name):
+    """Every station but the first is imported, directly or through its package, by one before it."""
+    stations = walks()[name]
+    for number, station in enumerate(stations[1:], start=1):
+        assert any(imports(earlier, station) for earlier in stations[:number]), f"{name}: nobody calls {station}"
+
+
+def imports(importer: str, imported: str) -> bool:
+    wanted = {imported.removesuffix(".py").removesuffix("/__init__").replace("/", ".")}
+    wanted |= {".".join(next(iter(wanted)).split(".")[:-1])}
+    package = list(Path(importer).parent.parts)
+    for node in ast.walk(ast.parse((PACKAGE / importer).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            names = {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
+            if names & wanted:
+                return True
+    return False
+
+
+def test_the_nouns_are_classes_of_the_package():
+    nouns = re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)`", section("Ten nouns"), flags=re.MULTILINE)
+    assert len(nouns) == 10
+    for noun, home in nouns:
+        assert re.search(rf"^class {noun}\b", (PACKAGE / home).read_text(encoding="utf-8"), flags=re.MULTILINE), noun
