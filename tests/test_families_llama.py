@@ -169,5 +169,5 @@ def test_eight_bit_weights_without_scales_are_refused(tmp_path):
     save_file(
         {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(Refusal, match="a scale beside the eight-bit"):
+    with pytest.raises(Refusal, match="16 bits with the tool that quantised it"):
         heads_of(tmp_path)

@@ -13,6 +13,7 @@ from .distributed import Distributed
 from .document import read_config
 from .gguf.file import open_gguf
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
+from .quantised import dequantised
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
 from .torch.file import open_torch
@@ -47,7 +48,7 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
             if folder.find(ADAPTER_CONFIG) is None:
                 raise
             return _open_adapter_alone(folder, allow_pickle=allow_pickle)
-        return _open_files(folder, files, allow_pickle=allow_pickle)
+        return dequantised(_open_files(folder, files, allow_pickle=allow_pickle))
 
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
@@ -56,7 +57,7 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
         raise refusal(f"the name of the base in {ADAPTER_CONFIG}", f"{name!r:.80}", "name base and adapter both")
     base_folder, file = locate(name)
     base = _open_files(base_folder, [file] if file else choose(base_folder), allow_pickle=allow_pickle)
-    return open_adapter(base, folder, allow_pickle=allow_pickle)
+    return open_adapter(dequantised(base), folder, allow_pickle=allow_pickle)
 
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:

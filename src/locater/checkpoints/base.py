@@ -33,6 +33,7 @@ class Checkpoint(ABC):
     """
 
     format: str
+    metadata: Mapping[str, str] = {}  # what the header of a safetensors file says beside its tensors
 
     def __init__(self, entries: Mapping[str, Entry], *, config: dict[str, Any], place: str) -> None:
         self.entries = entries

@@ -54,7 +54,8 @@ class SafetensorsFile(Checkpoint):
 
     def __init__(self, source: ByteSource, *, config: dict[str, Any]) -> None:
         self.source = source
-        self.stored = {item.name: item for item in read_header(source)}
+        items, self.metadata = read_header(source)
+        self.stored = {item.name: item for item in items}
         super().__init__({name: item.entry for name, item in self.stored.items()}, config=config, place=source.name)
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
@@ -66,7 +67,7 @@ class SafetensorsFile(Checkpoint):
         self.source.close()
 
 
-def read_header(source: ByteSource) -> list[Stored]:
+def read_header(source: ByteSource) -> tuple[list[Stored], dict[str, str]]:
     """The tensors of a file, checked to fill it exactly: no overlap, no gap, nothing outside. Costs the header."""
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > min(MAX_BYTES, source.size - 8):
@@ -76,10 +77,11 @@ def read_header(source: ByteSource) -> list[Stored]:
             "it is truncated, damaged or not a safetensors file; fetch it again",
         )
     header = parse_object(source.read(8, length), name=f"the header of {source.name}")
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", None)
+    notes = notes if isinstance(notes, dict) else {}
     items = [_parse_item(name, value, base=8 + length) for name, value in header.items()]
     _check_cover(source, items, base=8 + length)
-    return items
+    return items, {key: value for key, value in notes.items() if isinstance(value, str)}
 
 
 def _parse_item(name: str, value: object, *, base: int) -> Stored:

@@ -21,6 +21,8 @@ class Sharded(Checkpoint):
     def __init__(self, shards: Mapping[str, Checkpoint], *, config: dict[str, Any], place: str) -> None:
         self.shards = shards
         self.format = next(iter(shards.values())).format
+        distinct = {id(shard): shard for shard in shards.values()}.values()
+        self.metadata = {key: value for shard in distinct for key, value in shard.metadata.items()}
         entries: dict[str, Entry] = {name: shard.entries[name] for name, shard in shards.items()}
         super().__init__(entries, config=config, place=place)
 

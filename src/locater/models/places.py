@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import refusal
-from .scaled import SUFFIXES, unscale
 from .schema import Attention, Config, Layout, count, resolve
 
 
@@ -133,26 +132,26 @@ class Places:
         return next((name for name in names if name in self.tensors.names), None)
 
     def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """A weight as (out, in), in the type it is stored in, or in float32 if its scale is stored beside it."""
+        """A weight as (out, in), in the type it is stored in."""
         name = self.stored(module)
         if name is None:
             raise refusal(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
         if self.row.transposed and len(self.tensors.shape(name)) == 2:
-            weight = self._wide(name, None).T
+            weight = self._numbers(name, None).T
             return weight if rows is None else weight[rows[0] : rows[1]]
-        return self._wide(name, rows)
+        return self._numbers(name, rows)
 
-    def _wide(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        weight = self.tensors.read(name, rows)
-        if not weight.is_floating_point() or weight.element_size() > 1:
-            return weight
-        scale = next((name + end for end in SUFFIXES if name + end in self.tensors.names), None)
-        scale = None if scale is None else self.tensors.read(scale)
-        return unscale(weight, scale, self.config, name=name, rows=rows)
+    def _numbers(self, name: str, rows: tuple[int, int] | None) -> Tensor:
+        """A tensor that holds numbers as they are: codes of a quantiser say nothing without its scales."""
+        tensor = self.tensors.read(name, rows)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            remedy = "convert the checkpoint to 16 bits with the tool that quantised it"
+            raise refusal(f"floating-point numbers of at least 16 bits in `{name}`", tensor.dtype, remedy)
+        return tensor
 
     def bias(self, module: str, rows: tuple[int, int] | None = None) -> Tensor | None:
         name = self.stored(module, "bias")
-        return None if name is None else self.tensors.read(name, rows)
+        return None if name is None else self._numbers(name, rows)
 
 
 def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:

@@ -1,0 +1,131 @@
+"""Quantised checkpoints, read as if they were not: each weight under its plain name, computed when it is asked for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import refusal
+from ..base import Checkpoint, Entry, Rows
+from . import awq, bitsandbytes, compressed, floating, gptq, hqq, mlx, quanto, torchao
+from .weight import REMEDY, Find, Weight, unknown, word
+
+
+def _modelopt(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+    algorithm = word(settings, "quant_algo")
+    if algorithm not in ("fp8", "nvfp4", "mxfp8"):
+        raise unknown(f"modelopt {algorithm or 'without quant_algo'}")
+    yield from (floating.find_four_bits if algorithm == "nvfp4" else floating.find_eight_bits)(store, settings)
+
+
+def _nothing(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+    return iter(())
+
+
+# By `quant_method` of the config.
+METHODS: dict[str, Find] = {
+    "fp8": floating.find_eight_bits,
+    "fbgemm_fp8": floating.find_eight_bits,
+    "mxfp8": floating.find_eight_bits,
+    "modelopt": _modelopt,
+    "compressed-tensors": compressed.find,
+    "gptq": gptq.find,
+    "awq": awq.find,
+    "bitsandbytes": bitsandbytes.find,
+    "quanto": quanto.find,
+    "torchao": torchao.find,
+    "hqq": hqq.find,
+    "mlx": mlx.find,
+    "mxfp4": _nothing,  # of the experts only
+}
+# What says of itself all that is needed.
+SELF_DESCRIBING = (floating.find_eight_bits, bitsandbytes.find, torchao.find, hqq.find)
+# How the tensors of packed weights end, by which they are known where the config is silent.
+PACKED = (".qweight", ".weight_packed", ".weight._data", ".weight._data._data")
+# How activations were quantised: they do not change a weight.
+ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point")
+ACTIVATIONS += ("k_scale", "v_scale", "q_scale", "input_scale_ub")
+
+
+class Dequantised(Checkpoint):
+    """A checkpoint with its weights computed; a read costs the stored parts of what is asked for, where rows allow."""
+
+    def __init__(self, store: Checkpoint, weights: dict[str, Weight]) -> None:
+        self.store, self.weights, self.format = store, weights, store.format
+        super().__init__(_Entries(store, weights), config=store.config, place=store.place)
+
+    def fetch(self, name: str, rows: Rows | None) -> Tensor:
+        weight = self.weights.get(name)
+        return self.store.read(name, rows) if weight is None else weight.read(rows)
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class _Entries(Mapping[str, Entry]):
+    """Names at once, shapes when asked for: some methods keep them in small tensors."""
+
+    def __init__(self, store: Checkpoint, weights: dict[str, Weight]) -> None:
+        self.store, self.weights = store, weights
+        taken = {name for weight in weights.values() for name in weight.parts.values()}
+        modules = {name.rpartition(".")[0] for name in weights}
+        about = (name for name in store.names if name.rpartition(".")[2] in ACTIVATIONS)
+        taken |= {name for name in about if _module_of(name) in modules}
+        plain = (name for name in store.names if name not in taken)
+        self.order = dict.fromkeys([*plain, *weights])
+
+    def __getitem__(self, name: str) -> Entry:
+        if name in self.weights:
+            return Entry(self.weights[name].shape, torch.float32)
+        if name not in self.order:
+            raise KeyError(name)
+        return self.store.entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.order
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def dequantised(store: Checkpoint) -> Checkpoint:
+    """The checkpoint itself if nothing in it is quantised. Fails on a method that is not read here, naming it."""
+    settings = _settings(store.config)
+    method = word(settings, "quant_method")
+    if method and method not in METHODS:
+        raise unknown(method)
+    finders = (METHODS[method],) if method else SELF_DESCRIBING
+    weights = {weight.name: weight for find in finders for weight in find(store, settings)}
+    left = next((name for name in store.names if name.endswith(PACKED) and _plain_name(name) not in weights), None)
+    if left is not None:
+        said = f"quant_method `{method}`" if method else "no quant_method"
+        raise refusal(f"a config that says how `{left[:120]}` is packed", said, f"fetch config.json too, or {REMEDY}")
+    return Dequantised(store, weights) if weights else store
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config says of quantisation; MLX gives bits and groups and no name."""
+    inner = config.get("text_config")
+    places = [part.get(key) for part in (config, inner) if isinstance(part, Mapping) for key in KEYS]
+    settings = next((dict(place) for place in places if isinstance(place, Mapping)), {})
+    if settings and "quant_method" not in settings:
+        if "bits" in settings and "group_size" in settings:
+            settings["quant_method"] = "mlx"
+        elif "quant_algo" in settings:
+            settings["quant_method"] = "modelopt"
+    return settings | {"hidden_size": config.get("hidden_size")} if settings else {}
+
+
+KEYS = ("quantization_config", "compression_config", "quantization")
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _plain_name(name: str) -> str:
+    return next(name.removesuffix(end) for end in PACKED[::-1] if name.endswith(end)) + ".weight"

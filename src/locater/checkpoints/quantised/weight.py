@@ -1,0 +1,130 @@
+"""One quantised weight: the stored tensors that make it up, and the numbers they stand for.
+
+A method is a subclass of `Weight` and a function that finds such weights by the names of their tensors.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from ...errors import Refusal, refusal
+from ..base import Checkpoint, Rows
+
+REMEDY = "convert the checkpoint to 16 bits with the tool that quantised it"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weight(ABC):
+    """A weight (out, in) and its stored parts by role; `settings` is what the config says of the method."""
+
+    store: Checkpoint
+    name: str
+    parts: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape:
+        """Of the weight as the model uses it; may cost a small tensor that holds it."""
+
+    @abstractmethod
+    def read(self, rows: Rows | None) -> Tensor:
+        """The weight in float32, or its rows."""
+
+    def part(self, role: str, rows: Rows | None = None) -> Tensor:
+        return self.store.read(self._stored(role), rows)
+
+    def part_shape(self, role: str) -> Shape:
+        return self.store.shape(self._stored(role))
+
+    def part_dtype(self, role: str) -> torch.dtype:
+        return self.store.entry(self._stored(role)).dtype
+
+    def check(self, condition: bool, expected: str, got: object) -> None:
+        if not condition:
+            raise refusal(f"{expected} for the quantised `{self.name[:120]}`", got, REMEDY)
+
+    def check_shape(self, role: str, *shapes: Shape) -> None:
+        stored = self.part_shape(role)
+        self.check(
+            stored in shapes, f"`{role}` of shape {' or '.join(str(list(shape)) for shape in shapes)}", [*stored]
+        )
+
+    def _stored(self, role: str) -> str:
+        if role not in self.parts:
+            raise refusal(f"a tensor `{role}` beside the quantised `{self.name[:120]}`", "none", REMEDY)
+        return self.parts[role]
+
+
+# From the stored names to the weights of a method.
+Find = Callable[[Checkpoint, Mapping[str, Any]], Iterator[Weight]]
+
+
+def modules_with(store: Checkpoint, ending: str) -> Iterator[str]:
+    """The modules that have a tensor with this name."""
+    return (name.removesuffix(f".{ending}") for name in store.names if name.endswith(f".{ending}"))
+
+
+def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[str, str]:
+    """Those of a module's tensors that belong to its quantised weight, by role."""
+    names = ((ending, f"{module}.{ending}") for ending in endings)
+    return {ending: name for ending, name in names if name in store.entries}
+
+
+def number(settings: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """A whole number that the config must hold."""
+    value = settings.get(key, default)
+    if type(value) is not int or not least <= value < 2**31:
+        raise refusal(f"a whole number as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
+    return value
+
+
+def word(settings: Mapping[str, Any], key: str, default: str = "") -> str:
+    value = settings.get(key, default)
+    return value.lower() if isinstance(value, str) else default
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """Codes of `bits` bits in the order of their bits, the lowest first, along the last dimension; codes may straddle.
+
+    (…, n) words of any whole type become (…, n·size·8 // bits) codes.
+    """
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    if 8 % bits == 0:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return ((octets[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    spread = numpy.unpackbits(octets.numpy(), axis=-1, bitorder="little")
+    whole = spread[..., : spread.shape[-1] // bits * bits].reshape(*spread.shape[:-1], -1, bits)
+    return torch.from_numpy(numpy.packbits(whole, axis=-1, bitorder="little")[..., 0])
+
+
+def spread_over(scale: Tensor, shape: Shape, block: Shape, rows: Rows | None) -> Tensor:
+    """One scale per block of h×w, as one per number of the rows asked for: s[i // h, j // w]."""
+    start, stop = rows or (0, shape[0])
+    down, across = torch.arange(start, stop) // block[0], torch.arange(shape[1]) // block[1]
+    return scale[down][:, across]
+
+
+def grid(shape: Shape, block: Shape) -> Shape:
+    """How many blocks there are each way; the last ones may be cut off."""
+    return tuple(math.ceil(size / step) for size, step in zip(shape, block, strict=True))
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """E8M0: a byte s stands for 2^(s − 127), and 255 for NaN; anything else is a number already."""
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    return torch.where(scale == 255, torch.nan, torch.exp2(scale.float() - 127))
+
+
+def unknown(method: str) -> Refusal:
+    return refusal("weights quantised by a method that is read here", f"`{method[:60]}`", REMEDY)
