@@ -20,7 +20,7 @@ from ..models.live.tensors import named_modules, unwrap
 from .alarms import Thresholds, find_alarms
 from .hooks import Hooks, Pass
 from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
-from .places import discovered, entry_of, silent, whole_call
+from .places import discovered, entry_of, named_site, silent, whole_call
 from .report import MODULE_INPUTS, LayerReport, Report, make_notes
 from .sinks import Sink
 from .tally import Budget, Tally, keys_per_query, merge
@@ -109,6 +109,7 @@ class AttentionMonitor:
 
         Fails where passes ran and nothing of their attention could be seen.
         """
+        self._agree()
         merged = dict(zip(self.tallies, merge(list(self.tallies.values()), self.group), strict=True))
         training, evaluation = self._layers(merged, True), self._layers(merged, False)
         self._check_seen((*training, *evaluation))
@@ -259,11 +260,24 @@ class AttentionMonitor:
         if site is not None:
             self.calling.add(site.query_name)
             if site not in self.sites:
-                self.sites.append(site)
-                for training in (True, False):
-                    self._tally(len(self.sites) - 1, training)
-                self.spending.num_layers = len(self.sites)
+                self._append(site)
         return site if site is not None and self._is_wanted(site) else None
+
+    def _agree(self) -> None:
+        """Layers that were found by their calls are the same on all processes, also on one that made none yet."""
+        if self.unknown is None or not _has_others(self.group):
+            return
+        lists: list[Any] = [None] * dist.get_world_size(self.group)
+        own = [(site.block, site.number, site.num_heads, site.query_name) for site in self.sites]
+        dist.all_gather_object(lists, own, group=self.group)
+        for block, number, num_heads, name in max(lists, key=len)[len(own) :]:
+            self._append(named_site(block, number, num_heads, name))
+
+    def _append(self, site: Site) -> None:
+        self.sites.append(site)
+        for training in (True, False):
+            self._tally(len(self.sites) - 1, training)
+        self.spending.num_layers = len(self.sites)
 
     def _sample(self, site: Site, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
         """Which queries to look at, None for all; False if the budget is spent."""
@@ -282,6 +296,10 @@ class AttentionMonitor:
                 valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
                 measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
         self.tallies[index, self.model.training].add(found, num_there=num_there, rank=measured)
+
+
+def _has_others(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _fits(logits: Tensor, inputs: Inputs | None) -> bool:

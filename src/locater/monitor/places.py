@@ -46,7 +46,11 @@ def discovered(call: AttentionCall, run: Pass, modules: dict[str, nn.Module], kn
         return site
     block = _block(call)
     count = sum(site.block == block for site in known)
-    return Site(block, count, call.query.shape[-3], name, name, build=_unreadable(name))
+    return named_site(block, count, call.query.shape[-3], name)
+
+
+def named_site(block: Block, number: int, num_heads: int, name: str) -> Site:
+    return Site(block, number, num_heads, name, name, build=_unreadable(name))
 
 
 def _block(call: AttentionCall) -> Block:
