@@ -2,17 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from command import locater
 from family_cases.base import Case
-from locater import checkpoints
+from locater import attention, checkpoints
 from locater.errors import Refusal
 from locater.models import Config, open_model
 from locater.models.proof import cache, prove, twin
 from locater.models.proof.survey import model_types
+from locater.prediction.numbers import Gatherer
 from locater.scanning.scan import scan
 from test_families import own_attention
 
@@ -66,10 +68,60 @@ def test_types_of_this_year_are_proven(model_type):
     assert 0 <= proof.error <= 1e-5
 
 
+def gpt_oss(tmp_path):
+    """A model with sinks of its own, its heads from the file, the input of each layer and its own attention."""
+    window = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    settings = SIZES | window | dict(head_dim=16, num_local_experts=4)
+    ids = {"input_ids": torch.randint(3, 90, (2, 72), generator=torch.Generator().manual_seed(3))}
+    case = Case("gpt_oss", "GptOssConfig", "GptOssForCausalLM", settings, inputs=lambda config: ids)
+    model = case.build()
+    case.save(model, tmp_path)
+    output, seen, _ = own_attention(model, case)
+    with checkpoints.open(tmp_path) as checkpoint:
+        opened = open_model(Config(checkpoint.config), checkpoint)
+        layers = list(opened.layers())
+    assert opened.coverage.startswith("COMPLETE, by the row ")
+    return [(layer, seen[layer.query_name][0], own) for layer, own in zip(layers, output.attentions, strict=True)]
+
+
+def test_a_learned_sink_takes_its_share_as_in_the_model(tmp_path):
+    for layer, x, theirs in gpt_oss(tmp_path):
+        for head in layer.heads:
+            own = head.attention(x, x)
+            torch.testing.assert_close(own, theirs[:, head.index], atol=1e-5, rtol=0)
+            assert own.sum(-1).min() < 0.9
+            assert not torch.allclose(replace(head, sink=None).attention(x, x), own, atol=1e-3)
+
+
+def test_statistics_and_prediction_count_the_sink_as_one_more_key(tmp_path):
+    """Against the model's own weights: what is missing to 1 is the sink's, and takes part in the entropy."""
+    layer, x, theirs = gpt_oss(tmp_path)[1]
+    whole = torch.cat([theirs, (1 - theirs.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    entropy = torch.special.entr(whole).sum(-1)
+    streamed = attention.observe(layer.heads, x, x)
+    torch.testing.assert_close(streamed.entropy, entropy, atol=1e-4, rtol=0)
+    torch.testing.assert_close(streamed.sink_mass, theirs[..., 0], atol=1e-5, rtol=0)
+    for head in layer.heads:
+        gatherer = Gatherer(head, x.shape[1])
+        gatherer.add(gatherer.logits(head, x))
+        queries = gatherer.queries
+        normalised = entropy[:, head.index, queries] / (queries + 2).log()
+        assert gatherer.numbers().normalised_entropy == pytest.approx(float(normalised.mean()), abs=1e-5)
+        assert gatherer.numbers().sink_mass == pytest.approx(float(theirs[:, head.index, queries, 0].mean()), abs=1e-5)
+
+
 def test_what_logits_do_not_show_is_named():
     assert any("lambda_q1" in note for note in prove("diffllama").notes)
     assert any("output" in note for note in prove("qwen3_5_text").notes)
-    assert any("vision_tower" in note for note in prove("llava").notes)
+    assert any(
+        "`model.visual.blocks.{layer}.attn`, which the proof did not reach" in note for note in prove("glm4v").notes
+    )
+
+
+def test_a_tower_that_text_does_not_reach_is_proven_by_itself():
+    proof = prove("llava")
+    assert {row["family"] for row in proof.rows} == {"llama", "clip"}
+    assert not proof.notes
 
 
 def test_a_model_that_does_something_else_is_refused_with_the_place(monkeypatch, tmp_path):

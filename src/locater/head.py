@@ -26,6 +26,7 @@ class Head:
 
     x is the attention module's input, after its norm; `folded()` is the same head on the input before gain and bias.
     `lookback` and `lookahead` bound the admissible distance: causal is `lookahead=0`, a window of w is `lookback=w−1`.
+    `sink` is the learned logit of a key that is no token (gpt-oss): it takes attention, and nothing comes of it.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class Head:
     softcap: float | None = None
     lookback: int | None = None
     lookahead: int | None = None
+    sink: Float[Tensor, ""] | None = None
 
     def __post_init__(self):
         with within(self.label):
@@ -104,10 +106,16 @@ class Head:
         x_key: Float[Tensor, "*batch keys d_model"],
         positions: Positions | None = None,
     ) -> Float[Tensor, "*batch queries keys"]:
-        """The softmax of the admitted logits, materialised: for small inputs and as the reference of fast paths."""
+        """The softmax of the admitted logits, materialised: for small inputs and as the reference of fast paths.
+
+        With a sink each query's weights sum to less than 1: the rest is the sink's.
+        """
         positions = positions or count(x_query, x_key)
-        logits = self.logits(x_query, x_key, positions)
-        return logits.masked_fill(~self.admits(*positions), -math.inf).softmax(-1)
+        logits = self.logits(x_query, x_key, positions).masked_fill(~self.admits(*positions), -math.inf)
+        if self.sink is None:
+            return logits.softmax(-1)
+        sink = self.sink.to(logits).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 
 def label(block: str, layer: int, index: int) -> str:
@@ -144,5 +152,7 @@ def _check(head: Head) -> None:
         raise refusal(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
     if head.softcap is not None and not head.softcap > 0:
         raise refusal("a positive soft-cap", head.softcap)
+    if head.sink is not None and (head.sink.numel() != 1 or not bool(torch.isfinite(head.sink.detach()).all())):
+        raise refusal("one finite logit for the sink", f"{size(head.sink)} or NaN")
     if not (head.query.is_finite and head.key.is_finite):
         raise refusal("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")

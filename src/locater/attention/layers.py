@@ -142,7 +142,8 @@ def observe(
         positions = (sample[None], counted) if positions is None else (positions[0][:, sample], positions[1])
     queries, keys = queries_and_keys(heads, x_query, x_key, positions)
     bias: Bias | None = None if head.position_bias is None else LayerBias(heads)
-    return stream(queries, keys, mask=mask, scale=head.scale, softcap=head.softcap, bias=bias, near=near, blocks=blocks)
+    options = dict(bias=bias, sinks=_stack([head.sink for head in heads]), near=near, blocks=blocks)
+    return stream(queries, keys, mask=mask, scale=head.scale, softcap=head.softcap, **options)
 
 
 def check(heads: Sequence[Head]) -> Head:

@@ -144,8 +144,8 @@ def build_layer(places: Places, layer: int) -> Layer:
         key_index = index // places.shape.ratio
         try:
             projections = query_side.projection(index), key_side.projection(key_index)
-            bias = _position_bias(places, layer, index)
-            heads.append(Head(layer, index, *projections, key_index=key_index, position_bias=bias, **shared))
+            own = dict(position_bias=_position_bias(places, layer, index), sink=_sink(places, layer, index))
+            heads.append(Head(layer, index, *projections, key_index=key_index, **own, **shared))
         except Refusal as reason:
             place = label(places.row.block, layer, index) + ": "
             refused.append(place + str(reason).removeprefix(place))  # a head that was made wrong says where it is
@@ -209,3 +209,14 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
         table = places.weight(places.name(row.buckets.name, layer))
         return Buckets(table[:, index], row.buckets.bidirectional, resolve(row.buckets.max_distance, places.config))
     return None
+
+
+def _sink(places: Places, layer: int, index: int) -> Tensor | None:
+    """This head's entry of the sinks' tensor, which holds one for each head in whatever shape."""
+    if places.row.sink is None:
+        return None
+    name = places.name(places.row.sink, layer)
+    sinks = places.weight(name).flatten()
+    if len(sinks) != places.shape.num_heads:
+        raise refusal(f"{places.shape.num_heads} sinks in `{name}`", len(sinks))
+    return sinks[index]

@@ -175,6 +175,7 @@ class Attention:
     softcap: Cell = None
     lookback: Cell = None
     lookahead: Cell = None  # 0: causal
+    sink: str | None = None  # a logit per head of a key that is no token
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ class Gatherer:
         self.queries = queries
         self.admitted: Bool[Tensor, "queries keys"] = head.admits(queries, positions)
         self.distance = (queries[:, None] - positions).abs()
-        self.num_keys = self.admitted.sum(-1)
+        self.sink = head.sink
+        self.num_keys = self.admitted.sum(-1) + (head.sink is not None)  # a learned sink is one more outcome
         self.bins = torch.tensor([low for low, _ in distance_bins(length)])
         self.bin_of = torch.bucketize(self.distance[:, 1:].contiguous(), self.bins, right=True) - 1
         self.found: list[Tensor] = []
@@ -66,8 +67,12 @@ class Gatherer:
 
     def add(self, logits: Float[Tensor, "batch queries keys"]) -> None:
         """Take in the logits of the chosen queries for all keys."""
-        p = logits.masked_fill(~self.admitted, -torch.inf).softmax(-1)
+        masked = logits.masked_fill(~self.admitted, -torch.inf)
+        if self.sink is not None:
+            masked = torch.cat([masked, self.sink.to(masked).expand(*masked.shape[:-1], 1)], -1)
+        p = masked.softmax(-1)
         entropy = statistics.normalise(statistics.entropy(p), self.num_keys)
+        p = p[..., : logits.shape[-1]]
         mean_distance = statistics.mean_distance(p, self.distance)
         near = statistics.near_mass_beyond_first(p, self.distance)
         four = torch.stack([near, entropy, p[..., 0], mean_distance]).mean((1, 2))

@@ -6,6 +6,7 @@ Proven means: the logits of every head in every layer of the twin are those of t
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...errors import Refusal
@@ -49,8 +50,9 @@ class Proof:
 
 
 def _name(row: Mapping[str, Any]) -> str:
+    sink = ["learned sinks"] if row.get("sink") else []
     if "row" in row:
-        return str(row["family"])
+        return ", ".join([str(row["family"]), *sink])
     parts = [f"fused {row['fused']}" if row["fused"] else "separate projections"]
     parts += ["output gate beside the query"] if row["gated"] else []
     parts += [f"{row['query_norm']['kind']} QK-norm"] if row["query_norm"] else []
@@ -58,7 +60,7 @@ def _name(row: Mapping[str, Any]) -> str:
     parts += [("interleaved" if rotary["interleaved"] else "half-split") + " rotary"] if rotary else []
     parts += [f"on {rotary['only']}"] if rotary and rotary["only"] != "every layer" else []
     parts += [f"scale {row['scale']}"] if row["scale"] != "1/√d_head" else []
-    return ", ".join(parts)
+    return ", ".join(parts + sink)
 
 
 def version() -> str:
@@ -78,7 +80,7 @@ def prove(model_type: str, values: Mapping[str, Any] | None = None) -> Proof:
     known = Proof(model_type, version())
     try:
         config = twin.config_of(model_type, values)
-        model, seen = twin.run(config, observe)
+        model, seen = twin.run(config, partial(observe, offers=twin.inputs_of))
         return _of_stacks(known, model, seen)
     except Refusal as reason:
         return replace(known, reason=str(reason))
@@ -86,44 +88,56 @@ def prove(model_type: str, values: Mapping[str, Any] | None = None) -> Proof:
         return replace(known, reason=f"{type(reason).__name__}: {reason}".splitlines()[0][:200])
 
 
-def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of one stack: its proven recipe, or why there is none."""
+
+    pattern: str
+    block: str | None
+    recipe: Mapping[str, Any]
+    error: float
+    notes: tuple[str, ...]
+    reason: str | None
+
+
+def _outcome(evidence: Any, stack: Any, whole: Config) -> _Outcome:
     from .candidates import Context
-    from .evidence import Evidence
-    from .hidden import later, silent, unread
+    from .hidden import unread
     from .search import search
 
+    found = search(Context(evidence, stack, whole, path_of(evidence, stack)))
+    verdict, block = found.verdict, row_of(found.recipe).block if found.recipe else None
+    if not verdict.is_proven:
+        nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
+        return _Outcome(stack.pattern, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
+    notes = [*unread(evidence, stack, found.recipe.get("sink"))]
+    notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
+    return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)
+
+
+def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
+    """Proven if some stack is, and no decoder is left over; whatever else is left over is named."""
+    from .evidence import Evidence
+    from .hidden import later, silent
+
     evidence = Evidence(model, seen)
-    whole = Config(expanded(model.config))
     known = replace(known, inputs=takes(model))
-    rows, notes, failed, error = [], [*later(model.config.to_dict())], [], 0.0
-    for stack in evidence.stacks():
-        context = Context(evidence, stack, whole, path_of(evidence, stack))
-        found = search(context)
-        block = row_of(found.recipe).block if found.recipe else None
-        if not found.verdict.is_proven:
-            failed.append(
-                (
-                    stack.pattern,
-                    block,
-                    f"{found.verdict.differs} (nearest: {_name(found.recipe) if found.recipe else 'none'})",
-                )
-            )
-        elif block in [row_of(row).block for row in rows]:
-            failed.append((stack.pattern, None, f"a second stack of kind {block}"))
-        else:
-            rows.append(found.recipe)
-            error = max(error, found.verdict.error)
-            notes += unread(evidence, stack)
-            notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if found.verdict.masks_differ else []
-    if not rows:
-        reason = f"`{failed[0][0]}`: {failed[0][2]}" if failed else "no softmax attention was seen"
+    outcomes = [_outcome(evidence, stack, Config(expanded(model.config))) for stack in evidence.stacks()]
+    proven: dict[Any, _Outcome] = {}
+    for one in outcomes:
+        if one.reason is None:
+            proven.setdefault(one.block, one)
+    left = [one for one in outcomes if proven.get(one.block) is not one]
+    worst = next((one for one in left if one.block == "decoder" and "decoder" not in proven), None)
+    if worst is not None or not proven:
+        worst = worst or next(iter(left), None)
+        reason = "no softmax attention was seen" if worst is None else f"`{worst.pattern}`: {worst.reason}"
         return replace(known, reason=reason)
-    for pattern, block, reason in failed:
-        if block == "decoder" and "decoder" not in [row_of(row).block for row in rows]:
-            return replace(known, reason=f"`{pattern}`: {reason}")
-        notes.append(f"the attention of `{pattern}`: {reason}")
+    notes = [*later(model.config.to_dict()), *(note for one in proven.values() for note in one.notes)]
+    notes += [f"the attention of `{one.pattern}`: {one.reason or f'a second {one.block} stack'}" for one in left]
     notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in silent(evidence)]
-    known = replace(known, rows=tuple(rows), error=error, notes=tuple(dict.fromkeys(notes)))
+    rows, error = tuple(one.recipe for one in proven.values()), max(one.error for one in proven.values())
+    known = replace(known, rows=rows, error=error, notes=tuple(dict.fromkeys(notes)))
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
 
 
@@ -191,6 +205,6 @@ def family_of(proof: Proof, values: Mapping[str, Any], further: Sequence[str] = 
         if further
         else []
     )
-    partial = ", ".join(notes) or None
-    family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: partial)
+    left_out = ", ".join(notes) or None
+    family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)
     return family, Config(expanded(twin.config_of(proof.model_type, values)))

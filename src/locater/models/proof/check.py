@@ -87,17 +87,19 @@ def input_of(evidence: Evidence, file_name: str) -> Tensor:
 def compare(head: Head, x_query: Tensor, x_key: Tensor, call: Call) -> tuple[float, bool]:
     """The largest difference of admitted logits, relative to the largest of them or 1; and whether masks differ."""
     theirs = call.logits[:, head.index]
-    batch, num_queries = theirs.shape[:2]
-    x_query, x_key = (x.reshape(batch, -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
-    theirs = theirs[..., : x_key.shape[1]]
-    seen = admitted(theirs)
+    x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
     own = head.logits(x_query, x_key)
-    own = shifted(own, theirs, seen)
+    admits = head.admits(torch.arange(own.shape[-2]), torch.arange(own.shape[-1]))
+    masks_differ = not bool((admits == admitted(theirs)[..., : own.shape[-1]]).all())
+    if head.sink is not None:  # the sink is one more key
+        own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
+    theirs = theirs[..., : own.shape[-1]]
+    seen = admitted(theirs)
     if own.shape != theirs.shape or not seen.any():
         raise Refusal(f"logits of {tuple(own.shape)}, where the model has {tuple(theirs.shape)}")
+    own = shifted(own, theirs, seen)
     error = float((own - theirs)[seen].abs().max() / theirs[seen].abs().max().clamp(min=1))
-    positions = torch.arange(own.shape[-2]), torch.arange(own.shape[-1])
-    return error, not bool((head.admits(*positions) == seen).all())
+    return error, masks_differ
 
 
 def shifted(own: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ class Evidence:
 
     # ------------------------------------------------------------------------------------------------------- names
     def file_module(self, module: str) -> str:
-        """A module's name in the file."""
+        """A module's name in the file, or a bare parameter's."""
+        if module in self.file_names:
+            return self.file_names[module]
         for weight in (f"{module}.weight", f"{module}_weight"):
             if weight in self.file_names:
                 return self.file_names[weight].removesuffix(weight.removeprefix(module))
@@ -114,10 +116,16 @@ class Evidence:
         """Attention modules that differ by one number only."""
         found: dict[str, dict[int, list[Call]]] = {}
         for call in self.seen.calls:
-            pattern, layer = self._place(call.module)
+            pattern, layer = self._place(self._owner(call.module))
             found.setdefault(pattern, {}).setdefault(layer, []).append(call)
         for pattern, calls in found.items():
             yield Stack(pattern, self._length(pattern), dict(sorted(calls.items())))
+
+    def _owner(self, name: str) -> str:
+        """The module itself, or where it is no more than a softmax the nearest around it that projects."""
+        while name and not any(parameter.dim() == 2 for parameter in self.modules[name].parameters()):
+            name = name.rpartition(".")[0]
+        return name
 
     def _length(self, pattern: str) -> int:
         owner = self.modules.get(pattern.partition(".{layer}")[0])

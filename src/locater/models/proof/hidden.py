@@ -18,21 +18,19 @@ LATER = {
     "attention_value_scale": "",
     "attn_output_gate": "",
 }
-PROJECTIONS = re.compile(
-    r"(^|[._])(q|k|v|o|g?query|key|value|out|dense|c_proj|c_attn|proj|wqkv|qkv|q_lin|k_lin|v_lin|out_lin|wo|wq|wk|wv)"
-    r"([._]|$)|[qkvo]_(a_|b_|attn)?proj|kv_[ab]_proj|qkv|query_key_value|query|key|value|Wqkv|Wo|in_proj|out_proj|to_(q|k|v|out)|"
-    r"norm|layernorm|(^|[._])ln|relative_attention_bias|rotary|dense|linear_(q|k|v|out)"
-)
+# Parameters of an attention module that are neither projections nor norms.
+TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|relative|rel_pos|scale", re.IGNORECASE)
 
 
-def unread(evidence: Evidence, stack: Stack) -> Iterator[str]:
+def unread(evidence: Evidence, stack: Stack, sink: str | None) -> Iterator[str]:
     """In words, whatever happens in the stack's modules between the softmax and the output projection."""
     layer = next(iter(stack.calls))
     owner = stack.name(layer)
-    further = sorted({name for name in _own(evidence.modules[owner]) if not PROJECTIONS.search(name)})
+    known = () if sink is None else (sink.rpartition(".")[2],)
+    further = sorted({name for name in _own(evidence.modules[owner]) if TELLING.search(name) and name not in known})
     named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""
     calls = [call for calls in stack.calls.values() for call in calls]
-    if any(call.is_sunk for call in calls):
+    if sink is None and any(call.is_sunk for call in calls):
         yield f"a sink in the softmax of `{stack.pattern}`{named}"
     elif not all(is_plain(call, evidence, stack) for call in calls):
         yield f"what `{stack.pattern}` does to its attention's output{named}"

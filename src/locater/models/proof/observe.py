@@ -4,7 +4,7 @@ A function mode sees the softmax (or the fused kernel) wherever it is called; mo
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,10 +137,35 @@ def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
             handle.remove()
 
 
-def observe(model: nn.Module, inputs: Mapping[str, Tensor]) -> Pass:
-    """One pass of the model, watched."""
+Offers = Callable[[Any], Iterable[Mapping[str, Tensor]]]  # the inputs worth trying on a model
+
+
+def observe(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lambda part: ()) -> Pass:
+    """One pass of the model, watched; then one of each model inside it that has not run, such as an image tower."""
     seen, stack = Pass(), []
     batch = len(next(iter(inputs.values())))
     with _hooked(model, seen, stack), _Watcher(seen, stack, batch):
         model(**inputs)
+        for name, part in model.named_modules():
+            if name and hasattr(part, "main_input_name") and not _has_run(name, seen):
+                _run_alone(part, offers(part), seen, stack)
     return seen
+
+
+def _has_run(name: str, seen: Pass) -> bool:
+    return any(calls and (other == name or other.startswith(f"{name}.")) for other, calls in seen.inputs.items())
+
+
+def _run_alone(part: nn.Module, offers: Iterable[Mapping[str, Tensor]], seen: Pass, stack: list[str]) -> None:
+    """The first inputs that it takes; what a failed try has left is taken back."""
+    for inputs in offers:
+        num_calls, known = len(seen.calls), {name: len(calls) for name, calls in seen.inputs.items()}
+        try:
+            part(**inputs)
+            return
+        except Exception:
+            stack.clear()
+            del seen.calls[num_calls:]
+            for record in (seen.inputs, seen.outputs):
+                for name, calls in record.items():
+                    del calls[known.get(name, 0) :]

@@ -147,7 +147,8 @@ def row_of(recipe: Mapping[str, Any]) -> Attention:
 
         family = next(family for family in FAMILIES if family.name == recipe["family"])
         row = family.attention[recipe["row"]]
-        return replace(row, prefixes=tuple(recipe["prefixes"]), config=recipe["config"], only=True)
+        found = dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"], sink=recipe.get("sink"))
+        return replace(row, only=True, **found)
     plain = ("block", "query", "key", "heads", "key_heads", "fused", "gated", "transposed", "norm_over", "config")
     window, ahead = WINDOWS[recipe["lookback"]], recipe["lookahead"]
     return Attention(
@@ -164,6 +165,7 @@ def row_of(recipe: Mapping[str, Any]) -> Attention:
         scale=SCALES[recipe["scale"]],
         softcap=recipe["softcap"],
         lookback=window,
+        sink=recipe.get("sink"),
         lookahead=window if ahead == "as far as back" else AHEAD[ahead],
     )
 

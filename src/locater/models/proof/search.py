@@ -22,7 +22,9 @@ class Found:
 def search(context: Context) -> Found:
     """The first recipe that is proven, mask and all; else one proven but for its mask; else the nearest."""
     nearest = but_for_masks = None
+    sink = _sink(context)
     for recipe in itertools.chain(of_tables(context), spelled(context)):
+        recipe = recipe | (_beneath(sink, recipe["prefixes"]) if sink else {})
         verdict = context.judge(recipe, hasty=True)
         if verdict.is_proven:
             verdict = context.judge(recipe)
@@ -32,8 +34,30 @@ def search(context: Context) -> Found:
             but_for_masks = but_for_masks or Found(recipe, verdict)
         elif verdict.error and (nearest is None or verdict.error < nearest.verdict.error):
             nearest = Found(recipe, verdict)
-    nothing = f"no projections of queries and keys found in `{context.stack.pattern}`"
-    return but_for_masks or nearest or Found({}, Verdict(differs=nothing))
+    return but_for_masks or nearest or Found({}, Verdict(differs=_nothing(context)))
+
+
+def _beneath(sink: str, prefixes: list[str]) -> Recipe:
+    """The sinks' column; a row's patterns stand behind its prefix."""
+    names = sink.split("|")
+    short = [name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix)]
+    return dict(sink="|".join(dict.fromkeys(short)))
+
+
+def _sink(context: Context) -> str:
+    """Where the softmax has a column more: the parameter with a number for each head, if there is one only."""
+    call, owner = context.stack.calls[context.first][0], context.evidence.modules[context.owner]
+    own = [name for name, value in owner.named_parameters(recurse=False) if value.numel() == call.logits.shape[1]]
+    return context.pattern(f"{context.owner}.{own[0]}") if call.is_sunk and len(own) == 1 else ""
+
+
+def _nothing(context: Context) -> str:
+    """Why not even one candidate gave logits to compare."""
+    pair = next(projections(context), None)
+    if pair is None:
+        return "no two projections in it have the rows of its heads"
+    names = " and ".join(dict.fromkeys(name.split("|")[0].rpartition(".")[2] for name in (pair["query"], pair["key"])))
+    return f"its logits are no scaled product of {names}, turned, normed or plain"
 
 
 def of_tables(context: Context) -> Iterator[Recipe]:

@@ -26,6 +26,7 @@ ATTEMPTS = (
     Sizes(d_head=16, says_d_head=True),
     Sizes(d_head=16, inner=64, least_layers=4),
     Sizes(d_head=16, key_heads=4, inner=64),
+    Sizes(width=128, heads=2, d_head=64, key_heads=1),
     Sizes(width=256, heads=2, d_head=128, key_heads=1, inner=64),
 )
 MOST_LAYERS, VOCABULARY, WINDOW, CHUNK = 8, 160, 5, 6
