@@ -115,7 +115,18 @@ class Proportional:
         return frequencies
 
 
-Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional
+@dataclass(frozen=True)
+class Given:
+    """The frequencies themselves, as they were measured in a model that no formula is known for."""
+
+    values: tuple[float, ...]
+    amplitude: float = 1.0
+
+    def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
+        return torch.tensor(self.values, dtype=torch.float64)
+
+
+Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
 
 
 @dataclass(frozen=True)

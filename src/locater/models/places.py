@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..errors import refusal
-from .schema import Attention, Config, Layout, count, resolve
+from .schema import Attention, Config, Layout, Starts, count, resolve
 
 
 class Shape(NamedTuple):
@@ -25,7 +25,7 @@ class Shape(NamedTuple):
         return self.num_heads // self.num_key_heads
 
 
-def first_row(layout: Layout | None, head: int, shape: Shape, *, key: bool) -> int:
+def first_row(layout: Layout | Starts | None, head: int, shape: Shape, *, key: bool) -> int:
     """First row of a query head, or of a key head with `key`.
 
     None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its
@@ -33,6 +33,8 @@ def first_row(layout: Layout | None, head: int, shape: Shape, *, key: bool) -> i
     """
     if layout is None:
         return head * shape.d_head
+    if isinstance(layout, Starts):
+        return (layout.key if key else layout.query)[head]
     if layout == "qkv":
         return (head + shape.num_heads * key) * shape.d_head
     if layout == "grouped":
@@ -43,8 +45,10 @@ def first_row(layout: Layout | None, head: int, shape: Shape, *, key: bool) -> i
     return ((3 * block + 2 * key) * per_block + inner) * shape.d_head
 
 
-def rows_used(layout: Layout, shape: Shape) -> tuple[int, int]:
+def rows_used(layout: Layout | Starts, shape: Shape) -> tuple[int, int]:
     """The rows that hold queries and keys: what lies behind the last key need not be read."""
+    if isinstance(layout, Starts):
+        return 0, max(*layout.query, *layout.key) + shape.d_head
     return 0, first_row(layout, shape.num_key_heads - 1, shape, key=True) + shape.d_head
 
 

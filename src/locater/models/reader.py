@@ -15,7 +15,7 @@ from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
 from .places import Once, Places, first_row, rows_used
 from .rope import rotary_of
-from .schema import LowRankAt, NormCell, count, resolve
+from .schema import LowRankAt, NormCell, Starts, count, resolve
 
 
 def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Norm | None:
@@ -176,18 +176,19 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
     _check_rows(places, query_name, key=False)
     _check_rows(places, key_name, key=True)
-    rows = rows_used(row.fused, places.shape) if row.fused else None
+    shared = query_name == key_name and row.fused is not None
+    rows = rows_used(row.fused, places.shape) if shared else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
-    key = query if row.fused else (places.weight(key_name), places.bias(key_name))
+    key = query if shared else (places.weight(key_name), places.bias(key_name))
     finite = is_finite(query[0])
-    key_finite = finite if row.fused else is_finite(key[0])
+    key_finite = finite if shared else is_finite(key[0])
     return Side(places, layer, False, *query, norm, finite), Side(places, layer, True, *key, key_norm, key_finite)
 
 
 def _check_rows(places: Places, module: str, *, key: bool) -> None:
     """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
     row, shape, name = places.row, places.shape, places.stored(module)
-    if name is None or (row.key_low_rank if key else row.query_low_rank) is not None:
+    if name is None or (row.key_low_rank if key else row.query_low_rank) is not None or isinstance(row.fused, Starts):
         return
     twice = row.values_behind if key else row.gated
     num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)

@@ -10,8 +10,10 @@ from .schema import Config, RotaryAt, resolve
 PLAIN = ("default", "mrope")
 
 
-def rotary_of(row: RotaryAt | None, config: Config, *, layer: int, d_head: int) -> Rotary | None:
+def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_head: int) -> Rotary | None:
     """The rotary positions of one layer, or None where it has none."""
+    if isinstance(row, Rotary):
+        return row
     if row is None or not resolve(row.only, config, layer):
         return None
     chosen = resolve(row.parameters, config, layer)

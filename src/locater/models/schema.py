@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..errors import refusal
 from ..head import Block
+from ..positions import Rotary
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ def entry(keys: str, default: Any) -> Callable[[Config, int], Any]:
 
 Names = Callable[[Config, int], dict[str, int]]
 Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see places.first_row
+
+
+@dataclass(frozen=True)
+class Starts:
+    """The first row of every query head and of every key head, for projections that follow no layout by name."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,7 @@ class Attention:
     key_heads: Cell = None  # None: as many as query heads
     d_model: Cell = "hidden_size"  # None: the width of the stored queries
     d_head: Cell = None  # None: d_model / heads, as the models of this family define it
-    fused: Layout | None = None  # how q, k, v share one tensor
+    fused: Layout | Starts | None = None  # how q, k, v share one tensor
     values_behind: bool = False  # the key tensor holds as many rows of values after the keys
     gated: bool = False  # each query head's rows are followed by as many of its output gate
     transposed: bool = False  # weights stored (in, out)
@@ -168,7 +177,7 @@ class Attention:
     norm_over: Literal["head", "projection"] = "head"  # what QK-norm's statistics run over
     query_low_rank: LowRankAt | None = None
     key_low_rank: LowRankAt | None = None
-    rotary: RotaryAt | None = None
+    rotary: RotaryAt | Rotary | None = None  # a place in the config, or the positions themselves
     buckets: BucketsAt | None = None
     alibi: Callable[[Config, int], float | None] | None = None  # the slope of a head
     scale: Cell = None  # None: 1/√d_head

@@ -1,0 +1,97 @@
+"""How far an attention call may look, and what distance adds to its logits, read off the call itself."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ...attention.calls import AttentionCall
+from ...errors import refusal
+
+MASKED = -1e4  # what a float mask adds to a key that is not to be seen is below this
+
+
+class Reach(NamedTuple):
+    """Bounds of the distance, None where it has none, and ALiBi's slopes as the tables hold them."""
+
+    lookback: int | None
+    lookahead: int | None
+    alibi: Callable[[Any, int], float] | None
+
+
+def reach(call: AttentionCall, allowed: float) -> Reach:
+    """Of the call's mask, window, rule and added numbers; refused where these are of a kind that no head has."""
+    shape = (*call.query.shape[:3], call.key.shape[2])
+    if call.score is not None and not _is_identity(call.score, shape):
+        raise refusal("logits that no function changes", "a score_mod")
+    admitted, added = _mask(call, shape)
+    slopes = explain_added(added, admitted, allowed)
+    if slopes is None:
+        raise refusal("numbers added to the logits that fall with distance, as ALiBi's do", "another float mask")
+    return Reach(*explain_mask(admitted.flatten(0, 1)), (lambda config, head: slopes[head]) if slopes else None)
+
+
+def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Which keys each query of each head may see, and what is added to its logits."""
+    admitted, added = torch.ones(shape, dtype=torch.bool), torch.zeros(shape)
+    distance = torch.arange(shape[2])[:, None] + call.offset - torch.arange(shape[3])
+    back, ahead = call.window
+    if call.is_causal:
+        admitted &= distance >= 0
+    if back is not None:
+        admitted &= distance <= back
+    if ahead is not None:
+        admitted &= -distance <= ahead
+    if call.attn_mask is not None:
+        mask = call.attn_mask.cpu()
+        is_bool = mask.dtype == torch.bool
+        admitted, added = admitted & (mask if is_bool else mask > MASKED), added + (0.0 if is_bool else mask.float())
+    if call.rule is not None:
+        admitted = admitted & call.rule(*_indices(shape)).cpu()
+    if call.slopes is not None:
+        added = added - call.slopes.float().cpu().reshape(-1, shape[1], 1, 1) * distance.abs()
+    return admitted, added
+
+
+def explain_mask(admitted: Bool[Tensor, "batch queries keys"]) -> tuple[int | None, int | None]:
+    """(lookback, lookahead) of what a mask admits; None where it reaches as far as the text. Padding is let be."""
+    _, num_queries, num_keys = admitted.shape
+    distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
+    seen = distance[admitted.any(0)]
+    if num_keys == 1 or not len(seen):
+        return None, None
+    lookback, lookahead = int(seen.max()), int(-seen.min())
+    ends = num_queries - 1, num_keys - 1
+    return None if lookback >= ends[0] else lookback, None if lookahead >= ends[1] else max(lookahead, 0)
+
+
+def explain_added(
+    added: Float[Tensor, "batch heads queries keys"], admitted: Bool[Tensor, "batch heads queries keys"], allowed: float
+) -> tuple[float, ...] | None:
+    """ALiBi's slopes, one per head, if what is added falls with distance; () if nothing is added; else None.
+
+    A number that is the same for all keys of a query changes nothing.
+    """
+    added = added.masked_fill(~admitted, 0.0)
+    if not bool(added.any()):
+        return ()
+    if min(added.shape[-2:]) < 2:
+        return None
+    distance = (torch.arange(added.shape[-2])[:, None] - torch.arange(added.shape[-1])).to(added)
+    slopes = (added[:, :, -1, 1] - added[:, :, -1, 0])[0]
+    rest = added + slopes[:, None, None] * distance
+    spread = rest.masked_fill(~admitted, -torch.inf).amax(-1) - rest.masked_fill(~admitted, torch.inf).amin(-1)
+    fits = bool((spread <= 10 * allowed * max(float(added.abs().max()), 1.0)).all())
+    return tuple(slopes.tolist()) if fits else None
+
+
+def _is_identity(score: Callable[..., Tensor], shape: tuple[int, ...]) -> bool:
+    given = torch.linspace(-3, 3, shape[2] * shape[3]).reshape(1, 1, *shape[2:])
+    return bool(torch.equal(score(given, *_indices(shape)).expand(shape), given.expand(shape)))
+
+
+def _indices(shape: tuple[int, ...]) -> list[Tensor]:
+    """Batch, head, query and key, to be broadcast against each other."""
+    return [torch.arange(size).reshape([-1 if n == axis else 1 for n in range(4)]) for axis, size in enumerate(shape)]

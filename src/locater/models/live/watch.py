@@ -1,0 +1,118 @@
+"""What a model does during one forward pass: which products with parameters and which norms come before attention."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .tensors import ModuleTensors, named_modules
+
+Sample = Tensor | Mapping[str, Any] | Sequence[Any]
+PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """y = W x + b as it happened: the name under which the tables find W, and the two tensors."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """The input and output of a module that may be a norm."""
+
+    name: str
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Watch:
+    """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one."""
+
+    products: list[Product] = field(default_factory=list)
+    norms: list[Normed] = field(default_factory=list)
+
+    def add(self, product: Product) -> None:
+        """A module's own product comes in place of the one that was seen inside it."""
+        self.products = [one for one in self.products if one.y is not product.y] + [product]
+
+
+def run(model: nn.Module, sample: Sample) -> None:
+    """One batch as the model takes it: a tensor, named arguments, or several."""
+    if isinstance(sample, Mapping):
+        model(**sample)
+    elif isinstance(sample, Tensor):
+        model(sample)
+    else:
+        model(*sample)
+
+
+@contextmanager
+def watched(tensors: ModuleTensors, watch: Watch) -> Iterator[None]:
+    """Hooks on everything that holds a weight, evaluation mode, no gradients, random numbers set aside: all undone."""
+    modules = named_modules(tensors.model)
+    modes = {module: module.training for module in modules.values()}
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])
+        for module in modes:
+            module.training = False
+        for name, module in modules.items():
+            if f"{name}.weight".lstrip(".") in tensors.names or _may_be_norm(module):
+                stack.callback(module.register_forward_hook(_hook(name, tensors, watch)).remove)
+        stack.enter_context(Recorder(tensors, watch))
+        yield
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
+    weight = f"{name}.weight".lstrip(".")
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if not (inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)):
+            return
+        if _may_be_norm(module) and output.shape == inputs[0].shape:
+            watch.norms.append(Normed(name, module, inputs[0], output))
+        elif inputs[0].is_floating_point() and len(tensors.shape(weight)) == 2:
+            watch.add(Product(name, inputs[0], output))
+
+    return hook
+
+
+class Recorder(TorchFunctionMode):
+    """Products with a parameter that no module of its own applies, such as `x @ self.w_query`."""
+
+    def __init__(self, tensors: ModuleTensors, watch: Watch) -> None:
+        super().__init__()
+        self.watch, self.names = watch, {}
+        for name, (module, attribute) in tensors.owners.items():
+            stored = module._parameters.get(attribute)
+            if stored is not None and stored.dim() == 2:
+                self.names[stored.data_ptr()] = name
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func in PRODUCTS and len(args) > 1 and all(isinstance(part, Tensor) for part in args[:2]):
+            name = self.names.get(args[1].data_ptr())
+            if name is not None:
+                self.watch.add(Product(module_of(name), args[0], output))
+        return output
+
+
+def module_of(name: str) -> str:
+    """The name to which the tables add `.weight` or `_weight`."""
+    return name.removesuffix(".weight").removesuffix("_weight")
