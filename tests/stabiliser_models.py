@@ -51,6 +51,8 @@ class Encoder(nn.Module):
 class VisionAttention(nn.Module):
     """Attention of timm's shape."""
 
+    __module__ = "timm.layers.attention"
+
     def __init__(self) -> None:
         super().__init__()
         self.num_heads, self.qkv, self.proj = 4, nn.Linear(32, 96), nn.Linear(32, 32)

@@ -281,6 +281,8 @@ def test_what_is_not_a_head_is_said(options, message):
 
 # --------------------------------------------------------------------------------------------------- timm's shape
 class Attention(nn.Module):
+    __module__ = "timm.layers.attention"  # people write the same names for other attention, so timm's must be timm's
+
     def __init__(self, norm):
         super().__init__()
         self.num_heads, self.scale = HEADS, (D_MODEL // HEADS) ** -0.5
@@ -402,6 +404,8 @@ def test_live_attention_with_more_to_it_is_refused():
     assert "also relative_position_bias_table" in refused_by(windowed)
 
     class Turning(Attention):
+        __module__ = Attention.__module__
+
         def forward(self, x, rope=None):
             return x
 
@@ -434,6 +438,25 @@ def test_named_projections_are_heads():
     assert torch.equal(head.key.bias, model[1].to_k.bias[6:])
 
 
+@pytest.mark.parametrize(("layout", "first_key"), [("qkv", 16), ("grouped", 8)])
+def test_one_fused_projection_is_heads(layout, first_key):
+    model = nn.ModuleDict({"qkv": nn.Linear(D_MODEL, (4 + 2 * 2) * 4)})
+    (layer,) = modules.layers(model, heads=[("qkv", 4, 2, layout)])
+    assert len(layer.heads) == 4 and torch.equal(layer.heads[0].query.weight, model["qkv"].weight[:4])
+    assert torch.equal(layer.heads[0].key.weight, model["qkv"].weight[first_key : first_key + 4])
+    if layout == "qkv":
+        (same,) = modules.layers(model, heads=[(model["qkv"], 4, 2)])
+        assert torch.equal(same.heads[3].key.bias, layer.heads[3].key.bias)
+
+
+def test_names_do_not_make_a_vision_model():
+    class FusedAttention(Attention):
+        __module__ = "mine"
+
+    with pytest.raises(Refusal, match=r"`attn` \(FusedAttention\): give a batch by sample=… .* or name the projections"):
+        modules.layers(nn.ModuleDict({"attn": FusedAttention(identity)}))
+
+
 def test_conv1d_is_turned():
     model = next(case for case in gpt.CASES if case.name == "gpt2").build()
     projection = model.transformer.h[0].attn.c_proj
@@ -444,7 +467,10 @@ def test_conv1d_is_turned():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (("0.to_q", "0.to_k", 4), r"entries \(query, key, num_heads, num_key_heads\)"),
+        (("0.to_q", "0.to_k", 4), r"entries \(query, key, num_heads, num_key_heads\) or \(fused, num_heads"),
+        (("0.to_q", 4), r"entries \(query, key"),
+        (("0.to_q", 4, 3), "4 queries, 3 keys and as many values of one size in `0.to_q`, got 24 rows"),
+        (("0.to_q", 4, 4, "mixed"), "a layout among qkv, grouped, codegen, got 'mixed'"),
         (("0.to_q", "0.to_q", 4, 4), "a projection of its own"),
         (("0.to_q", "0.to_x", 4, 4), "part of the model, got 0.to_x"),
         (("0.to_q", "0.to_k", 4, 4), "24 rows in `0.to_q` and 12 in `0.to_k`"),

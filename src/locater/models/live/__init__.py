@@ -11,11 +11,13 @@ from ...errors import Refusal, refusal
 from ...head import Block
 from .. import Config, Family, Layer, Places, build, open_model
 from ..registry import is_in_tables
+from .discover import discover
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
 from .tensors import ModuleTensors, named_modules, settings
+from .watch import Sample
 
-__all__ = ["ModuleTensors", "Site", "layers", "settings", "sites"]
+__all__ = ["ModuleTensors", "Sample", "Site", "layers", "settings", "sites"]
 
 
 def layers(
@@ -23,16 +25,19 @@ def layers(
     *,
     family: Family | None = None,
     heads: Sequence[Explicit] = (),
+    sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
 ) -> Iterator[Layer]:
     """The heads of every attention module, as views: what they say changes with the parameters.
 
-    A model whose config names a known family is read by that family's table. Any other is searched for torch's and
-    timm's attention modules, whose causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to
-    be causal. Or name the projections: `heads=[(query, key, num_heads, num_key_heads), …]`, one entry per layer.
+    A model whose config names a known family is read by that family's table. Any other is run once on `sample`, a batch
+    as it takes them, and its heads are found by what its attention kernels are given. Without a sample it is searched
+    for torch's and timm's attention modules, whose causality cannot be seen from outside: only
+    `nn.TransformerDecoderLayer` is taken to be causal. Or name the projections, one entry per layer:
+    `heads=[(query, key, num_heads, num_key_heads), …]` or `heads=[(fused, num_heads, num_key_heads), …]`.
     Fails, naming what looks like attention, where nothing is known. `tensors` replaces what is read of the model.
     """
-    return (site.build() for site in sites(model, family=family, heads=heads, tensors=tensors))
+    return (site.build() for site in sites(model, family=family, heads=heads, sample=sample, tensors=tensors))
 
 
 @dataclass(frozen=True)
@@ -52,18 +57,30 @@ def sites(
     *,
     family: Family | None = None,
     heads: Sequence[Explicit] = (),
+    sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
 ) -> list[Site]:
     """Where the attention modules of `layers` are; nothing is read yet."""
     tensors, config = tensors or ModuleTensors(model), Config(settings(model))
     modules = named_modules(tensors.model)
     if heads:
-        found = [explicit_row(entry, modules) for entry in heads]
-    elif family is not None or config.get("model_type") is not None:
+        rows = [explicit_row(entry, modules) for entry in heads]
+    elif family is not None or is_in_tables(str(config.get("model_type"))):
         return _of_family(tensors, config, family, modules)
+    elif sample is not None:
+        rows = discover(tensors.model, sample)
+    elif config.get("model_type") is not None:
+        return _of_family(tensors, config, None, modules)
     else:
-        found = list(search(modules))
-    return list(_of_modules(found, tensors)) if found else _of_family(tensors, config, None, modules)
+        rows = list(search(modules))
+    if not rows:
+        raise _unknown(tensors, config, modules)
+    return list(_of_modules(rows, tensors))
+
+
+def _unknown(tensors: ModuleTensors, config: Config, modules: dict[str, nn.Module]) -> Refusal:
+    kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
+    return refusal("a live model of a known family or with known modules", kind, describe(modules))
 
 
 def _of_family(
@@ -74,8 +91,7 @@ def _of_family(
     except Refusal:
         if family is not None or is_in_tables(str(config.get("model_type"))):
             raise
-        kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
-        raise refusal("a live model of a known family or with known modules", kind, describe(modules)) from None
+        raise _unknown(tensors, config, modules) from None
     return [_site(places, number) for places in all_places for number in places.layers]
 
 
@@ -89,10 +105,10 @@ def _read(places: Places, number: int) -> Layer:
     return next(build(places, [number]))
 
 
-def _of_modules(found: Sequence[Found], tensors: ModuleTensors) -> Iterator[Site]:
+def _of_modules(rows: Sequence[Found], tensors: ModuleTensors) -> Iterator[Site]:
     """Modules are numbered within their block, in the order found."""
     numbers = Counter()
-    for one in found:
+    for one in rows:
         number = numbers[one.block]
         numbers[one.block] += 1
         if isinstance(one.row, Refusal):

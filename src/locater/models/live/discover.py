@@ -203,7 +203,8 @@ class Search:
         batch, call = self.call.query.shape[0], self.call
         sides = ((query.product.x, call.query.shape[2]), (key.product.x, call.key.shape[2]))
         inputs = [next(_batched(x, batch, tokens))[:1, :MOST_TOKENS].float() for x, tokens in sides]
-        cut = replace(call, query=self.query[:1].transpose(1, 2), key=self.key[:1].transpose(1, 2))
+        query_part, key_part = (part[:1].transpose(1, 2) for part in (self.query, self.key))
+        cut = replace(call, query=query_part, key=key_part, value=key_part, x=None)
         for head, expected in zip(layer.heads, cut.raw()[0], strict=True):
             logits = replace(head, position_bias=None).logits(*inputs)[0].detach()
             if not alike(logits, expected, 10 * self.allowed):

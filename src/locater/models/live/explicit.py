@@ -1,41 +1,76 @@
 """Attention that the user names: the two projections and their numbers of heads; and how to, where nothing is known."""
 
+from typing import Any, get_args
+
 from torch import nn
 
 from ...errors import refusal
 from .. import Attention
+from ..schema import Layout
 from .modules import Found
 
-# The query's and the key's projection, as modules or by name, and how many heads each has.
-Explicit = tuple[nn.Module | str, nn.Module | str, int, int]
+# The query's and the key's projection, as modules or by name, and how many heads each has; or one projection that holds
+# both: its two numbers of heads, and how they share it ("qkv" unless told, or "grouped": see `places.first_row`).
+Explicit = (
+    tuple[nn.Module | str, nn.Module | str, int, int]
+    | tuple[nn.Module | str, int, int]
+    | tuple[nn.Module | str, int, int, Layout]
+)
 QUERIES, KEYS = ("q_proj", "query", "to_q", "wq", "q", "q_lin"), ("k_proj", "key", "to_k", "wk", "k", "k_lin")
+FORM = "(query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads)"
 
 
 def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
     """One attention module from its projections; positions, norms and masks are taken to be absent."""
-    if not isinstance(entry, tuple | list) or len(entry) != 4:
-        raise refusal("entries (query, key, num_heads, num_key_heads)", repr(entry))
+    if not isinstance(entry, tuple | list) or len(entry) not in (3, 4):
+        raise refusal(f"entries {FORM}", repr(entry))
+    if isinstance(entry[1], int) and not isinstance(entry[1], bool):
+        return _fused_row(entry[0], entry[1:3], entry[3] if len(entry) == 4 else "qkv", modules)
+    if len(entry) == 3:
+        raise refusal(f"entries {FORM}", repr(entry))
     (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])
     if query is key:
-        raise refusal("a projection of its own for queries and for keys", f"`{query_name}` for both")
+        raise refusal(
+            "a projection of its own for queries and for keys", f"`{query_name}` for both", f"name it by {FORM}"
+        )
     num_heads, num_key_heads = (_count(part) for part in entry[2:])
     (rows, transposed), (key_rows, _) = _rows(query), _rows(key)
     d_head, rest = divmod(rows, num_heads)
     if rest or key_rows != num_key_heads * d_head:
         expected = f"{num_heads} query heads and {num_key_heads} key heads of one size"
         raise refusal(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
+    return _found(query_name, key_name, (num_heads, num_key_heads, d_head), transposed)
+
+
+def _fused_row(part: nn.Module | str, counts: Any, layout: Any, modules: dict[str, nn.Module]) -> Found:
+    """Queries, keys and values in one projection."""
+    name, module = _projection(part, modules)
+    num_heads, num_key_heads = (_count(count) for count in counts)
+    if layout not in get_args(Layout):
+        raise refusal(f"a layout among {', '.join(get_args(Layout))}", repr(layout))
+    rows, transposed = _rows(module)
+    d_head, rest = divmod(rows, num_heads + 2 * num_key_heads)
+    if rest:
+        expected = f"{num_heads} queries, {num_key_heads} keys and as many values of one size in `{name}`"
+        raise refusal(expected, f"{rows} rows")
+    return _found(name, name, (num_heads, num_key_heads, d_head), transposed, layout)
+
+
+def _found(query: str, key: str, shape: tuple[int, int, int], transposed: bool, fused: Layout | None = None) -> Found:
+    num_heads, num_key_heads, d_head = shape
     row = Attention(
         block="decoder",
-        query=query_name,
-        key=key_name,
+        query=query,
+        key=key,
         layers=1,
         heads=num_heads,
         key_heads=num_key_heads,
         d_head=d_head,
+        fused=fused,
         transposed=transposed,
         prefixes=("",),
     )
-    return Found("decoder", query_name, row)
+    return Found("decoder", query, row)
 
 
 def describe(modules: dict[str, nn.Module]) -> str:
@@ -46,7 +81,10 @@ def describe(modules: dict[str, nn.Module]) -> str:
     listed = ", ".join(f"`{name}` ({type(modules[name]).__name__})" for name in likely[:4])
     listed += f" and {len(likely) - 4} more" if len(likely) > 4 else ""
     form = f'heads=[("{name}.{query}", "{name}.{key}", num_heads, num_key_heads), …]'
-    return f"it has {listed or 'no module that looks like attention'}: name the projections by {form}"
+    return (
+        f"it has {listed or 'no module that looks like attention'}: give a batch by sample=… to find its heads in one "
+        f"forward pass, or name the projections by {form}"
+    )
 
 
 def _is_likely(module: nn.Module) -> bool:

@@ -100,8 +100,14 @@ def search(modules: dict[str, nn.Module]) -> Iterator[Found]:
             yield from _layer(name, module, stacks)
         elif isinstance(module, nn.MultiheadAttention) and not inside:
             yield _found(_multihead, "encoder", name, module)
-        elif isinstance(getattr(module, "qkv", None), nn.Linear) and hasattr(module, "num_heads"):
+        elif _is_timm(module):
             yield _found(_timm, "vision", name, module, modules.get(name.rpartition(".")[0]))
+
+
+def _is_timm(module: nn.Module) -> bool:
+    """A class of timm's own: people give the same names to attention of other kinds."""
+    is_own = type(module).__module__.partition(".")[0] == "timm"
+    return is_own and isinstance(getattr(module, "qkv", None), nn.Linear) and hasattr(module, "num_heads")
 
 
 def _layer(

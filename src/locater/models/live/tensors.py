@@ -1,9 +1,14 @@
-"""A live module as named tensors: views of its parameters, under the names that a file would have."""
+"""A live module as named tensors: views of its parameters, under the names that a file would have.
+
+What compilation, checkpointing of activations, data parallelism, sharding and adapters wrap around a model is taken off
+here, for all tools alike.
+"""
 
 import dataclasses
 from collections.abc import KeysView, Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -17,14 +22,16 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 class ModuleTensors:
     """The tensors of a model as the family tables read them; `read` gives views, so gradients flow.
 
-    A parametrised weight is computed anew at every `read`.
+    A parametrised or adapted weight is computed anew at every `read`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap(model)
+        modules = named_modules(self.model)
+        self.adapters = {id(m.base_layer): m for m in modules.values() if is_adapter(m)}
         self.owners = {
-            f"{module_name}.{name}".lstrip("."): (module, name)
-            for module_name, module in named_modules(self.model).items()
+            f"{module_name}.{name}".lstrip(".").replace(".base_layer.", "."): (module, name)
+            for module_name, module in modules.items()
             for name in _own_names(module)
         }
 
@@ -33,22 +40,59 @@ class ModuleTensors:
         return self.owners.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.read(name).shape)
+        module, attribute = self._owner(name)
+        return tuple(getattr(module, attribute).shape)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Shaped[Tensor, "..."]:
+        module, attribute = self._owner(name)
+        tensor = getattr(module, attribute)
+        if type(module).__module__.partition(".")[0] == "bitsandbytes" and not tensor.is_floating_point():
+            raise refusal(f"floating-point weights in `{name}`", "a quantised module", "call model.dequantize() first")
+        if attribute == "weight" and id(module) in self.adapters:
+            tensor = adapted(tensor, self.adapters[id(module)])
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
         if name not in self.owners:
             raise refusal(f"the name of a tensor in {type(self.model).__name__}", name)
-        module, attribute = self.owners[name]
-        tensor = getattr(module, attribute)
-        return tensor if rows is None else tensor[rows[0] : rows[1]]
+        return self.owners[name]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model that compilation or data parallelism wraps."""
+    """The model that compilation, data parallelism or an adapter library wraps."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return unwrap(model.module)
+    if hasattr(model, "get_base_model"):  # peft's
+        return unwrap(model.get_base_model())  # type: ignore
     inner = next((getattr(model, wrapper) for wrapper in WRAPPERS if wrapper in model._modules), None)
     return model if inner is None else unwrap(inner)
+
+
+def is_adapter(module: Any) -> bool:
+    """Whether a module of peft changes what the projection inside it does."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "active_adapters")
+
+
+def adapted(weight: Tensor, adapter: Any) -> Tensor:
+    """The weight that a projection has with its active adapters: W + Σ s·BA (LoRA), its rows rescaled by DoRA.
+
+    DoRA: m·(W + sBA)/‖W + sBA‖, row by row, with the length held constant for the gradient, as peft holds it.
+    """
+    if adapter.merged or adapter.disable_adapters:
+        return weight
+    if not hasattr(adapter, "lora_A"):
+        raise refusal("an adapter of the kinds LoRA and DoRA", type(adapter).__name__, "merge it first")
+    active = [name for name in adapter.active_adapters if name in adapter.lora_A]
+    magnitudes = getattr(adapter, "lora_magnitude_vector", {})
+    if len(active) > 1 and any(name in magnitudes for name in active):
+        raise refusal("one active adapter with DoRA", ", ".join(active), "merge them first")
+    for name in active:
+        weight = weight + adapter.get_delta_weight(name)
+        if name in magnitudes:
+            across = 0 if getattr(adapter, "fan_in_fan_out", False) else 1
+            lengths = torch.linalg.vector_norm(weight, dim=across).detach()
+            weight = weight * (magnitudes[name].weight / lengths).unsqueeze(across)
+    return weight
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

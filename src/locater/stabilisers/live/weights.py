@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...models.live import ModuleTensors
-from ...models.live.tensors import named_modules
+from ...models.live.tensors import adapted, named_modules
 
 SPACING = 2.0**24  # more than any weight has rows and columns
 
@@ -32,12 +32,7 @@ class Weight:
     def read(self) -> Tensor:
         """The weight that the forward pass uses: the parameter itself, or what is computed from parameters."""
         weight = getattr(self.module, self.attribute)
-        if self.adapted is None or self.adapted.merged:
-            return weight
-        deltas = [
-            self.adapted.get_delta_weight(name) for name in self.adapted.active_adapters if name in self.adapted.lora_A
-        ]
-        return weight + torch.stack(deltas).sum(0) if deltas else weight
+        return weight if self.adapted is None else adapted(weight, self.adapted)
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -114,22 +109,19 @@ class Markers(ModuleTensors):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.get_base_model() if hasattr(model, "get_base_model") else model)  # type: ignore
-        adapters = {id(m.base_layer): m for m in self.model.modules() if hasattr(m, "lora_A")}
+        super().__init__(model)
         modules = named_modules(self.model)
         self.weights: dict[str, Weight] = {}
         for name, (module, attribute) in self.owners.items():
-            plain = name.replace(".base_layer.", ".")
             # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
-            owner = plain.rpartition(".")[0]
+            owner = name.rpartition(".")[0]
             attention = modules.get(owner.rpartition(".")[0], module) if attribute == "weight" else module
-            self.weights[plain] = Weight(plain, module, attribute, attention, adapters.get(id(module)))
-        self.owners = {name: (weight.module, weight.attribute) for name, weight in self.weights.items()}
+            self.weights[name] = Weight(name, module, attribute, attention, self.adapters.get(id(module)))
         self.order = tuple(self.weights.values())
         self.index = {name: number for number, name in enumerate(self.weights)}
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        shape = super().read(name).shape
+        shape = self.shape(name)
         steps = tuple(range(1, 1 + len(shape)))
         span = 1 + sum(step * (size - 1) for step, size in zip(steps, shape, strict=True))
         numbers = self.index[name] * SPACING + torch.arange(max(span, 1), dtype=torch.float64)

@@ -1,0 +1,114 @@
+"""A model before anything of it is read: a stored checkpoint or a live module, opened to its layers; and its heads."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+from torch import nn
+
+from .. import checkpoints
+from ..errors import Refusal, refusal
+from ..head import Head
+from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
+from ..models.live.explicit import Explicit
+from ..models.registry import is_in_tables
+
+Source = str | PathLike[str] | nn.Module
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a source is, the layer of each attention module, and how to read the wanted ones."""
+
+    source: str
+    family: str
+    format: str
+    coverage: str
+    numbers: list[int]
+    read: Callable[[frozenset[int]], Iterator[Layer]]
+
+    def wanted(self, layers: Iterable[int] | None) -> frozenset[int]:
+        """The numbers of the layers asked for; refused where the model has no such layer."""
+        known = frozenset(self.numbers)
+        if layers is None:
+            return known
+        wanted = frozenset(layers)
+        if not wanted or not wanted <= known:
+            raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+        return wanted
+
+
+@contextmanager
+def open_source(
+    source: Source,
+    *,
+    adapter: str | PathLike[str] | None = None,
+    layout: str | PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    sample: live.Sample | None = None,
+    heads: Sequence[Explicit] = (),
+) -> Iterator[Opened]:
+    """`adapter` and `allow_pickle` are for files; `sample` and `heads` for live modules: see `locater.heads`."""
+    family = None if layout is None else read_layout(layout)
+    if isinstance(source, nn.Module):
+        yield _open_live(source, family, sample, heads)
+        return
+    if sample is not None or heads:
+        raise refusal("a live module with sample=… or heads=…", "a stored one", "describe it with layout=…")
+    with checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle) as checkpoint:
+        model = open_model(Config(checkpoint.config), checkpoint, family=family)
+        yield _of_model(model, fspath(source), checkpoint.format)
+
+
+def heads(
+    source: Source,
+    *,
+    layers: Iterable[int] | None = None,
+    adapter: str | PathLike[str] | None = None,
+    layout: str | PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    sample: live.Sample | None = None,
+    heads: Sequence[Explicit] = (),
+) -> Iterator[Head]:
+    """Every head of a checkpoint (directory, file, hub id, address) or a live module, one layer's weights at a time.
+
+    Heads of a live module are views of its parameters. A module of no known family is run once on `sample`, a batch as
+    it takes them, and its heads are found by what its attention is given; or its projections are named by `heads`, one
+    entry per layer: (query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads).
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
+    >>> [head.label for head in heads(layer)]
+    ['encoder layer 0, head 0', 'encoder layer 0, head 1']
+    """
+    options = dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
+    with open_source(source, **options) as opened:
+        for layer in opened.read(opened.wanted(layers)):
+            if layer.refused:
+                raise Refusal(layer.refused[0])
+            yield from layer.heads
+
+
+def _open_live(
+    module: nn.Module, family: Family | None, sample: live.Sample | None, heads: Sequence[Explicit]
+) -> Opened:
+    """By the table of its family where its config names one, else by one pass or by the kinds of its modules."""
+    name, config = type(module).__name__, Config(live.settings(module))
+    known = family is not None or (config.get("model_type") is not None and sample is None)
+    if not heads and (known or is_in_tables(str(config.get("model_type")))):
+        return _of_model(open_model(config, live.ModuleTensors(module), family=family), name, "module")
+    sites = live.sites(module, sample=sample, heads=heads)
+    missing = [site.query_name for site in sites if site.num_heads == 0]
+    coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
+
+    def read(wanted: frozenset[int]) -> Iterator[Layer]:
+        return (site.build() for site in sites if site.number in wanted)
+
+    numbers = [site.number for site in sites]
+    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, read)
+
+
+def _of_model(model: Model, source: str, form: str) -> Opened:
+    numbers = [layer for places in model.places for layer in places.layers]
+    return Opened(source, model.family, form, model.coverage, numbers, model.layers)

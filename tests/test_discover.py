@@ -1,0 +1,208 @@
+"""Heads found by one forward pass, against the softmax that the model itself computes."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hand_written as own
+from hand_written import HEADS, SIZE, TOKENS, WIDTH, decoder
+from locater.errors import Refusal
+from locater.models.live import layers
+
+EXPLAINED = [
+    own.Separate, own.Both, own.Grouped, own.Repeated, own.Rotary, own.Interleaved, own.Scaled, own.Normed,
+    own.NormedByHand, own.Fused, own.PerHead, own.Backwards, own.Bare, own.Tied, own.Alibi, own.Window, own.Cross,
+]  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What a kernel was given, and what the model's projections were."""
+
+    probabilities: torch.Tensor
+    query_input: torch.Tensor
+    key_input: torch.Tensor
+
+
+def materialised(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """softmax(q·k·scale + mask), as the documentation of the kernel defines it."""
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1) if enable_gqa else key
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
+    return logits.softmax(-1)
+
+
+def measured(model, monkeypatch):
+    """The probabilities of every call, and the inputs of every attention module."""
+    kernel, seen = functional.scaled_dot_product_attention, []
+
+    def record(*args, **kwargs):
+        seen.append(materialised(*args, **kwargs))
+        return kernel(*args, **kwargs)
+
+    inputs = []
+    for block in model.stack:
+        block.mixer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(functional, "scaled_dot_product_attention", record)
+        model(TOKENS)
+    return list(zip(seen, inputs, strict=True))
+
+
+@pytest.mark.parametrize("attention", EXPLAINED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_attention_from_the_heads_is_the_models_own(attention, norm, monkeypatch):
+    model = decoder(attention, norm)
+    found = list(layers(model, sample=TOKENS))
+    assert len(found) == 2 and not any(layer.refused for layer in found)
+    for layer, (probabilities, x) in zip(found, measured(model, monkeypatch), strict=True):
+        x_key = x[:, :7].cos() if attention is own.Cross else x
+        for head in layer.heads:
+            ours = head.attention(x, x_key).detach()
+            torch.testing.assert_close(ours, probabilities[:, head.index], atol=1e-5, rtol=0)
+            assert isinstance(head.query.input_norm.gain, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("attention", "block", "reach"),
+    [
+        (own.Separate, "decoder", (None, 0)),
+        (own.Both, "encoder", (None, None)),
+        (own.Window, "decoder", (3, 0)),
+        (own.Cross, "cross", (None, None)),
+    ],
+)
+def test_what_a_call_may_see(attention, block, reach):
+    layer = next(layers(decoder(attention), sample=TOKENS))
+    assert layer.block == block and (layer.heads[0].lookback, layer.heads[0].lookahead) == reach
+
+
+def test_rotary_positions_are_those_of_the_model():
+    head = next(layers(decoder(own.Rotary), sample=TOKENS)).heads[0]
+    assert (head.rotary.base, head.rotary.num_dims, head.rotary.interleaved) == (10_000.0, SIZE, False)
+    head = next(layers(decoder(own.Interleaved), sample=TOKENS)).heads[0]
+    assert (head.rotary.base, head.rotary.num_dims, head.rotary.interleaved) == (500.0, 4, True)
+
+
+def test_frequencies_of_no_known_law_are_measured():
+    class Odd(own.Separate):
+        frequencies = torch.tensor([0.9, 0.31, 0.3, 0.02])
+
+        def between(self, q, k):
+            angles = torch.arange(q.shape[-2])[:, None] * self.frequencies
+            cosine, sine = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
+            return (x * cosine + torch.cat([-x[..., 4:], x[..., :4]], -1) * sine for x in (q, k))
+
+    head = next(layers(decoder(Odd), sample=TOKENS)).heads[0]
+    torch.testing.assert_close(head.rotary.frequencies(12).float(), Odd.frequencies, atol=1e-5, rtol=0)
+
+
+def test_qk_norm_is_read_with_its_gain():
+    head = next(layers(decoder(own.NormedByHand), sample=TOKENS)).heads[0]
+    assert head.query.norm.kind == "rms" and head.query.norm.epsilon == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (own.WrittenOut, "stack.0.mixer: expected attention through a kernel, got one written out"),
+        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* behind `stack.0.mixer.q_proj`"),
+        (own.TurnedThenNormed, "stack.0.mixer: expected queries that are rows of one product"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_by_name(attention, message):
+    for layer in layers(decoder(attention), sample=TOKENS):
+        assert not layer.heads
+    with pytest.raises(Refusal, match=message):
+        from locater import scan
+
+        scan(decoder(attention), sample=TOKENS)
+
+
+def test_a_float_mask_of_another_kind_is_refused():
+    class Learned(own.Separate):
+        def __init__(self):
+            super().__init__()
+            self.added = nn.Parameter(torch.randn(12, 12))
+
+        def forward(self, x):
+            q, k, v = own.heads(self.q_proj(x)), own.heads(self.k_proj(x)), own.heads(self.v_proj(x))
+            return own.join(functional.scaled_dot_product_attention(q, k, v, attn_mask=self.added))
+
+    (refused, *_), *_ = (layer.refused for layer in layers(decoder(Learned), sample=TOKENS))
+    assert "fall with distance, as ALiBi's do, got another float mask" in refused
+
+
+def test_a_bias_that_is_added_by_hand_is_not_lost():
+    class Added(own.Bare):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x):
+            q, k = own.heads(x @ self.w_query + self.shift), own.heads(x @ self.w_key)
+            return own.join(functional.scaled_dot_product_attention(q, k, own.heads(x), is_causal=True))
+
+    layer = next(layers(decoder(Added), sample=TOKENS))
+    assert not layer.heads and "something else behind" in layer.refused[0]
+
+
+def test_the_pass_changes_nothing():
+    model = decoder(own.Fused).train()
+    model.stack[0].add_module("noise", nn.Dropout(0.5))
+    before, random = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
+    list(layers(model, sample=TOKENS))
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(torch.random.get_rng_state(), random)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_heads_are_views_of_the_parameters():
+    model = decoder(own.PerHead)
+    heads = next(layers(model, sample=TOKENS)).heads
+    assert heads[1].key.weight.data_ptr() == model.stack[0].mixer.qkv.weight[4 * SIZE].data_ptr()
+    heads[1].key.weight.sum().backward()
+    assert model.stack[0].mixer.qkv.weight.grad[4 * SIZE : 5 * SIZE].eq(1).all()
+
+
+@pytest.mark.parametrize("sample", [{"tokens": TOKENS}, (TOKENS,), TOKENS[:1]], ids=["named", "several", "one text"])
+def test_samples_as_models_take_them(sample):
+    found = list(layers(decoder(own.Normed), sample=sample))
+    assert [len(layer.heads) for layer in found] == [HEADS, HEADS]
+
+
+def test_wrappers_are_taken_off():
+    model = decoder(own.Fused)
+    plain = [head.key.weight for layer in layers(model, sample=TOKENS) for head in layer.heads]
+    for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
+        found = [head.key.weight for layer in layers(wrapped, sample=TOKENS) for head in layer.heads]
+        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("attention", [own.Separate, own.PerHead, own.Normed])
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_part_of_the_weights(attention, dora, monkeypatch):
+    peft = pytest.importorskip("peft")
+    targets = ["qkv"] if attention is own.PerHead else ["q_proj", "k_proj"]
+    model = peft.get_peft_model(decoder(attention), peft.LoraConfig(r=2, target_modules=targets, use_dora=dora))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.2 * torch.rand_like(parameter))
+    found = list(layers(model, sample=TOKENS))
+    for layer, (probabilities, x) in zip(found, measured(model.get_base_model(), monkeypatch), strict=True):
+        assert not layer.refused
+        for head in layer.heads:
+            ours = head.attention(x, x).detach()
+            torch.testing.assert_close(ours, probabilities[:, head.index], atol=1e-5, rtol=0)
+    found[0].heads[0].query.weight.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
