@@ -10,8 +10,11 @@ from torch.nn import functional
 
 import hand_written as own
 from hand_written import HEADS, SIZE, TOKENS, WIDTH, decoder
+from locater import LocAteR, scan
 from locater.errors import Refusal
 from locater.models.live import layers
+from locater.scanning.source import heads
+from locater.stabilisers import QKClip, SpectralInitialisation
 
 EXPLAINED = [
     own.Separate, own.Both, own.Grouped, own.Repeated, own.Rotary, own.Interleaved, own.Scaled, own.Normed,
@@ -121,8 +124,6 @@ def test_what_cannot_be_explained_is_refused_by_name(attention, message):
     for layer in layers(decoder(attention), sample=TOKENS):
         assert not layer.heads
     with pytest.raises(Refusal, match=message):
-        from locater import scan
-
         scan(decoder(attention), sample=TOKENS)
 
 
@@ -206,3 +207,31 @@ def test_adapters_are_part_of_the_weights(attention, dora, monkeypatch):
             torch.testing.assert_close(ours, probabilities[:, head.index], atol=1e-5, rtol=0)
     found[0].heads[0].query.weight.sum().backward()
     assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("attention", [own.Fused, own.PerHead, own.Backwards, own.Grouped, own.Bare, own.Normed])
+def test_the_penalty_is_the_dense_sum(attention):
+    model = decoder(attention)
+    expected = 0.0
+    for head in heads(model, sample=TOKENS):
+        dense = head.key.weight.mT @ head.query.weight
+        expected += ((dense @ dense).trace() + 2 * dense.square().sum()) / 3
+    penalty = LocAteR(model, strength=0.5, sample=TOKENS).penalty()
+    torch.testing.assert_close(penalty, 0.5 * expected)
+    penalty.backward()
+    parameters = dict(model.named_parameters())
+    names = [name for name in parameters if any(word in name for word in ("qkv.w", "q_proj.w", "k_proj.w", "w_query"))]
+    assert names and all(parameters[name].grad.any() for name in names)
+
+
+def test_stabilisers_act_on_heads_that_were_found():
+    model = decoder(own.PerHead)
+    clip = QKClip(model, threshold=1e-3, sample=TOKENS)
+    model(TOKENS)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    clip.step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all("qkv" in name for name in moved)
+    SpectralInitialisation(model, xi=2.0, eta=1.5, sample=TOKENS)
+    for row in scan(model, sample=TOKENS, raw=True).heads:
+        assert row.xi == pytest.approx(2.0, abs=1e-3) and row.eta == pytest.approx(1.5 * row.temperature, rel=1e-3)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..errors import refusal
 from ..models import Family
 from ..models.live.explicit import Explicit
+from ..models.live.watch import Sample
 from .base import Stabiliser, layer_key, learning_rate, learning_rates, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
@@ -26,7 +27,7 @@ class LocAteR(Stabiliser):
     In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`,
     and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is then 0.
     Call `step()` in both forms when the mean is held by projection or warms up. Heads are found as a scan finds
-    them, or named: `heads=[(query, key, num_heads, num_key_heads), …]`.
+    them: by the model's family, by one pass over a batch (`sample`), or named (`heads`: see `locater.heads`).
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class LocAteR(Stabiliser):
         mean: Mean | float | str | None = None,
         optimizer: Optimizer | None = None,
         heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
         family: Family | None = None,
         inputs: Inputs | None = None,
     ) -> None:
         self.strength = non_negative(strength, "strength")
         self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
-        self.pairs = find_pairs(model, heads=heads, family=family)
-        self.inputs.find(model, self.pairs, heads=heads, family=family)
+        self.pairs = find_pairs(model, heads=heads, sample=sample, family=family)
+        self.inputs.find(model, self.pairs, heads=heads, sample=sample, family=family)
         self.optimizer = optimizer
         if optimizer is not None:
             self._check_owner(optimizer)

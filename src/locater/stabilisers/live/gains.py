@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import refusal
-from ...models.live import layers
+from ...models.live import sites
 from .pairs import Pair
 
 
@@ -38,7 +38,7 @@ class Normalised:
     """
 
     def find(self, model: nn.Module, pairs: Sequence[Pair], **options: Any) -> None:
-        self.read = lambda: layers(model, **options)
+        self.sites = sites(model, **options)
         self.keys = [(pair.block, pair.layer) for pair in pairs]
         if all(gain is None for gain in self._gains().values()):
             raise refusal("norms before attention whose gain can be folded in", "none", "leave `inputs` out")
@@ -51,7 +51,7 @@ class Normalised:
         return dict(self._found())
 
     def _found(self) -> Iterator[tuple[tuple[str, int], Tensor | None]]:
-        for layer in self.read():
+        for layer in (site.build() for site in self.sites):
             norms = [layer.heads[0].query.input_norm, layer.heads[0].key.input_norm] if layer.heads else [None, None]
             if norms[0] is not norms[1]:
                 raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")

@@ -12,6 +12,7 @@ from ...head import Block, Head
 from ...models import Family, Layer
 from ...models.live import layers
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ...positions import Rotary
 from .weights import Markers, Rows
 
@@ -62,7 +63,12 @@ class Pair:
 
 
 def find_pairs(
-    model: nn.Module, *, heads: Sequence[Explicit] = (), family: Family | None = None, trained: bool = True
+    model: nn.Module,
+    *,
+    heads: Sequence[Explicit] = (),
+    sample: Sample | None = None,
+    family: Family | None = None,
+    trained: bool = True,
 ) -> list[Pair]:
     """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
 
@@ -71,7 +77,7 @@ def find_pairs(
     markers = Markers(model)
     skipped: list[str] = []
     found: dict[object, Pair] = {}
-    for layer in layers(markers.model, heads=heads, family=family, tensors=markers):
+    for layer in layers(markers.model, heads=heads, sample=sample, family=family, tensors=markers):
         skipped += layer.refused
         for pair in _pairs_of(layer, markers, skipped):
             reason = _unfit(pair) if trained else None

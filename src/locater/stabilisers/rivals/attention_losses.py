@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser, non_negative
 from ..live.interception import Call, Slots
 from ..live.pairs import find_pairs
@@ -18,10 +19,12 @@ class AttentionLoss(Stabiliser):
     Cost: the logits are materialised, O(T²) memory per layer. Recomputation of activations does not count twice.
     """
 
-    def __init__(self, model: nn.Module, *, weight: float, heads: Sequence[Explicit] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, *, weight: float, heads: Sequence[Explicit] = (), sample: Sample | None = None
+    ) -> None:
         self.weight = non_negative(weight, "weight")
         self.gathered: dict[str, list[Tensor]] = {}
-        self.slots = Slots(find_pairs(model, heads=heads, trained=False), self._attend)
+        self.slots = Slots(find_pairs(model, heads=heads, sample=sample, trained=False), self._attend)
         self.last: dict[str, float] = {}
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...errors import refusal, within
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ...spectra import moments
 from ..base import Stabiliser, non_negative
 from ..live.pairs import Pair, find_pairs
@@ -22,10 +23,12 @@ class SpectralInitialisation(Stabiliser):
     direction, and each query turns. Refuses a ξ out of reach.
     """
 
-    def __init__(self, model: nn.Module, *, xi: float, eta: float, heads: Sequence[Explicit] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, *, xi: float, eta: float, heads: Sequence[Explicit] = (), sample: Sample | None = None
+    ) -> None:
         if not 0 < eta < float("inf"):
             raise refusal("a positive, finite η", eta)
-        for pair in find_pairs(model, heads=heads):
+        for pair in find_pairs(model, heads=heads, sample=sample):
             with within(pair.name), torch.no_grad():
                 _initialise(pair, xi, eta)
 
@@ -83,12 +86,13 @@ class MimeticInitialisation(Stabiliser):
         identity: float = 0.7,
         noise: float = 0.7,
         heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
         values: Sequence[tuple[nn.Linear, nn.Linear]] = (),
         generator: torch.Generator | None = None,
     ) -> None:
         identity, noise = non_negative(identity, "identity"), non_negative(noise, "noise")
         with torch.no_grad():
-            for pair in find_pairs(model, heads=heads):
+            for pair in find_pairs(model, heads=heads, sample=sample):
                 shard = shard_of(pair, pair.weights())
                 for query, key in zip(shard.query, shard.key[:, 0], strict=True):
                     wanted = noisy_identity(len(query), query.shape[-1], identity, noise, generator).to(query)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser, layer_key
 from ..live.interception import Call, Slots
 from ..live.pairs import Pair, find_pairs
@@ -37,12 +38,13 @@ class QKClip(Stabiliser):
         threshold: float = 100.0,
         log_only: bool = False,
         heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not 0 < threshold < float("inf"):
             raise refusal("a positive, finite threshold", threshold)
         self.threshold, self.log_only, self.group = threshold, log_only, group
-        self.pairs = find_pairs(model, heads=heads, trained=not log_only)
+        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only)
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.slots = Slots(self.pairs, self._attend)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser
 from ..live.interception import Call, Slots
 from ..live.pairs import Pair, find_pairs
@@ -64,9 +65,16 @@ class QKNorm(Stabiliser):
     Cost: one pass over queries and keys; torch's own kernel does the rest.
     """
 
-    def __init__(self, model: nn.Module, *, kind: Kind | None = None, heads: Sequence[Explicit] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kind: Kind | None = None,
+        heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
+    ) -> None:
         self.kind = kind or RMS()
-        pairs = find_pairs(model, heads=heads, trained=False)
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]

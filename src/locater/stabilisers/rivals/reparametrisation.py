@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser
 from ..live.pairs import find_pairs
 from ..live.weights import Rows
@@ -133,9 +134,9 @@ class SpectralNorm(Stabiliser):
     `detach()` gives the raw weights back; `detach(bake=True)` leaves the normalised ones.
     """
 
-    def __init__(self, model: nn.Module, *, heads: Sequence[Explicit] = ()) -> None:
+    def __init__(self, model: nn.Module, *, heads: Sequence[Explicit] = (), sample: Sample | None = None) -> None:
         blocks: dict[tuple[int, str], list[Rows]] = {}
-        for pair in find_pairs(model, heads=heads, trained=False):
+        for pair in find_pairs(model, heads=heads, sample=sample, trained=False):
             for rows in (pair.query, pair.key):
                 blocks.setdefault((id(rows.weight.module), rows.weight.attribute), []).append(rows)
         weights = [rows[0].weight for rows in blocks.values()]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser
 from ..live.interception import Call, Slots
 from ..live.pairs import find_pairs
@@ -15,11 +16,13 @@ from ..live.pairs import find_pairs
 class SoftCap(Stabiliser):
     """No logit beyond ±cap. Cost: the logits are materialised, O(T²) memory, since no fused kernel on CPU caps."""
 
-    def __init__(self, model: nn.Module, *, cap: float = 50.0, heads: Sequence[Explicit] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, *, cap: float = 50.0, heads: Sequence[Explicit] = (), sample: Sample | None = None
+    ) -> None:
         if not 0 < cap < float("inf"):
             raise refusal("a positive, finite cap", cap)
         self.cap = cap
-        self.slots = Slots(find_pairs(model, heads=heads, trained=False), self._attend)
+        self.slots = Slots(find_pairs(model, heads=heads, sample=sample, trained=False), self._attend)
 
     def _attend(self, name: str, call: Call) -> Tensor:
         # Masks come behind the cap, which would make them finite.

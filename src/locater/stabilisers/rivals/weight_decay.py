@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
 from ..base import Stabiliser, learning_rate, learning_rates, non_negative
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of
@@ -20,10 +21,16 @@ class QKDecay(Stabiliser):
     """With an optimiser, W −= lr·decay·W after its step; without, penalty decay/2 · (‖W_Q‖² + ‖W_K‖²)."""
 
     def __init__(
-        self, model: nn.Module, *, decay: float, optimizer: Optimizer | None = None, heads: Sequence[Explicit] = ()
+        self,
+        model: nn.Module,
+        *,
+        decay: float,
+        optimizer: Optimizer | None = None,
+        heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
     ) -> None:
         self.decay, self.optimizer = non_negative(decay, "decay"), optimizer
-        self.pairs = find_pairs(model, heads=heads)
+        self.pairs = find_pairs(model, heads=heads, sample=sample)
 
     def penalty(self) -> Float[Tensor, ""]:
         if self.optimizer is not None:
