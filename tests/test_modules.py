@@ -453,9 +453,7 @@ def test_names_do_not_make_a_vision_model():
     class FusedAttention(Attention):
         __module__ = "mine"
 
-    with pytest.raises(
-        Refusal, match=r"`attn` \(FusedAttention\): give a batch by sample=…"
-    ):
+    with pytest.raises(Refusal, match=r"`attn` \(FusedAttention\): give a batch by sample=…"):
         modules.layers(nn.ModuleDict({"attn": FusedAttention(identity)}))
 
 
