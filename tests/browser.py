@@ -5,6 +5,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import axe_core_python
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
@@ -72,3 +73,12 @@ class Browser:
         """The whole page, kept for people to look at."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.driver.save_screenshot(str(path))
+
+
+def serious_faults(browser: Browser) -> list[tuple[str, str]]:
+    """What axe-core calls serious or critical on the page that is open, each with the first place."""
+    browser.run((Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = browser.driver.execute_async_script(
+        "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((r) => done(r.violations))"
+    )
+    return [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]

@@ -23,3 +23,13 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """One Chromium for all tests of pages."""
+    from browser import Browser
+
+    found = Browser(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.driver.quit()

@@ -6,23 +6,14 @@ import io
 import json
 from pathlib import Path
 
-import axe_core_python
 import pytest
 
-from browser import Browser
+from browser import serious_faults
 from command import locater
 from locater import scan
 from locater.report.page import page, save_page
 
 HOSTILE = '</script><img src=x onerror="window.broken=1">'
-AXE = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    found = Browser(tmp_path_factory.mktemp("browser"))
-    yield found
-    found.driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +134,7 @@ def test_accessible_and_within_the_screen(browser, minilm, tmp_path, width, dark
     save_page([minilm], tmp_path / "page.html")
     browser.open(tmp_path / "page.html", width=width, dark=dark)
     assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
-    browser.driver.execute_script(AXE)
-    found = browser.driver.execute_async_script(
-        "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((r) => done(r.violations))"
-    )
-    serious = [(one["id"], one["nodes"][0]["html"][:200]) for one in found if one["impact"] in ("serious", "critical")]
-    assert serious == []
+    assert serious_faults(browser) == []
 
 
 def hostile_scan(minilm):

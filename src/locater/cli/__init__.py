@@ -10,6 +10,7 @@ from ..errors import BadArguments, Refusal
 from .compare import compare
 from .demo import demo
 from .doctor import doctor
+from .explore import explore
 from .families import families
 from .grouped_help import GroupedHelp
 from .output import speak_plainly
@@ -28,6 +29,7 @@ VERBS = {
     "train": train,
     "runs": runs,
     "report": report,
+    "explore": explore,
     "demo": demo,
     "families": families,
     "doctor": doctor,

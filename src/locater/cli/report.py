@@ -64,11 +64,11 @@ def save_html(
     """Write the page and say where; `when` is the date of what it shows, by default now."""
     from ..report.page import save_page
 
-    save_page(documents, path, title=title, facts=_facts(when))
+    save_page(documents, path, title=title, facts=facts_of(when))
     console_for(None, aside=True).print(f"page: {escape(str(path))}", soft_wrap=True)
 
 
-def _facts(when: float | None) -> dict[str, str]:
+def facts_of(when: float | None) -> dict[str, str]:
     """Command, versions and date; SOURCE_DATE_EPOCH stands for now where builds must repeat."""
     moment = float(os.environ.get("SOURCE_DATE_EPOCH") or (datetime.now(UTC).timestamp() if when is None else when))
     date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")

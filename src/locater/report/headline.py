@@ -58,7 +58,7 @@ def _behaviour(number: int, view: View) -> Iterable[Sentence]:
         source = SOURCES[side.rstrip("_") or "measured"]
         close = _where(near[-1], lambda mass: mass > MOSTLY)
         yield Sentence(
-            f"{_count(len(close), 'head')} of {len(view.heads)} look mostly at the 16 nearest tokens ({source}).",
+            f"{len(close)} of {_count(len(view.heads), 'head')} look mostly at the 16 nearest tokens ({source}).",
             number, close,
         )  # fmt: skip
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)

@@ -19,9 +19,9 @@ from .quantities import GLOSSARY, QUANTITIES, RAW, quantity
 from .text import all_shown, shown
 from .views import Document, View, views_of
 
-PAPER = ("Bao, Hataya, Karakida: Self-attention Networks Localize When QK-eigenspectrum Concentrates, ICML 2024",
-         "https://arxiv.org/abs/2402.02098")  # fmt: skip
-SCRIPTS = ("data", "palette", "theory", "chart", "save", "map", "head", "table", "curves", "page")
+TITLE = "Self-attention Networks Localize When QK-eigenspectrum Concentrates"
+PAPER = f'<a href="https://arxiv.org/abs/2402.02098" rel="noreferrer">Bao, Hataya, Karakida: {TITLE}, ICML 2024</a>'
+SCRIPTS = ("data", "elements", "palette", "theory", "chart", "save", "map", "head", "table", "curves", "page")
 NONE = 255
 
 
@@ -49,9 +49,9 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
     parts = {
         "title": html.escape(title),
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
-        "made": _definitions(all_shown(facts or {}) | _sources(views)),
-        "glossary": _definitions(GLOSSARY),
-        "paper": f'<a href="{PAPER[1]}" rel="noreferrer">{html.escape(PAPER[0])}</a>',
+        "made": definitions(all_shown(facts or {}) | _sources(views)),
+        "glossary": definitions(GLOSSARY),
+        "paper": PAPER,
         "data": pack.text(data),
     }
     return assemble("page.html", SCRIPTS, parts)
@@ -99,7 +99,7 @@ def _sources(views: list[View]) -> dict[str, str]:
     return found
 
 
-def _definitions(entries: dict[str, str]) -> str:
+def definitions(entries: dict[str, str]) -> str:
     rows = (f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in entries.items())
     return f"<dl>{''.join(rows)}</dl>"
 

@@ -156,7 +156,10 @@ def _of_predict(document: Document) -> View:
 
 def _of_steps(document: Document) -> View:
     """A run's validations, or a monitor's reports: a frame per step, heads by layer and number."""
-    by_step = [{_key(record): record for record in step["heads"]} for step in document["steps"]]
+    by_step = [
+        {_key(record): _with_ratios(record) if "eta" in record else record for record in step["heads"]}
+        for step in document["steps"]
+    ]
     heads = sorted({key for step in by_step for key in step})
     frames = [[step.get(key, {}) for key in heads] for step in by_step]
     return View(

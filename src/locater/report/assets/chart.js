@@ -1,24 +1,7 @@
 // A chart as SVG: lines, bands, points and bars on two axes. Colours are attributes, so that a saved file keeps them.
 
-const SVG = "http://www.w3.org/2000/svg";
-const BOX = { width: 380, height: 230, left: 52, right: 20, top: 12, bottom: 40 };
-
-function svg(name, attributes, ...children) {
-  const element = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  element.append(...children);
-  return element;
-}
-
-function html(name, attributes, ...children) {
-  const element = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes ?? {})) {
-    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : value);
-  }
-  element.append(...children);
-  return element;
-}
+const BOX = { width: 330, height: 215, left: 50, right: 18, top: 12, bottom: 40 };
+let clips = 0;
 
 // Round steps for an axis: 1, 2 or 5 times a power of ten, about `count` of them.
 function ticks(low, high, count) {
@@ -55,12 +38,16 @@ function chart(title, series, options = {}) {
   const box = { ...BOX, ...options.box };
   const x = axis(spanOf(series, 0, options.x?.range), [box.left, box.width - box.right], options.x);
   const y = axis(spanOf(series, 1, options.y?.range), [box.height - box.bottom, box.top], options.y);
-  const element = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, class: "chart", role: "img", "font-size": 11,
+  const element = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, class: "chart", role: "img", "font-size": 12.5,
     "font-family": "system-ui, sans-serif", "aria-label": `${title}. ${inWords(series)}` });
   element.append(svg("rect", { width: box.width, height: box.height, fill: look("panel") }));
   drawAxes(element, x, y, box);
   options.under?.(element, x, y, box);
-  series.forEach((one) => drawSeries(element, one, x, y));
+  const clip = `clip-${++clips}`; // what lies beyond the range must not run into the words around
+  element.append(svg("clipPath", { id: clip }, svg("rect", { x: box.left, y: box.top - 4, width: box.width - box.left - box.right + 2, height: box.height - box.top - box.bottom + 6 })));
+  const inside = svg("g", { "clip-path": `url(#${clip})` });
+  series.forEach((one) => drawSeries(inside, one, x, y));
+  element.append(inside);
   options.over?.(element, x, y, box);
   return element;
 }
@@ -78,10 +65,6 @@ function drawAxes(element, x, y, box) {
   element.append(text(x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
   const turned = { "text-anchor": "middle", fill: look("ink"), transform: `rotate(-90 12 ${(box.top + box.height - box.bottom) / 2})` };
   element.append(text(y.label, 12, (box.top + box.height - box.bottom) / 2, turned));
-}
-
-function text(words, x, y, attributes) {
-  return svg("text", { x, y, ...attributes }, words);
 }
 
 function drawSeries(element, one, x, y) {
@@ -103,10 +86,11 @@ function drawSeries(element, one, x, y) {
 // What a screen reader hears instead of the lines: first, last and extremes of each.
 function inWords(series) {
   return series.map((one) => {
+    const label = one.label ?? one.name;
     const values = one.points.map((point) => point[1]).filter(Number.isFinite);
-    if (!values.length) return `${one.label}: no values.`;
+    if (!values.length) return `${label}: no values.`;
     const numbers = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map(shownNumber);
-    return `${one.label}: from ${numbers[0]} to ${numbers[1]}, lowest ${numbers[2]}, highest ${numbers[3]}.`;
+    return `${label}: from ${numbers[0]} to ${numbers[1]}, lowest ${numbers[2]}, highest ${numbers[3]}.`;
   }).join(" ");
 }
 
@@ -125,6 +109,10 @@ function keyOf(series) {
 // A chart with its caption, the key of its lines and buttons to save it.
 function figure(title, series, options) {
   const drawn = chart(title, series, options);
-  const key = series.length > 1 || options?.key ? keyOf(series) : "";
+  const key = options?.key ? keyOf(series) : "";
   return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, key, saveButtons(title, () => drawn)));
+}
+
+function onto(places, values) {
+  return places.map((place, n) => [place, values[n]]);
 }

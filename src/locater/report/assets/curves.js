@@ -31,7 +31,7 @@ function layerCurves(app) {
       for (const step of new Set(view.alarms.map((alarm) => alarm.step))) mark(step, look("warn"));
       mark(steps[app.frame], look("focus"));
     } };
-  return [figure(`${quantity.words}, mean of each layer`, series.length <= 12 ? series : series.map((one) => ({ ...one })), options), alarmList(app)].filter(Boolean);
+  return [figure(`${quantity.symbol} over time, mean of each layer`, series, options), alarmList(app)].filter(Boolean);
 }
 
 function alarmList(app) {
@@ -48,20 +48,46 @@ const ARM_WORDS = { perplexity: "Perplexity on held-out text (lower is better)",
   trace_over_temperature: "tr W/λ, mean over heads", eta_over_temperature: "η/λ, mean over heads", xi: "ξ, mean over heads", localisation: "Localisation, mean over heads",
   effective_rank: "Effective rank of the last layer", residual: "Rank residual of the last layer", near_mass: "Attention on the 16 nearest tokens" };
 
-// A line per arm; the band is one standard error over its seeds. The arm compared with is named first in the key.
+const ARM_HEADINGS = { trace_over_temperature: "tr W/λ", eta_over_temperature: "η/λ", xi: "ξ", localisation: "L", effective_rank: "rank", near_mass: "near" };
+
+// By name and not by rank, so that an arm looks the same at every step; the arm compared with is drawn in ink.
+function armLooks(runs) {
+  const others = runs.arms.map((arm) => arm.arm).filter((name) => name !== runs.against).toSorted();
+  const looks = Object.fromEntries(others.map((name, n) => [name, lineLook(n)]));
+  if (runs.against !== null) looks[runs.against] = { colour: look("ink"), dash: "" };
+  return looks;
+}
+
 function armCurves(runs) {
   const names = Object.keys(ARM_WORDS).filter((name) => runs.arms.some((arm) => arm.curves[name]?.step.length));
-  const order = runs.arms.map((arm) => arm.arm).toSorted();
-  return names.map((name) => {
+  const looks = armLooks(runs);
+  const figures = names.map((name) => {
     const series = runs.arms.filter((arm) => arm.curves[name]).map((arm) => {
       const { step, mean, standard_error: error } = arm.curves[name];
       const points = step.map((at, n) => (error[n] === null ? [at, mean[n]] : [at, mean[n], mean[n] - error[n], mean[n] + error[n]]));
-      return { label: `${arm.arm} (${arm.seeds.length} seed${arm.seeds.length > 1 ? "s" : ""})`, look: lineLook(order.indexOf(arm.arm)), points };
+      return { name: arm.arm, look: looks[arm.arm], points };
     });
-    const options = { key: true, x: { label: "training step" }, y: { label: name.replaceAll("_", " ") } };
+    const options = { x: { label: "training step" }, y: { label: name.replaceAll("_", " ") } };
     if (name === runs.score) options.y.range = laterRange(series);
     return figure(ARM_WORDS[name], series, options);
   });
+  return [armTable(runs, looks), ...figures];
+}
+
+// One table for the key of all charts and the numbers at the step compared at; bands are one standard error over seeds.
+function armTable(runs, looks) {
+  const columns = Object.keys(ARM_WORDS).filter((name) => runs.arms.some((arm) => arm.quantities[name]));
+  const number = (found) => (found ? shownNumber(found.mean) + (found.standard_error === null ? "" : ` ± ${shownNumber(Number(found.standard_error.toPrecision(2)))}`) : "–");
+  const rows = runs.arms.map((arm) => {
+    const stroke = svg("svg", { width: 26, height: 10, "aria-hidden": "true" }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: looks[arm.arm].colour,
+      "stroke-width": 3, "stroke-dasharray": looks[arm.arm].dash }));
+    const difference = runs.against === null ? [] : [html("td", {}, number(arm.differences?.[runs.score]))];
+    return html("tr", {}, html("td", {}, stroke, ` ${arm.arm}`), html("td", {}, String(arm.seeds.length)), ...columns.slice(0, 1).map((name) => html("td", {}, number(arm.quantities[name]))),
+      ...difference, ...columns.slice(1).map((name) => html("td", {}, number(arm.quantities[name]))));
+  });
+  const words = ["arm", "seeds", columns[0], ...(runs.against === null ? [] : [`minus ${runs.against}`]), ...columns.slice(1)].map((word) => html("th", { scope: "col" }, ARM_HEADINGS[word] ?? word.replaceAll("_", " ")));
+  return html("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Arms" }, html("h3", {}, `Arms at step ${runs.step}, mean over seeds ± standard error`),
+    html("table", { class: "arms" }, html("thead", {}, html("tr", {}, ...words)), html("tbody", {}, ...rows)));
 }
 
 // The range of the later steps: the first ones lie far above and would press the end into one line.

@@ -105,10 +105,6 @@ function momentProfile(view, frame, head, length) {
   return { points: onto(positions, closedForm(moments, length, value("temperature"), positions)), label: PROFILE_WORDS.closed };
 }
 
-function onto(places, values) {
-  return places.map((place, n) => [place, values[n]]);
-}
-
 function middles(bins) {
   return bins.map(([low, high]) => (low + high) / 2);
 }
@@ -136,6 +132,6 @@ function attentionFigure(app) {
     points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: name, look: lineLook(n) }));
   if (!series.length) return null;
   const furthest = Math.max(...series[0].points.map((point) => point[0]));
-  return figure("Attention over distance (the first token apart)", series, { x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
+  return figure("Attention over distance (the first token apart)", series, { key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
     y: { range: [0, Math.max(...series.flatMap((one) => one.points.map((point) => point[1])), 0.1)], label: "share of attention" } });
 }

@@ -132,12 +132,6 @@ class App {
   }
 }
 
-function selection(id, words, options, chosen, action) {
-  const list = html("select", { id, onchange: (event) => action(event.target.value) });
-  for (const [value, label] of options) list.append(html("option", { value, selected: String(value) === String(chosen) }, label));
-  return html("label", {}, words, list);
-}
-
 function modelChoice(app) {
   if (app.views.length < 2) return null;
   return selection("model", "model", app.views.map((view, n) => [n, view.name]), app.number, (value) => {

@@ -1,0 +1,40 @@
+"""`locater explore`: the theory as a page to play with, and the heads of a scan in it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..errors import refusal
+from .output import console_for
+from .report import facts_of
+
+NUM_WALKS = 64
+SEED = 0
+
+
+def explore(
+    scan: Annotated[Path | None, typer.Argument(metavar="[SCAN.json]", help="A scan, to find its heads there.")] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="PAGE.html", help="Where the page goes.")] = Path(
+        "explore.html"
+    ),
+) -> None:
+    """Turn mean and spread of the eigenvalues and see which tokens are heard: one page, no network."""
+    import torch
+
+    from ..report.explorer import WIDTH, save_explorer
+    from ..report.reading import read_record
+    from ..studies.phase_diagram import phase_diagram
+
+    document = None if scan is None else read_record(scan)
+    if document is not None and document["schema"] != "locater.scan/1":
+        raise refusal(
+            "a scan (locater.scan/1)", document["schema"], "make one with: locater scan MODEL --json SCAN.json"
+        )
+    console = console_for(None, aside=True)
+    with console.status("computing the plane and the exact grid …"):
+        generator = torch.Generator().manual_seed(SEED)
+        phase = phase_diagram(d_model=WIDTH, num_walks=NUM_WALKS, generator=generator)
+        save_explorer(out, phase, document, facts=facts_of(None if scan is None else scan.stat().st_mtime))
+    console.print(f"page: {escape(str(out))}", soft_wrap=True)

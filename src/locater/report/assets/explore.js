@@ -1,0 +1,126 @@
+// The explorer: sliders, pictures, the plane and the story, drawn anew whenever a slider moves.
+
+const KNOBS = [
+  { name: "trace", words: "mean of the eigenvalues, as tr W/λ", low: -6, high: 6, bend: (value) => PLANE.bend * Math.sinh(value), back: (value) => Math.asinh(value / PLANE.bend) },
+  { name: "deviation", words: "spread of the eigenvalues, as √d·σ/λ", low: 0.003, high: 6, bend: Math.exp, back: Math.log },
+  { name: "symmetry", words: "symmetry tr W²/‖W‖² (1: symmetric, −1: rotates)", low: -1, high: 1, bend: (value) => Math.round(value * 100) / 100, back: (value) => value },
+  { name: "temperature", words: "temperature, times the usual λ", low: 0.2, high: 5, bend: Math.exp, back: Math.log },
+];
+
+class Explorer {
+  constructor(data) {
+    this.data = data;
+    this.plane = data.plane;
+    this.grid = data.at(data.grid.values);
+    this.heads = (data.heads ?? []).map(([title, trace, deviation, symmetry, width]) => ({ title, trace, deviation, symmetry, width }));
+    this.knobs = { trace: 0, deviation: 0.004, symmetry: 1, temperature: 1, length: 64, base: 0, width: data.grid.width };
+    this.reached = new Set();
+    this.drawKnobs();
+    startTheme(() => { this.drawColours(); this.draw(); });
+    this.drawColours();
+    this.begin(0);
+    document.documentElement.dataset.ready = "yes";
+  }
+
+  begin(step) {
+    this.step = step;
+    document.getElementById("step-says").textContent = "";
+    this.set({ symmetry: 1, temperature: 1, base: 0, length: 64, width: this.data.grid.width, ...STORY[step].start });
+  }
+
+  jump(trace, deviation) {
+    const clamp = (value, { low, high }) => Math.min(high, Math.max(low, value));
+    this.set({ trace: clamp(trace, KNOBS[0]), deviation: clamp(deviation, KNOBS[1]), temperature: 1 });
+  }
+
+  set(changes) {
+    Object.assign(this.knobs, changes);
+    for (const knob of KNOBS) {
+      const slider = document.getElementById(`knob-${knob.name}`);
+      slider.value = knob.back(this.knobs[knob.name]);
+      slider.setAttribute("aria-valuetext", shownNumber(this.knobs[knob.name]));
+      document.getElementById(`value-${knob.name}`).textContent = shownNumber(this.knobs[knob.name]);
+    }
+    document.getElementById("knob-length").value = this.knobs.length;
+    document.getElementById("knob-base").value = this.knobs.base;
+    this.draw();
+  }
+
+  drawKnobs() {
+    const rows = KNOBS.map((knob) => {
+      const move = (event) => this.set({ [knob.name]: knob.bend(Number(event.target.value)) });
+      const slider = html("input", { type: "range", id: `knob-${knob.name}`, min: knob.back(knob.low), max: knob.back(knob.high), step: "any", oninput: move });
+      return html("label", {}, html("span", {}, knob.words), slider, html("output", { id: `value-${knob.name}` }));
+    });
+    const number = (name) => (value) => this.set({ [name]: Number(value) });
+    const lengths = [8, 16, 32, 64, 128, 256, 512, 1024].map((length) => [length, length]);
+    rows.push(selection("knob-length", "tokens T ", lengths, this.knobs.length, number("length")));
+    rows.push(selection("knob-base", "rotary base ", [[0, "no rotary positions"], [100, "100"], [10000, "10,000"], [500000, "500,000"]], 0, number("base")));
+    if (this.heads.length) rows.push(selection("knob-head", "a head of the scan ", [["", "choose …"], ...this.heads.map((head, n) => [n, head.title])], "", (value) => value !== "" && this.take(this.heads[value])));
+    document.getElementById("knobs").replaceChildren(...rows);
+  }
+
+  // The head's own three moments: the sliders may not reach all of them, the pictures do.
+  take(head) {
+    this.set({ trace: head.trace, deviation: head.deviation, symmetry: head.symmetry, width: head.width, temperature: 1 });
+  }
+
+  draw() {
+    const { knobs } = this;
+    const positions = evenly(knobs.length, 97);
+    const moments = toyMoments(knobs);
+    const closed = closedForm(moments, knobs.length, 1, positions);
+    const { attention, entropy } = softmaxOverWalks(knobs);
+    const shown = knobs.base ? rotaryForm(moments, knobs.length, knobs.base, positions) : closed;
+    this.now = { regime: regimeOf(shown, this.data.limits), localisation: localisation(shown), entropy };
+    this.drawPictures(positions, closed, shown, attention);
+    this.drawVerdict(moments);
+    this.drawStep();
+    const place = document.getElementById("planes");
+    place.replaceChildren(theoryPlane(this),
+      simulatedPlane(this, "entropy", "Simulated softmax: entropy", "Near 0: all on one token, entropy collapse."),
+      simulatedPlane(this, "residual", "Simulated softmax: how distinct tokens stay", "Near 0: all tokens alike, rank collapse."));
+  }
+
+  drawPictures(positions, closed, shown, attention) {
+    const { knobs } = this;
+    const series = [{ label: "closed form", points: onto(positions, closed), look: lineLook(0) }];
+    const exact = gridProfile(this.data.grid, this.grid, knobs);
+    if (exact) series.push({ label: `exact, head of width ${this.data.grid.width} (grid, within ${shownNumber(this.data.grid.error)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
+    if (knobs.base) series.push({ label: "closed form with rotary positions", points: onto(positions, shown), look: lineLook(2) });
+    const profile = figure("Which tokens are heard: ρ over the context", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
+    const bars = [{ label: `softmax, mean of ${WALKS.count} random walks`, points: attention.map((value, t) => [t + 1, value]), look: lineLook(3) }];
+    const top = Math.max(0.1, ...attention) * 1.05;
+    const simulated = figure("True softmax on simulated walks", bars, { key: true, x: { range: [1, attention.length], ticks: [1, 16, 32, 48], label: "token t" }, y: { range: [0, top], label: "attention" } });
+    document.getElementById("pictures").replaceChildren(profile, simulated);
+  }
+
+  drawVerdict(moments) {
+    const { regime, localisation: local, entropy } = this.now;
+    const eta = Math.sqrt((moments.square + 2 * moments.norm) / 3);
+    const words = this.data.regimes.find((one) => one.name === regime).meaning;
+    document.getElementById("verdict").textContent = `${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${shownNumber(local)}, softmax entropy ${shownNumber(entropy)} (1: all alike).`;
+  }
+
+  drawStep() {
+    const goal = STORY[this.step];
+    const first = !this.reached.has(this.step) && goal.done(this.now, this.knobs);
+    if (first) this.reached.add(this.step);
+    drawStory(this, document.getElementById("story"));
+    const says = document.getElementById("step-says");
+    if (first) says.textContent = `Step ${this.step + 1} reached${this.step < 5 ? ": go on to the next." : ": that was all."}`;
+    document.getElementById("plane-says").textContent = `The ring is where the sliders stand. T = ${this.knobs.length}; the simulated planes were made with T = ${this.plane.length}.`;
+  }
+
+  drawColours() {
+    const list = html("dl", {});
+    for (const regime of this.data.regimes) {
+      const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
+      swatch.style.background = regime.colour;
+      list.append(html("dt", {}, swatch, regime.name), html("dd", {}, regime.meaning));
+    }
+    document.getElementById("colours").replaceChildren(list);
+  }
+}
+
+readData().then((data) => { window.locater = { explorer: new Explorer(data), closedForm, rotaryForm, gridProfile, toyMoments, regimeOf, localisation }; });

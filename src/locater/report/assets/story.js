@@ -1,0 +1,25 @@
+// Six steps for somebody who meets the theory for the first time; each has a goal that the page checks.
+
+const STORY = [
+  { title: "Everything is heard", words: "Mean and spread are both tiny. All logits are nearly equal, so attention is an average: every token is heard alike, and after a few layers all tokens look the same. That is the way to rank collapse.",
+    start: { trace: 0, deviation: 0.004 }, ask: "Nothing to do: look at the flat line.", done: (now) => now.regime === "uniform" },
+  { title: "Make attention collapse", words: "Now turn up the spread. Logits become large and random: softmax puts everything on one token, and hardly any token is heard. Learning stalls: entropy collapse.",
+    start: { trace: 0, deviation: 0.004 }, ask: "Turn the spread up until hardly any token is heard.", done: (now) => now.regime === "no-signal" || now.entropy < 0.25 },
+  { title: "Now localise it", words: "Take the spread back, and give the eigenvalues a mean instead: tokens that are alike attract each other. On a walk the recent tokens are the most alike.",
+    start: { trace: 0, deviation: 0.05 }, ask: "Keep the spread small and turn the mean up, to about 1.", done: (now) => now.regime === "late" },
+  { title: "Choose the window", words: "Go on with the mean. Beyond tr W = 2λ the last tokens saturate and a window in the middle remains: the theory calls it middle.",
+    start: { trace: 1, deviation: 0.05 }, ask: "Turn the mean beyond 2.", done: (now) => now.regime === "middle" },
+  { title: "Look back", words: "A negative mean makes like tokens repel: now the early ones are heard.",
+    start: { trace: 1, deviation: 0.05 }, ask: "Turn the mean below zero.", done: (now) => now.regime === "early" },
+  { title: "What LocAteR does", words: "A trained head often has a mean and a spread that is far too large. LocAteR keeps the mean and shrinks the spread. Watch the point go straight down into the localised region.",
+    start: { trace: 1, deviation: 2.5 }, ask: "Leave the mean; turn the spread down until the head is localised.", done: (now, knobs) => now.regime === "late" && Math.abs(knobs.trace - 1) < 0.05 },
+];
+
+function drawStory(explorer, place) {
+  place.replaceChildren(...STORY.map((step, n) => {
+    const open = explorer.step === n;
+    const button = html("button", { type: "button", "aria-pressed": String(open), onclick: () => explorer.begin(n) }, step.title);
+    const mark = html("span", { class: "mark", id: `mark-${n}` }, explorer.reached.has(n) ? " ✓ done" : "");
+    return html("li", {}, button, mark, ...(open ? [html("p", { class: "say" }, step.words, html("strong", {}, ` ${step.ask}`))] : []));
+  }));
+}
