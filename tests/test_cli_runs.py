@@ -204,7 +204,7 @@ def test_what_is_printed_fits_80_columns_and_a_wide_terminal_has_all(folder, arg
     assert max(map(len, narrow.out.splitlines())) <= 80
     assert "1.00e+304" in narrow.out and "[bold]" in narrow.out and "…" not in narrow.out
     assert "in a wider terminal and in --json" in narrow.out
-    headings = "arm seeds perplexity entropy tr W/λ η/λ ξ local rank residual near tr W²/λ²"
+    headings = "arm seeds perplexity course entropy tr W/λ η/λ ξ local rank residual near tr W²/λ²"
     assert " ".join(wide.out.splitlines()[2].split()).replace(" difference", "") == headings
     assert "wider terminal" not in wide.out
 

@@ -31,6 +31,7 @@ def compare(
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
     from ..records import write_json
+    from ..report.terminal import HeatMap
     from ..scanning import compare as library
 
     if jobs < 1:
@@ -45,6 +46,7 @@ def compare(
     console.print(_heading(found))
     console.print()
     console.print(_table(found, most))
+    console.print(HeatMap.of(found.to_json(), "moved"))
     if json:
         write_json(found.to_json(), json)
     if html:

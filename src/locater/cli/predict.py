@@ -75,6 +75,8 @@ def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
 
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
+    from ..report.terminal import HeatMap
+
     tokens = found.tokens
     console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads", soft_wrap=True)
     console.print(
@@ -85,6 +87,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print()
     console.print(_head_table(found) if heads else _layer_table(found))
     console.print("[dim]each column: predicted → measured[/dim]")
+    console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
     for sentence in found.left_out:

@@ -60,9 +60,9 @@ def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
     why = "" if chosen else ", the last that all reached"
     console.print(f"{num_runs} runs in {len(arms)} arms at step [bold]{document['step']}[/bold]{why}; best first")
     console.print()
-    console.print(table(list(columns), zip(*columns.values(), strict=True), words=["arm"]))
+    console.print(table(list(columns), zip(*columns.values(), strict=True), words=["arm", "course"]))
     console.print()
-    console.print(f"[dim]{score}: mean over seeds ± standard error; other columns: means[/dim]")
+    console.print(f"[dim]{score}: mean over seeds ± standard error, course its validations; other columns: means[/dim]")
     if document["against"] is not None:
         console.print(f"[dim]difference: {score} − that of {escape(document['against'])}, paired by seed[/dim]")
     for sentence in _warnings(document):
@@ -71,6 +71,7 @@ def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
 
 def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
     """All headings with their cells; what no arm has is left out."""
+    from ..report.terminal import sparkline
     from ..studies.runs import QUANTITIES, SCORES
 
     arms, score = document["arms"], document["score"]
@@ -84,6 +85,7 @@ def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
         "arm": ["\n".join(escape(part) for part in wrap(arm["arm"], NAME_WIDTH)) for arm in arms],
         "seeds": [str(len(arm["seeds"])) for arm in arms],
         QUANTITIES[score].heading: cells(lambda found: _with_error(found, f"z.{places}f"), score),
+        "course": cells(lambda curve: sparkline(curve["mean"]), score, "curves"),
     }
     if document["against"] is not None:
         columns["difference"] = cells(lambda found: _with_error(found, f"+z.{places}f"), score, "differences")

@@ -82,12 +82,14 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
 
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:
+    from ..report.terminal import HeatMap
     from ..scanning.findings import name, outstanding, regimes
 
     console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
     console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
+    console.print(HeatMap.of(found.to_json(), "xi"))
     console.print(f"regimes: {regimes(found.heads)}")
     for finding in outstanding(found.heads):
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"

@@ -1,5 +1,6 @@
 """Pictures of results, from plain documents; needs matplotlib and no torch."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,30 @@ def _outline(panel: "Axes", document: dict[str, Any]) -> None:
 
 
 def _plane(panel: "Axes", document: dict[str, Any]) -> None:
+    """Round ticks, at their place between the points. Along x equal steps are equal factors but for the innermost."""
     traces, deviations = document["trace_over_temperature"], document["deviation_over_temperature"]
-    columns = sorted({0, len(traces) // 4, len(traces) // 2, 3 * len(traces) // 4, len(traces) - 1})
-    rows = range(0, len(deviations), 4)
-    panel.set_xticks(columns, [f"{traces[column]:.2g}" for column in columns])
-    panel.set_yticks(list(rows), [f"{deviations[row]:.2g}" for row in rows])
-    panel.set(xlabel="eigenvalue mean, as tr W/λ", ylabel="eigenvalue deviation, as √d·σ/λ")
+    columns = [one for one in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1) if traces[0] <= one <= traces[-1]]
+    rows = [one for one in (0.01, 0.1, 1) if deviations[0] <= one <= deviations[-1]]
+    panel.set_xticks([_place(traces, one) for one in columns], [f"{one:g}".replace("-", "−") for one in columns])
+    panel.set_yticks([_place(deviations, one) for one in rows], [f"{one:g}" for one in rows])
+    zero = traces.index(0.0)
+    for bend in (zero - 1, zero + 1):
+        panel.axvline(bend, color="#888888", lw=0.8, ls=":")
+    label = f"eigenvalue mean, as tr W/λ (by factors; linear between the dots at ±{traces[zero + 1]:.2g})"
+    panel.tick_params(labelsize=8)
+    panel.set_xlabel(label, fontsize=8)
+    panel.set_ylabel("eigenvalue deviation, as √d·σ/λ", fontsize=8)
+
+
+def _place(points: list[float], value: float) -> float:
+    """Where a value lies between points that are spaced by factors of one sign, or linearly around zero."""
+    above = next(number for number, point in enumerate(points) if point >= value - 1e-12)
+    if above == 0 or points[above] == value:
+        return float(above)
+    low, high = points[above - 1], points[above]
+    if low * high > 0:
+        low, high, value = (math.log(abs(one)) for one in (low, high, value))
+    return above - 1 + (value - low) / (high - low)
 
 
 def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":

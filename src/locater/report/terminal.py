@@ -1,8 +1,25 @@
-"""A curve drawn with characters, for a terminal of any width."""
+"""Curves, sparklines and heat maps drawn with characters, for a terminal of any width."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from .quantities import quantity
+from .text import all_shown
+from .views import views_of
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
+SHADES = ".:-=+*#%@"
+LABEL = 4  # columns for the number of a layer
+MOST_LAYERS = 64
+SCALE = 9  # steps of the scale beneath
+# From dark to bright, and from orange over grey to blue: told apart without red and green.
+SEQUENTIAL = ((28, 39, 51), (33, 90, 128), (59, 154, 166), (165, 212, 147), (253, 243, 196))
+DIVERGING = ((255, 170, 90), (170, 95, 30), (58, 62, 70), (47, 121, 179), (155, 214, 255))
 
 
 def draw(values: Sequence[float], *, width: int = 64, height: int = 8) -> str:
@@ -23,3 +40,110 @@ def draw(values: Sequence[float], *, width: int = 64, height: int = 8) -> str:
         label = "1" if level == height - 1 else "0" if level == 0 else " "
         rows.append(f"{label} ┤" + "".join(EIGHTHS[cell] for cell in cells))
     return "\n".join(rows)
+
+
+def sparkline(values: Sequence[float], *, width: int = 8) -> str:
+    """A course in one line, from its lowest to its highest; at most `width` letters, the mean of what shares one.
+
+    >>> sparkline([9, 3, 1, 0])
+    '█▃▂▁'
+    >>> sparkline([2, 2])
+    '▄▄'
+    """
+    count = min(width, len(values))
+    edges = [round(number * len(values) / count) for number in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    low, high = min(means, default=0), max(means, default=0)
+    if high == low:
+        return EIGHTHS[4] * count
+    return "".join(EIGHTHS[1 + round(7 * (value - low) / (high - low))] for value in means)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Layers downwards, heads to the right, on a terminal: half blocks in colour, else shades; nothing in a pipe."""
+
+    title: str
+    labels: Sequence[str]
+    cells: Sequence[Sequence[float | None]]
+    diverging: bool = False
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any], name: str) -> "HeatMap":
+        """One quantity of a document's last frame."""
+        view = views_of([all_shown(document)])[0]
+        layers = list(dict.fromkeys(key[:2] for key in view.heads))
+        cells: list[list[float | None]] = [[None] * (max(key[2] for key in view.heads) + 1) for _ in layers]
+        for key, value in zip(view.heads, view.columns[name][-1], strict=True):
+            cells[layers.index(key[:2])][key[2]] = value
+        of = quantity(name)
+        title = f"{of.symbol}, {of.words} (layers ↓, heads →)"
+        return cls(title, [str(layer) for _, layer in layers], cells, of.scale == "diverging")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not console.is_terminal:
+            return
+        room = options.max_width - LABEL - 2
+        cells = _merged([_merged_row(row, room) for row in self.cells])
+        every = -(-len(self.cells) // len(cells))
+        known = [value for row in cells for value in row if value is not None]
+        if not known:
+            return
+        low, high = min(known), max(known)
+        if self.diverging:
+            low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
+        shares = [[None if v is None else (v - low) / (high - low or 1) for v in row] for row in cells]
+        wide = 2 if 2 * len(cells[0]) <= room else 1
+        yield Text(self.title, style="dim")
+        labels = self.labels[::every]
+        in_colour = bool(console.color_system) and not console.no_color and console.encoding.lower().startswith("utf")
+        if in_colour:
+            yield from self._blocks(shares, labels, wide)
+        else:
+            for label, row in zip(labels, shares, strict=True):
+                yield Text(f"{label:>{LABEL}} " + "".join(_shade(share) * wide for share in row))
+        scale = Text(f"{'':>{LABEL}} {low:.3g} ")
+        for step in range(SCALE):
+            share = step / (SCALE - 1)
+            scale.append("█" if in_colour else _shade(share), Style(color=self._colour(share)) if in_colour else "")
+        yield scale.append(f" {high:.3g}")
+
+    def _blocks(self, shares: list[list[float | None]], labels: Sequence[str], wide: int) -> Iterator[Text]:
+        """Two layers in a line: the upper half of each letter, and its ground."""
+        for number in range(0, len(shares), 2):
+            line = Text(f"{labels[number]:>{LABEL}} ")
+            below = shares[number + 1] if number + 1 < len(shares) else [None] * len(shares[number])
+            for upper, lower in zip(shares[number], below, strict=True):
+                line.append("▀" * wide, Style(color=self._colour(upper), bgcolor=self._colour(lower)))
+            yield line
+
+    def _colour(self, share: float | None) -> str:
+        if share is None:
+            return "default"
+        stops = DIVERGING if self.diverging else SEQUENTIAL
+        place = share * (len(stops) - 1)
+        below = min(int(place), len(stops) - 2)
+        pairs = zip(stops[below], stops[below + 1], strict=True)
+        return "#" + "".join(f"{round(low + (place - below) * (high - low)):02x}" for low, high in pairs)
+
+
+def _shade(share: float | None) -> str:
+    return " " if share is None else SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))]
+
+
+def _merged_row(row: Sequence[float | None], room: int) -> list[float | None]:
+    """Neighbouring heads as one where there is no room for each."""
+    each = -(-len(row) // max(1, room))
+    return [_mean(row[start : start + each]) for start in range(0, len(row), each)]
+
+
+def _merged(rows: list[list[float | None]]) -> list[list[float | None]]:
+    """Neighbouring layers as one beyond what a screen holds."""
+    each = -(-len(rows) // MOST_LAYERS)
+    groups = (rows[start : start + each] for start in range(0, len(rows), each))
+    return [[_mean(column) for column in zip(*group, strict=True)] for group in groups]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -5,7 +5,7 @@ tokens, and how distinct the tokens are that it mixes. The localized region shou
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,14 +28,15 @@ DEVIATIONS = tuple(10 ** (step / 4) for step in range(-10, 4))
 
 
 def phase_diagram(
-    *, length: int = 48, d_model: int = 64, num_walks: int = 8, generator: torch.Generator
+    *, length: int = 48, d_model: int = 64, num_walks: int = 32, generator: torch.Generator
 ) -> dict[str, Any]:
     """Both views at every point of the plane; a symmetric W with Gaussian eigenvalues, λ = √d. Seconds."""
     traces = torch.tensor(sorted((*TRACES, 0.0)), dtype=torch.float64)
     deviations = torch.tensor(DEVIATIONS, dtype=torch.float64)
     theory = _theory(traces, deviations, length=length, d_model=d_model)
-    shapes = [_measured(traces, float(deviation), length, d_model, num_walks, generator) for deviation in deviations]
-    entropy, residual = (torch.stack([shape[part] for shape in shapes]) for part in (0, 1))
+    # The same walks and directions at every point: what differs from row to row is the plane, not the draw.
+    walks = _draw(length, d_model, num_walks, generator)
+    entropy, residual = zip(*(_measured(walks, traces, float(deviation)) for deviation in deviations), strict=True)
     document = {
         "schema": "locater.phase-diagram/1",
         "length": length,
@@ -43,8 +44,8 @@ def phase_diagram(
         "trace_over_temperature": traces.tolist(),
         "deviation_over_temperature": deviations.tolist(),
         **theory,
-        "normalised_entropy": entropy.tolist(),
-        "rank_residual": residual.tolist(),
+        "normalised_entropy": [row.tolist() for row in entropy],
+        "rank_residual": [row.tolist() for row in residual],
     }
     return document | {"summary": _summary(document)}
 
@@ -62,26 +63,32 @@ def _theory(traces: Tensor, deviations: Tensor, *, length: int, d_model: int) ->
     }
 
 
+class _Walks(NamedTuple):
+    """Walks X, and the two parts of their logits: X X^T/d of the mean, X B diag(z) B^T X^T/√d of the deviation."""
+
+    tokens: Float[Tensor, "walks length d_model"]
+    plain: Float[Tensor, "walks length length"]
+    varied: Float[Tensor, "walks length length"]
+
+
+def _draw(length: int, d_model: int, num_walks: int, generator: torch.Generator) -> _Walks:
+    """Each walk has its own W: eigenvalues z of mean 0 and deviation 1 in a random basis B."""
+    options: dict[str, Any] = dict(generator=generator, dtype=torch.float64)
+    shape = torch.randn(num_walks, 1, d_model, **options)
+    shape = (shape - shape.mean(-1, keepdim=True)) / shape.std(-1, correction=0, keepdim=True)
+    basis = torch.linalg.qr(torch.randn(num_walks, d_model, d_model, **options)).Q
+    tokens = torch.randn(num_walks, length, d_model, **options).cumsum(1)
+    turned = tokens @ basis
+    return _Walks(tokens, tokens @ tokens.mT / d_model, (turned * shape) @ turned.mT / math.sqrt(d_model))
+
+
 def _measured(
-    traces: Float[Tensor, " columns"],
-    deviation: float,
-    length: int,
-    d_model: int,
-    num_walks: int,
-    generator: torch.Generator,
+    walks: _Walks, traces: Float[Tensor, " columns"], deviation: float
 ) -> tuple[Float[Tensor, " columns"], Float[Tensor, " columns"]]:
     """Normalised entropy and rank residual of one row of the plane, every token attending to all."""
-    options: dict[str, Any] = dict(generator=generator, dtype=torch.float64)
-    shape = torch.randn(d_model, **options)
-    shape = (shape - shape.mean()) / shape.std(correction=0)
-    basis = torch.linalg.qr(torch.randn(d_model, d_model, **options)).Q
-    tokens = torch.randn(num_walks, length, d_model, **options).cumsum(1)
-    # ω = X (m I + s B diag(z) B^T) X^T / λ, with the mean's part and the variance's part each made once.
-    plain = tokens @ tokens.mT / d_model
-    turned = tokens @ basis
-    varied = (turned * shape) @ turned.mT / math.sqrt(d_model)
+    tokens, plain, varied = walks
     attention = (traces[:, None, None, None] * plain + deviation * varied).softmax(-1)
-    entropy = statistics.entropy(attention) / math.log(length)
+    entropy = statistics.entropy(attention) / math.log(tokens.shape[1])
     residual = ranks.residual(attention @ tokens) / ranks.residual(tokens)
     return entropy.mean((-2, -1)), residual.mean(-1)
 

@@ -1,0 +1,55 @@
+"""Heat maps and sparklines: half blocks in colour, shades without, nothing in a pipe, and never wider than the room."""
+
+import io
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from locater.report.terminal import SHADES, HeatMap
+
+
+def drawn(shown, **options):
+    stream = io.StringIO()
+    console = Console(
+        file=stream, **(dict(width=80, force_terminal=True, color_system="256", legacy_windows=False) | options)
+    )
+    console.print(shown)
+    return stream.getvalue()
+
+
+def heat(layers, heads, diverging=False):
+    cells = [[float(layer * heads + head) for head in range(heads)] for layer in range(layers)]
+    return HeatMap("ξ", [str(layer) for layer in range(layers)], cells, diverging)
+
+
+def test_two_layers_share_a_line_and_each_keeps_its_colour():
+    lines = drawn(heat(6, 4)).splitlines()
+    assert sum("▀" in line for line in lines) == 3 and "\x1b[38;5;" in lines[1] and "48;5;" in lines[1]
+    assert lines[1] != lines[2]
+
+
+def test_shades_without_colour_rise_with_the_value():
+    lines = drawn(heat(9, 1), no_color=True).splitlines()
+    assert "\x1b" not in "".join(lines)
+    assert [line.split()[1][0] for line in lines[1:10]] == list(SHADES)
+
+
+def test_nothing_in_a_pipe():
+    assert drawn(heat(6, 4), force_terminal=False).strip() == ""
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["NO_COLOR", "colour"])
+@pytest.mark.parametrize("size", [(1, 1), (3, 500), (300, 12), (128, 128)])
+def test_fits_any_terminal(size, plain):
+    for width in (30, 80):
+        text = drawn(heat(*size), width=width, no_color=plain)
+        lines = Text.from_ansi(text).plain.splitlines()
+        assert all(cell_len(line) <= width for line in lines) and len(lines) <= 66
+        assert ("▀" in text) == (not plain)
+
+
+def test_a_head_that_is_missing_is_blank():
+    found = HeatMap("x", ["0"], [[0.0, None, 1.0]])
+    assert drawn(found, no_color=True).splitlines()[1] == f"   0 {SHADES[0] * 2}  {SHADES[-1] * 2}"
