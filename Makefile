@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check bench docs dist clean
+.PHONY: setup demo test test-slow check bench studies docs dist clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
@@ -41,6 +41,9 @@ docs: $(STAMP)  ## the documentation as a site of plain files; a warning is an e
 dist: $(STAMP)  ## wheel and source archive
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt build
 	$(BIN)/python -m build --outdir dist .
+
+studies: $(STAMP)  ## docs/studies.md from kept rows
+	$(BIN)/python runs/studies.py
 
 clean:
 	rm -rf $(VENV) demo site dist

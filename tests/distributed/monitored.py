@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from locater.monitor import AttentionMonitor
+from locater.training.processes import leave
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from written_models import Fused, Net  # noqa: E402
@@ -118,4 +119,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

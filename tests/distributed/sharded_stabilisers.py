@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from locater.stabilisers import Constant, LocAteR, Penalised, Projected, QKClip
 from locater.stabilisers.live.sharding import shard_of
+from locater.training.processes import leave
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
 
@@ -164,4 +164,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    sys.exit(main())
+    leave(main())

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from locater.training import run
 from locater.training.config import Config
 from locater.training.loop import Diverged
+from locater.training.processes import leave
 from training_cases import tiny
 
 # No dropout: it draws other numbers on other processes. A stabiliser that moves weights, and parts of batches.
@@ -48,3 +49,4 @@ if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)

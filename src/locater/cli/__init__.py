@@ -18,6 +18,8 @@ from .predict import predict
 from .report import report
 from .runs import runs
 from .scan import scan
+from .study import study
+from .sweep import sweep
 from .theory import theory
 from .train import train
 
@@ -28,6 +30,8 @@ VERBS = {
     "theory": theory,
     "train": train,
     "runs": runs,
+    "sweep": sweep,
+    "study": study,
     "report": report,
     "explore": explore,
     "demo": demo,

@@ -74,7 +74,15 @@ def train(
     else:
         assert resume is not None
         outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
-    _report(console, outcome, json)
+    if outcome.is_first:
+        _report(console, outcome, json)
+    # A signal is passed on as the exit code that shells give it.
+    code = 0 if outcome.signal is None else 128 + outcome.signal
+    if outcome.num_processes > 1:
+        from ..training.processes import leave
+
+        leave(code)
+    raise typer.Exit(code)
 
 
 def _check_walk(config: Config, given: dict[str, Any]) -> None:
@@ -86,11 +94,9 @@ def _check_walk(config: Config, given: dict[str, Any]) -> None:
 
 
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
-    """What was reached, and how to go on; a signal is passed on as the exit code that shells give it."""
+    """What was reached, and how to go on."""
     from ..records import write_json
 
-    if not outcome.is_first:
-        return
     row = outcome.validation or {}
     early = ", no validation improved any more" if outcome.is_done and outcome.step < outcome.num_steps else ""
     console.print(f"step {outcome.step} of {outcome.num_steps}{early}" + ("" if outcome.is_done else ", stopped"))
@@ -107,8 +113,6 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
         console.print(f"continue with: locater train --resume {escape(str(outcome.folder))}", soft_wrap=True)
     if json:
         write_json(outcome.to_json(), json)
-    if outcome.signal is not None:
-        raise typer.Exit(128 + outcome.signal)
 
 
 def _heads(rows: list[dict[str, Any]]) -> FittedTable:

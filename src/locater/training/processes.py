@@ -1,9 +1,11 @@
 """One process or many: who takes part, what each takes of a batch, and how the model is spread over them."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,6 +70,17 @@ def process_group(device: str) -> Iterator[Processes]:
         dist.barrier()  # a process that leaves early takes the others' connections with it
     finally:
         dist.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End a process of several whose process group is destroyed, without finalising the interpreter.
+
+    gloo's threads outlive `destroy_process_group` as long as anything refers to the group, and DTensor's caches always
+    do. One that lets go of its last tensor while Python is finalised aborts a process whose work is done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def choose_device(name: str) -> torch.device:

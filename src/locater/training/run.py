@@ -40,6 +40,7 @@ class Outcome:
     is_done: bool
     signal: int | None = None
     is_first: bool = True
+    num_processes: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """The document that `locater train --json` writes."""
@@ -155,7 +156,8 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
         trainer.metrics.close()
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
-    return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, processes.is_first)
+    who = processes.is_first, processes.count
+    return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, *who)
 
 
 def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:

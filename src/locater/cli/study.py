@@ -1,0 +1,90 @@
+"""`locater study`: a question of the paper's readers, measured, drawn and answered; resumes where it was stopped."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..errors import BadArguments
+from .output import JsonPath, console_for, table
+from .report import HtmlPath, save_html
+
+Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which one; --list names them.")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Name the studies and their questions.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
+    jobs: Jobs = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
+    json: JsonPath = None,
+    html: HtmlPath = None,
+) -> None:
+    """Answer one of the open questions about localisation: a grid, its rows, a figure, and sentences made from them."""
+    from ..studies.study import STUDIES, default_folder, document, find, kind_of, points_of
+    from ..studies.sweep.folder import create
+
+    console = console_for(json)
+    if list_them:
+        console.print(
+            table(["study", "question"], ([name, find(name).question] for name in STUDIES), words=["study", "question"])
+        )
+        return
+    if name is None:
+        raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
+    points = points_of(name, quick=quick)
+    sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
+    measure_all(sweep, jobs=jobs, retry=retry)
+    found = document(name, sweep.rows(), num_points=len(points))
+    _show(console, found, sweep.folder)
+    _save(found, sweep.folder)
+    if json:
+        from ..records import write_json
+
+        write_json(found, json)
+    if html:
+        save_html([found], html)
+
+
+def measure_all(sweep: Any, *, jobs: int, retry: bool = False) -> None:
+    """By this machine's processes, with a bar on a terminal."""
+    from rich.progress import Progress
+
+    from ..studies.study import measure_for
+    from ..studies.sweep.engines import local
+
+    if retry:
+        sweep.retry()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(sweep.folder.name, total=len(sweep.points))
+        local(sweep, measure_for(sweep), jobs=jobs, tell=lambda done, total: progress.update(task, completed=done))
+
+
+def _show(console: Console, found: dict[str, Any], folder: Path) -> None:
+    console.print(f"[bold]{escape(found['question'])}[/bold]")
+    for sentence in found["answer"]:
+        console.print(f"· {escape(sentence)}")
+    for row in found["failures"][:3]:
+        console.print(f"[red]![/red] {escape(str(row['point'].get('name', row['point'])))}: {escape(row['error'])}")
+    if len(found["failures"]) > 3:
+        console.print(f"[red]![/red] and {len(found['failures']) - 3} more that failed; --retry measures them again")
+    console.print(f"[dim]{len(found['rows'])} rows in {escape(str(folder))}[/dim]", soft_wrap=True)
+
+
+def _save(found: dict[str, Any], folder: Path) -> None:
+    """`study.json`, and the figure where matplotlib is installed."""
+    from ..errors import Refusal
+    from ..records import write_json
+    from ..report import figures
+    from ..report.studies import study_figure
+
+    write_json(found, folder / "study.json")
+    if found["rows"]:
+        with suppress(Refusal):  # without matplotlib the rows and the sentences are there all the same
+            figures.save(study_figure(found), folder / "figure.png")

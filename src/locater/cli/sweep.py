@@ -1,0 +1,170 @@
+"""`locater sweep`: grids and seeds of `locater train`; resumable, and a failure is a row."""
+
+import signal
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from ..errors import BadArguments, refusal
+from .output import JsonPath, console_for, table
+from .study import Jobs, measure_all
+
+GRID = 'Options of train with their values, such as "strength=0,1e-2 seed=0,1,2 steps=500".'
+
+
+def sweep(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A YAML file: preset, and grid.")] = None,
+    grid: Annotated[str | None, typer.Option(metavar="NAME=A,B …", help=GRID)] = None,
+    preset: Annotated[str, typer.Option(metavar="NAME", help="What train starts from.")] = "paper",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder, or the same points' one.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this folder.")] = None,
+    jobs: Jobs = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
+    emit: Annotated[str | None, typer.Option(metavar="slurm", help="Only write the script of an array job.")] = None,
+    task: Annotated[int | None, typer.Option(min=0, help="Only this point: what a task of the array runs.")] = None,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
+    json: JsonPath = None,
+) -> None:
+    """Train over a grid of options, with any number of processes; killed at any moment, it goes on where it was."""
+    from ..studies.sweep import engines
+    from ..studies.sweep.folder import create, open_sweep
+
+    if (resume is None) == (out is None):
+        raise BadArguments("give one of --out DIR, for a new sweep, and --resume DIR, to go on with one")
+    if emit not in (None, "slurm"):
+        raise BadArguments(f"--emit expects slurm, got {emit!r}")
+    found = open_sweep(resume) if resume is not None else create(out, "train", _points(file, grid, preset))  # type: ignore
+    if emit:
+        engines.slurm_script(found, found.folder / "array.sh")
+        console_for(json).print(f"submit with: sbatch {escape(str(found.folder / 'array.sh'))}", soft_wrap=True)
+        return
+    if worker or task is not None:
+        _work(found, task)
+        return
+    measure_all(found, jobs=jobs, retry=retry)
+    _show(console_for(json), found, json)
+
+
+def _work(found: Any, task: int | None) -> None:
+    """As one of several: SIGTERM leaves the point for another."""
+    import torch
+
+    from ..studies.study import measure_for
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    torch.set_num_threads(1)
+    if task is not None and task >= len(found.points):
+        raise BadArguments(f"--task expects a number below {len(found.points)}, got {task}")
+    try:
+        found.work(measure_for(found), only=None if task is None else [task])
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGTERM) from None
+
+
+def _points(file: Path | None, grid: str | None, preset: str) -> list[dict[str, Any]]:
+    """One for each combination, named for what varies; refuses options that train does not have."""
+    from ..training.config import PRESETS, make_config
+
+    if (file is None) == (grid is None):
+        raise BadArguments("give one of FILE and --grid")
+    options = parse_grid(grid) if grid is not None else {}
+    if file is not None:
+        document = _read(file)
+        preset, options = document.get("preset", preset), document["grid"]
+    if preset not in PRESETS:
+        raise BadArguments(f"the preset is one of {', '.join(PRESETS)}, got {preset!r}")
+    options = _typed({name: value if isinstance(value, list) else [value] for name, value in options.items()})
+    for name, value in ((name, value) for name, values in options.items() for value in values):
+        make_config(preset, **{name: value})  # every value by itself, before anything is trained
+    varied = [name for name, values in options.items() if len(values) > 1 and name != "seed"]
+    found = []
+    for values in product(*options.values()):
+        chosen = dict(zip(options, values, strict=True))
+        seed = chosen.pop("seed", 0)
+        arm = ",".join(f"{name}={_short(chosen[name])}" for name in varied) or preset
+        found.append({"name": f"{arm}-seed{seed}", "arm": arm, "seed": seed, "preset": preset, "options": chosen})
+    return found
+
+
+def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Whole numbers where a config wants any number, and the words of `--mean` as words."""
+    from dataclasses import fields
+
+    from ..training.config import GROUPS
+
+    known = {one.name: one.type for kind in GROUPS.values() for one in fields(kind) if one.init}
+    if unknown := sorted(options.keys() - known.keys()):
+        raise BadArguments(f"locater train has no option called {unknown[0]!r}: see locater train --help")
+    kinds = {float: (int, float), str: (str, int, float)}
+
+    def typed(kind: Any, value: Any) -> Any:
+        return kind(value) if kind in kinds and type(value) in kinds[kind] else value
+
+    return {name: [typed(known[name], value) for value in values] for name, values in options.items()}
+
+
+def _short(value: Any) -> str:
+    """A value as part of a folder's name."""
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
+        raise refusal(f"a YAML file {file}", f"{reason!s:.120}") from None
+    if not isinstance(document, dict) or not isinstance(document.get("grid"), dict):
+        raise refusal(f"a `grid` of options in {file}", f"{document!s:.80}", "see docs/studies.md")
+    return document
+
+
+def parse_grid(text: str) -> dict[str, list[Any]]:
+    """Names and their values, as YAML reads them.
+
+    >>> parse_grid("strength=0,1e-2 tied=true data=notes.txt")
+    {'strength': [0, 0.01], 'tied': [True], 'data': ['notes.txt']}
+    """
+    found: dict[str, list[Any]] = {}
+    for part in text.split():
+        name, separator, values = part.partition("=")
+        if not separator or not name or name in found:
+            raise BadArguments(f"--grid expects NAME=VALUE,VALUE … with each name once, got {part!r}")
+        found[name.replace("-", "_")] = [_value(value) for value in values.split(",")]
+    return found
+
+
+def _value(text: str) -> Any:
+    """YAML wants a dot in 1e-2; people do not write it."""
+    value = yaml.safe_load(text) if text else text
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _show(console: Console, found: Any, json: Path | None) -> None:
+    from ..records import write_json
+
+    rows = found.rows()
+    body = []
+    for row in rows:
+        result = row.get("result", {})
+        said = row.get("error") or f"{result.get('best_loss', float('nan')):.4f} at step {result.get('best_step')}"
+        body.append([escape(str(row["point"].get("name", ""))), escape(said)])
+    console.print(table(["run", "best validation loss"], body, words=["run", "best validation loss"]))
+    failed = sum("error" in row for row in rows)
+    console.print(f"{len(rows) - failed} done, {failed} failed, {len(found.missing())} missing")
+    console.print(f"compare them with: locater runs {escape(str(found.folder / 'runs'))}", soft_wrap=True)
+    if json:
+        write_json({"schema": "locater.sweep/1", "folder": str(found.folder), "rows": rows}, json)

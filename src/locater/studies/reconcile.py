@@ -1,0 +1,63 @@
+"""Rank and entropy together while the eigenvalues' variance falls, in depth: do the collapses exclude each other?"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .statistics import correlated, holm, spearman
+from .study import Figure, Study
+from .sweep.folder import Point
+from .synthetic import Spectrum, layers, tokens
+
+D_MODEL, LENGTH, COUNT = 64, 48, 8
+ENTROPY_COLLAPSE, RANK_COLLAPSE = 0.25, 0.15
+
+
+def grid(quick: bool) -> list[Point]:
+    deviations = [10 ** (step / 2) for step in (range(-4, 3, 2) if quick else range(-5, 3))]
+    return [
+        {"deviation": deviation, "trace": trace, "layers": depth, "norm": norm, "seed": seed}
+        for seed in range(3)
+        for depth in ((1, 4) if quick else (1, 2, 4, 8))
+        for norm in (False, True)
+        for trace in (0.0, 0.5, 2.0)
+        for deviation in deviations
+    ]
+
+
+def measure(point: Point, place: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(point["seed"])
+    x = tokens("walk", count=COUNT, length=LENGTH, d_model=D_MODEL, generator=generator)
+    spectrum = Spectrum(point["trace"], point["deviation"])
+    matrices = [spectrum.matrix(D_MODEL, generator) for _ in range(point["layers"])]
+    return layers(x, matrices, has_norm=point["norm"])
+
+
+def conclude(rows: list[dict[str, Any]]) -> list[str]:
+    found = {}
+    for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
+        some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
+        where = f"{'residual and norm' if norm else 'bare attention'}, tr W = {trace:g} λ"
+        for name in ("entropy", "residual"):
+            found[f"{name} ({where})"] = spearman([row["deviation"] for row in some], [row[name] for row in some])
+    sentences = [correlated("the deviation", name, one) for name, one in holm(found).items()]
+    both = [row for row in rows if row["entropy"] >= ENTROPY_COLLAPSE and row["residual"] >= RANK_COLLAPSE]
+    least = {depth: _share(both, rows, depth) for depth in sorted({row["layers"] for row in rows})}
+    shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in least.items())
+    return [*sentences, f"Neither collapse by number of layers: {shares}. p values are corrected by Holm's method."]
+
+
+def _share(some: list[dict[str, Any]], rows: list[dict[str, Any]], depth: int) -> float:
+    return sum(row["layers"] == depth for row in some) / sum(row["layers"] == depth for row in rows)
+
+
+STUDY = Study(
+    question="Do rank and entropy collapse exclude each other while the spectrum's variance falls, in depth too?",
+    grid=grid,
+    measure=measure,
+    conclude=conclude,
+    figure=Figure("deviation", "entropy", "trace", "layers", "√d · deviation/λ", "entropy", logarithmic=True),
+    budget="a minute of one core",
+    doubt="Values and feed-forward parts are left out here; trained models have both.",
+)

@@ -1,0 +1,110 @@
+"""The one shape of a study: a grid of points → rows → a figure → sentences that code writes from the rows.
+
+Add one: a file with a `Study`, and its name in `STUDIES`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadArguments
+from .sweep.folder import Measure, Point, Row, Sweep
+
+STUDIES = (
+    "profiles",
+    "collapse",
+    "softmax",
+    "reconcile",
+    "spectrum-vs-attention",
+    "mechanism",
+    "depth",
+    "sensitivity",
+    "convergence",
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Lines of `y` over `x`, one for each value of `by`, a panel for each value of `panel`; means over other fields."""
+
+    x: str
+    y: str
+    by: str
+    panel: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, what is measured for it, and what the rows say; `conclude` sees points and results in one dict."""
+
+    question: str
+    grid: Callable[[bool], Sequence[Point]]  # whether it is to be quick
+    measure: Measure
+    conclude: Callable[[list[dict[str, Any]]], list[str]]
+    figure: Figure
+    budget: str
+    doubt: str  # what would change our mind
+
+
+def find(name: str) -> Study:
+    """The study of that name."""
+    if name not in STUDIES:
+        raise BadArguments(f"no study is called {name!r}: choose one of {', '.join(STUDIES)}")
+    return import_module(f".{name.replace('-', '_')}", __package__).STUDY
+
+
+def flat(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What was measured, without the failures; a point with several results gives several."""
+    found = []
+    for row in rows:
+        if "result" in row:
+            results = row["result"] if isinstance(row["result"], list) else [row["result"]]
+            found += [row["point"] | result for result in results]
+    return found
+
+
+def document(name: str, rows: Sequence[Row], *, num_points: int) -> dict[str, Any]:
+    """What a study found so far, as the page and the documentation read it."""
+    study = find(name)
+    measured = flat(rows)
+    answer = study.conclude(measured) if measured else ["Nothing has been measured yet."]
+    done = sum("result" in row for row in rows)
+    if done < num_points:
+        answer = [*answer, f"Open: {num_points - done} of {num_points} points are not measured."]
+    return {
+        "schema": "locater.study/1",
+        "study": name,
+        "question": study.question,
+        "answer": answer,
+        "budget": study.budget,
+        "doubt": study.doubt,
+        "figure": asdict(study.figure),
+        "failures": [row for row in rows if "error" in row],
+        "rows": measured,
+    }
+
+
+def measure_for(sweep: Sweep) -> Measure:
+    """By what the points of a sweep are measured: a study's own function, or the trainer."""
+    if sweep.kind == "train":
+        from .trained import measure
+
+        return measure
+    return find(sweep.kind.removeprefix("study ")).measure
+
+
+def points_of(name: str, *, quick: bool) -> list[Point]:
+    return list(find(name).grid(quick))
+
+
+def kind_of(name: str) -> str:
+    return f"study {name}"
+
+
+def default_folder(name: str, *, quick: bool) -> Path:
+    return Path("studies") / (name + ("-quick" if quick else ""))

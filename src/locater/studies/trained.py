@@ -1,0 +1,131 @@
+"""Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import refusal
+from ..training import run
+from ..training.config import make_config
+from ..training.export import load
+from ..training.metrics import METRICS, read_rows
+from .runs import QUANTITIES
+from .statistics import Estimate, compared, holm, paired
+from .sweep.folder import Point
+
+Rows = list[dict[str, Any]]
+Options = Mapping[str, Any]
+
+
+def measure(point: Point, place: Path) -> dict[str, Any]:
+    """Train, or go on, in the point's folder; SIGTERM saves, and ends the worker without a row."""
+    quiet: Callable[[str], None] = lambda sentence: None  # noqa: E731
+    if (place / run.CONFIG).exists():
+        outcome = run.resume(place, say=quiet)
+    else:
+        outcome = run.start(make_config(point["preset"], seed=point["seed"], **point["options"]), place, say=quiet)
+    if not outcome.is_done:
+        raise KeyboardInterrupt
+    return result(place)
+
+
+def result(folder: Path, *, is_done: bool = True) -> dict[str, Any]:
+    """What a run came to: its best and its last validation, and how many directions its W has left."""
+    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
+    if not rows:
+        raise refusal(f"a validation in {folder / METRICS}", "none")
+    best, last = min(rows, key=lambda row: row["loss"]), rows[-1]
+    found: dict[str, Any] = {"step": last["step"], "best_step": best["step"], "best_loss": best["loss"]}
+    found |= {"is_done": is_done, "course": {str(row["step"]): row["loss"] for row in rows}}
+    for name, quantity in QUANTITIES.items():
+        try:
+            found[name] = quantity.read(last)
+        except (KeyError, ArithmeticError):
+            continue  # a random walk has no perplexity, an exploded head no spectrum
+    weights = folder / run.MODEL
+    return found | ({"directions": directions(weights)} if weights.exists() else {})
+
+
+def directions(folder: Path) -> float:
+    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads of a saved model."""
+    model, counts = load(folder), []
+    for layer in model.layers:
+        attention = layer.attention
+        assert isinstance(attention, torch.nn.Module)
+        query, key = (getattr(attention, name).weight.detach().double() for name in ("query", "key"))
+        d_head = getattr(attention, "d_head", len(query))
+        group = len(query) // len(key)
+        for head, rows in enumerate(query.split(d_head)):
+            start = head // group * d_head
+            squares = torch.linalg.svdvals(key[start : start + d_head].mT @ rows).square()
+            counts.append(float(squares.sum().square() / squares.square().sum()))
+    return sum(counts) / len(counts)
+
+
+def points(
+    arms: Mapping[str, Options],
+    *,
+    seeds: Sequence[int],
+    preset: str,
+    common: Options,
+    conditions: Mapping[str, Options],
+) -> list[Point]:
+    """Seeds outermost: wherever a sweep stops, arms can be compared on the seeds that are done."""
+    return [
+        {
+            "name": "-".join(filter(None, (condition, arm, f"seed{seed}"))),
+            "condition": condition,
+            "arm": arm,
+            "seed": seed,
+            "preset": preset,
+            "options": {**common, **changed, **options},
+        }
+        for seed in seeds
+        for condition, changed in conditions.items()
+        for arm, options in arms.items()
+    ]
+
+
+def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:
+    some = [row for row in rows if (row["condition"], row["arm"]) == (condition, arm) and quantity in row]
+    return {row["seed"]: row[quantity] for row in some}
+
+
+def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tuple[str, str], Estimate]:
+    """Of every arm to one, within each condition, paired by seed."""
+    pairs = dict.fromkeys((row["condition"], row["arm"]) for row in rows if row["arm"] != against)
+    return {
+        (condition, arm): paired(by_seed(rows, condition, arm, quantity), by_seed(rows, condition, against, quantity))
+        for condition, arm in pairs
+    }
+
+
+def sentences(rows: Rows, quantity: str, what: str, *, against: str = "none") -> list[str]:
+    """One for each arm and condition, corrected for how many they are."""
+    found = differences(rows, quantity, against=against)
+    corrected = holm({f"{condition}|{arm}": one for (condition, arm), one in found.items()})
+    said = []
+    for name, one in corrected.items():
+        condition, arm = name.split("|")
+        said.append(compared(arm, against, f"{what} ({condition})" if condition else what, one))
+    return said + (["Several are compared: corrected by Holm's method."] if len(said) > 1 else [])
+
+
+def ratio(rows: Rows, arm: str, *, against: str = "none") -> Estimate:
+    """Of the best perplexities, paired by seed: exp of the mean difference of losses, with its interval."""
+    one = paired(by_seed(rows, "", arm, "best_loss"), by_seed(rows, "", against, "best_loss"))
+    return Estimate(*(_exp(value) for value in (one.value, one.low, one.high)), one.p, one.count)
+
+
+def at_common_step(rows: Rows) -> tuple[int, Rows]:
+    """The last step at which all have a validation, and the rows with their best loss until then."""
+    step = max(set.intersection(*({int(step) for step in row["course"]} for row in rows)), default=0)
+    best = [min(loss for at, loss in row["course"].items() if int(at) <= step) if step else math.nan for row in rows]
+    return step, [row | {"best_loss": loss} for row, loss in zip(rows, best, strict=True)]
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))

@@ -1,0 +1,242 @@
+"""Every study in miniature: its rows against what is known, a planted effect found and a planted null called null."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from command import locater
+from locater.errors import BadArguments
+from locater.studies import collapse, convergence, profiles, reconcile, softmax, spectrum_vs_attention, trained
+from locater.studies.statistics import compared, correlated, holm, paired, spearman
+from locater.studies.study import STUDIES, document, find, flat
+from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
+from locater.theory import closed_form
+
+QUIET = random.Random(0)
+
+
+def test_paired_interval_is_students():
+    from scipy.stats import ttest_rel
+
+    ours, theirs = {0: 1.0, 1: 2.5, 2: 2.0, 9: 7.0}, {0: 0.5, 1: 1.0, 2: 1.8, 8: 7.0}
+    found = paired(ours, theirs)
+    reference = ttest_rel([1.0, 2.5, 2.0], [0.5, 1.0, 1.8])
+    interval = reference.confidence_interval(0.95)
+    assert (found.low, found.high, found.count) == (pytest.approx(interval.low), pytest.approx(interval.high), 3)
+    assert found.p == pytest.approx(reference.pvalue)
+    assert paired({0: 1.0}, {0: 2.0}).low == -math.inf and paired({}, {}).count == 0
+
+
+def test_words_follow_the_interval():
+    lower = paired({n: n - 1.0 + 0.01 * n for n in range(3)}, {n: float(n) for n in range(3)})
+    assert compared("a", "b", "loss", lower).endswith("lower.")
+    null = paired(dict(enumerate((1.0, -1.0, 0.1))), dict.fromkeys(range(3), 0.0))
+    assert compared("a", "b", "loss", null).endswith("no difference seen.")
+    assert "too few" in compared("a", "b", "loss", paired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0}))
+    assert correlated("x", "y", spearman(range(9), range(9))).endswith("rises.")
+    assert correlated("x", "y", spearman(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4])).endswith("no relation seen.")
+    assert "no variation" in correlated("x", "y", spearman([1.0] * 9, range(9)))
+
+
+def test_spearman_covers_what_it_says():
+    """Of samples with a known rank correlation nineteen in twenty intervals hold it."""
+    generator = torch.Generator().manual_seed(0)
+    true = 6 / math.pi * math.asin(0.6 / 2)  # of a Gaussian pair with correlation 0.6
+    held = 0
+    for _ in range(300):
+        x, noise = torch.randn(2, 40, generator=generator)
+        found = spearman(x.tolist(), (0.6 * x + 0.8 * noise).tolist())
+        held += found.low <= true <= found.high
+    assert 0.91 <= held / 300 <= 0.985
+
+
+def test_holm_is_holms():
+    estimates = {name: paired(dict(enumerate(values)), dict.fromkeys(range(4), 0.0)) for name, values in PAIRS.items()}
+    raw = {name: one.p for name, one in estimates.items()}
+    corrected = holm(estimates)
+    ordered = sorted(raw, key=raw.__getitem__)
+    assert corrected[ordered[0]].p == pytest.approx(min(1, 3 * raw[ordered[0]]))
+    assert estimates["weak"].is_seen and not corrected["weak"].is_seen  # seen alone, not among three
+    assert corrected["strong"].is_seen
+
+
+PAIRS = {"strong": (1.0, 1.01, 0.99, 1.0), "weak": (1.0, 0.4, 1.5, 0.5), "none": (1.0, -1.0, 0.5, -0.6)}
+
+
+def test_a_set_spectrum_is_the_spectrum():
+    spectrum = of_xi_and_eta(3.0, 0.5, d_model=32)
+    matrix = spectrum.matrix(32, torch.Generator().manual_seed(0))
+    square = (matrix @ matrix).trace()
+    assert float(matrix.trace() / square.sqrt()) == pytest.approx(3.0)
+    assert float(square.sqrt()) == pytest.approx(0.5 * math.sqrt(32))
+    profile = closed_form.profile(matrix, torch.eye(32, dtype=torch.float64), length=16)
+    torch.testing.assert_close(spectrum.profile(length=16, d_model=32), profile)
+
+
+def test_attention_of_a_set_matrix_is_causal_and_looks_where_keys_agree():
+    x = tokens("walk", count=2, length=12, d_model=16, generator=torch.Generator().manual_seed(0))
+    matrix = Spectrum(2.0, 0.0).matrix(16, torch.Generator().manual_seed(0))
+    weights = attend(x, matrix)
+    assert weights.triu(1).abs().max() == 0
+    expected = ((x[1, 9] @ matrix.T) @ x[1, :10].T / 4).softmax(-1)
+    torch.testing.assert_close(weights[1, 9, :10], expected)
+    assert (attend(x, matrix, sink=True)[:, 3, 0] > weights[:, 3, 0]).all()
+
+
+def test_profiles_are_the_theory_and_gaps_are_told(tmp_path):
+    point = {"xi": 5.0, "eta": 2.5, "length": 16}
+    rows = [point | row for row in profiles.measure(point, tmp_path)]
+    assert {row["method"] for row in rows} == {"closed", "exact"} and len(rows) == 32
+    assert "within 0.05 of the exact law on 1 of 1" in profiles.conclude(rows)[1]
+    wrong = [row | {"rho": row["rho"] + 0.3 * (row["method"] == "exact")} for row in rows]
+    assert "on 0 of 1" in profiles.conclude(wrong)[1] and "gap is 0.3" in profiles.conclude(wrong)[1]
+
+
+def test_softmax_close_at_small_scale_and_far_at_large(tmp_path):
+    points = [{"length": 16, "xi": 0.0, "walks": 60, "eta": eta} for eta in (0.001, 0.01, 0.1, 1.0, 5.0)]
+    rows = [point | softmax.measure(point, tmp_path) for point in points]
+    assert rows[0]["distance"] < 0.01 and rows[-1]["distance"] > 0.5
+    assert softmax.conclude(rows)[1].endswith("rises.")
+    shuffled = [row | {"distance": QUIET.random()} for row in rows * 4]
+    assert softmax.conclude(shuffled)[1].endswith("no relation seen.")
+
+
+def test_reconcile_sees_entropy_fall_with_the_deviation(tmp_path):
+    points = [
+        {"deviation": deviation, "trace": 0.0, "layers": 2, "norm": True, "seed": seed}
+        for deviation in (0.01, 0.3, 1.0, 3.0)
+        for seed in range(3)
+    ]
+    rows = [point | reconcile.measure(point, tmp_path) for point in points]
+    assert reconcile.conclude(rows)[0].endswith("falls.")
+    null = [row | {"entropy": QUIET.random()} for row in rows]
+    assert reconcile.conclude(null)[0].endswith("no relation seen.")
+    assert "100% at 2" in reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows])[-1]
+
+
+def test_collapse_counts_what_collapsed(tmp_path):
+    point = {"tokens": "walk", "layers": 1, "norm": False, "sink": False, "seed": 0, "rows": 3}
+    measured = collapse.measure(point, tmp_path)
+    assert len(measured) == 3 * len(collapse.TRACES) and {"late", "uniform"} <= {row["regime"] for row in measured}
+    rows = [point | row | {"seed": seed} for row in measured for seed in range(3)]
+
+    def planted(inside: float, outside: float) -> str:
+        def entropy(row):
+            collapses = QUIET.random() < (inside if collapse._is_inside(row) else outside)
+            return {"entropy": 0.1 if collapses else 0.9, "residual": 0.9}
+
+        return collapse.conclude([row | entropy(row) for row in rows])[0]
+
+    assert planted(0.0, 0.9).endswith("lower.") and planted(0.5, 0.5).endswith("no difference seen.")
+
+
+def test_attention_follows_a_planted_spectrum(tmp_path):
+    points = [
+        {"tokens": "walk", "xi": xi, "eta": eta, "seed": 0}
+        for xi in (-4.0, 0.0, 4.0)
+        for eta in (0.003, 0.03, 0.3, 3.0)
+    ]
+    rows = [point | spectrum_vs_attention.measure(point, tmp_path) for point in points]
+    by_scale = {row["eta"]: row["near_mass"] for row in rows if row["xi"] == 4.0}
+    assert by_scale[0.3] > by_scale[0.003]  # a mean above zero looks at the last tokens
+    planted = [row | {"near_mass": row["xi"] + 0.1 * QUIET.random()} for row in rows]
+    assert spectrum_vs_attention.conclude(planted)[2].endswith("rises.")
+    null = [row | {"near_mass": QUIET.random(), "entropy": QUIET.random()} for row in rows]
+    assert all("no relation seen" in said for said in spectrum_vs_attention.conclude(null)[:3])
+
+
+def arms(name: str, quantity: str, effect: float) -> list[dict]:
+    """Rows of a training study in which every arm but none has this effect, and seeds differ by more."""
+    return [
+        {"condition": condition, "arm": arm, "seed": seed, "best_step": 10}
+        | {quantity: 5.0 + seed + (arm != "none") * (effect + (0.01, -0.012, 0.001)[seed])}
+        for condition in ("", "deep")
+        for arm in ("none", name)
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity", "convergence"])
+def test_training_studies_find_what_is_planted_and_no_more(name):
+    study = find(name)
+    found = study.conclude(arms("locater", "best_loss", -0.5))
+    assert sum(said.endswith(": lower.") for said in found) == 2
+    null = study.conclude(arms("locater", "best_loss", 0.0))
+    assert not any(said.endswith((": lower.", ": higher.")) for said in null)
+    assert sum(said.endswith("no difference seen.") for said in null) >= 2
+
+
+def test_convergence_answers_its_question():
+    yes, no = (convergence.conclude(arms("locater-1e-2", "best_loss", effect))[-1] for effect in (-0.2, -0.02))
+    assert yes.endswith("At most 0.95: yes.") and no.endswith("At most 0.95: no.")
+    early = [
+        row
+        | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | ({"1500": 0.5} if row["seed"] else {})}
+        for row in arms("locater-1e-2", "best_loss", -0.2)
+    ]
+    said = convergence.conclude(early)
+    assert "at step 1,000" in said[0] and "no difference seen" in said[1]  # at 1,000 all have a loss of 1
+    few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
+    assert convergence.conclude(few)[-1].endswith("open.")
+
+
+def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):
+    from training_cases import TINY, write_text
+
+    monkeypatch.setenv("LOCATER_CACHE", str(tmp_path / "cache"))
+    options = TINY | {"data": str(write_text(tmp_path))}
+    point = trained.points({"none": {}}, seeds=[3], preset="paper", common=options, conditions={"": {}})[0]
+    found = trained.measure(point, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "validation"}
+    assert found["best_loss"] == min(losses.values()) == losses[found["best_step"]] and found["step"] == 20
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["loop"]["seed"] == 3
+    model = trained.load(tmp_path / "run" / "model")
+    attention = model.layers[0].attention
+    squares = [
+        torch.linalg.svdvals(attention.key.weight[rows].T @ attention.query.weight[rows]).square()
+        for rows in (slice(0, 8), slice(8, 16))
+    ]
+    counted = sum((one.sum() ** 2 / one.square().sum()).item() for one in squares) / 2
+    assert found["directions"] == pytest.approx(counted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_the_one_shape(name):
+    study = find(name)
+    for quick in (True, False):
+        points = study.grid(quick)
+        assert json.loads(json.dumps(points)) == points
+        assert len({json.dumps(point, sort_keys=True) for point in points}) == len(points)
+    assert len(study.grid(True)) <= len(study.grid(False)) and study.question.endswith("?") and study.doubt
+
+
+def test_a_document_says_what_is_missing():
+    rows = [{"point": {"a": 1}, "error": "no room"}]
+    found = document("profiles", rows, num_points=2)
+    assert found["answer"] == ["Nothing has been measured yet.", "Open: 2 of 2 points are not measured."]
+    assert found["failures"] == rows and flat(rows) == []
+    with pytest.raises(BadArguments, match="no study is called"):
+        find("nothing")
+
+
+def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
+    monkeypatch.setattr(softmax, "STUDY", softmax.STUDY.__class__(**vars(softmax.STUDY) | {"grid": small_softmax}))
+    first = locater("study", "softmax", "--quick", "--out", tmp_path / "s", "--json", tmp_path / "s.json")
+    assert first.code == 0, first.err
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert len(found["rows"]) == 4 and found["answer"] and not found["failures"]
+    assert (tmp_path / "s" / "figure.png").stat().st_size > 5000
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "s" / "rows").iterdir()}
+    assert locater("study", "softmax", "--quick", "--out", tmp_path / "s").code == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "s" / "rows").iterdir()} == before
+    other = locater("study", "profiles", "--quick", "--out", tmp_path / "s")
+    assert other.code == 1 and "the points that" in other.err
+    assert locater("study").code == 2 and "reconcile" in locater("study", "--list").out
+
+
+def small_softmax(quick: bool) -> list[dict]:
+    return [{"length": 8, "xi": 0.0, "walks": 10, "eta": eta} for eta in (0.01, 0.1, 1.0, 3.0)]
