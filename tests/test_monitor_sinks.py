@@ -76,7 +76,7 @@ def test_the_terminal_shows_layers_alarms_and_notes():
     watch(model, lambda: model(TOKENS.repeat(1, 4)), budget=500, sinks=[Terminal(Console(file=text, width=140))])
     shown = text.getvalue()
     assert "attention in training, step 0" in shown and "decoder 1" in shown and "normalised entropy" in shown
-    assert "alarm entropy collapse in decoder layer 0, head 0" in shown and "to keep within the budget" in shown
+    assert "alarm entropy collapse: decoder layer 0, heads 0-3" in shown and "to keep within the budget" in shown
 
 
 class Texts(torch.utils.data.Dataset):
@@ -91,7 +91,7 @@ class Texts(torch.utils.data.Dataset):
 def test_the_hugging_face_trainer_carries_it(tmp_path):
     from transformers import Trainer, TrainingArguments
 
-    from locater.integrations.monitor_hugging_face import AttentionCallback
+    from locater.integrations.hugging_face import AttentionCallback
 
     model, path = gpt2(), tmp_path / "attention.jsonl"
     arguments = TrainingArguments(
@@ -110,7 +110,7 @@ def test_the_hugging_face_trainer_carries_it(tmp_path):
 
 def test_lightning_carries_it(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
-    from locater.integrations.monitor_lightning import AttentionCallback
+    from locater.integrations.lightning import AttentionCallback
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -140,4 +140,4 @@ def test_lightning_carries_it(tmp_path):
     assert resumed.monitor.num_steps == 4
     resumed.on_fit_end(trainer, module)
     with pytest.raises(Refusal, match="a module under the name absent"):
-        AttentionCallback(part="absent").on_fit_start(trainer, module)
+        AttentionCallback(model="absent").on_fit_start(trainer, module)

@@ -1,18 +1,22 @@
-"""Stabilisers in the Trainer of Hugging Face transformers, which stays as it is."""
+"""Stabilisers and the monitor in the Trainer of Hugging Face transformers, which stays as it is."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl
 
+from ..monitor.monitor import AttentionMonitor
+from ..monitor.report import Report
 from ..stabilisers import LocAteR, Stabiliser
 
 Make = Callable[[nn.Module, Optimizer], Stabiliser]
-FILE = "stabiliser.pt"
+FILE, MONITOR = "stabiliser.pt", "attention_monitor.pt"
 
 
 class StabiliserCallback(TrainerCallback):
@@ -58,3 +62,72 @@ class LocAteRCallback(StabiliserCallback):
 def _folder(args: Any, state: Any) -> Path:
     """Where the Trainer keeps the checkpoint of the present step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+@dataclass
+class _Host:
+    """What actions ask of the Trainer, by its own control."""
+
+    control: TrainerControl
+    optimizer: Any = None
+    scheduler: Any = None
+
+    def stop(self) -> None:
+        self.control.should_training_stop = True
+
+    def save(self, path: Path | None) -> None:
+        self.control.should_save = True
+
+
+class AttentionCallback(TrainerCallback):
+    """`Trainer(…, callbacks=[AttentionCallback(every=100, sinks=[Terminal()])])`; options are the monitor's.
+
+    A step is an optimiser step, however many batches are accumulated. Metrics go through the Trainer's own `log`, so
+    every tracker of `report_to` gets them; alarms are printed, and `on_alarm` acts by the Trainer's control. The
+    monitor's state lies in each checkpoint, and a resumed run takes it up.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.monitor: AttentionMonitor | None = None
+        self.report: Report | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert isinstance(kwargs["model"], nn.Module)
+        self.monitor = AttentionMonitor(kwargs["model"], **self.options).attach()
+        saved = _folder(args, state) / MONITOR
+        if state.global_step and saved.exists():
+            self.monitor.load_state_dict(torch.load(saved, weights_only=True))
+        self.monitor.num_steps = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.monitor is not None
+        self.monitor.host = _Host(control, kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
+        report = self.monitor.step(state.global_step)
+        if report is None:
+            return
+        self.report = report
+        if (trainer := _trainer()) is not None:
+            trainer.log(report.metrics())
+        if state.is_world_process_zero:
+            for alarm in report.alarms:
+                print(f"step {report.step}: {alarm}", flush=True)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None and state.is_world_process_zero and (folder := _folder(args, state)).exists():
+            torch.save(self.monitor.state_dict(), folder / MONITOR)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.monitor is not None:
+            self.monitor.__exit__(None, None, None)
+            self.monitor = None
+
+
+def _trainer() -> Trainer | None:
+    """The Trainer that is calling its callbacks: it gives them everything but itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    return None

@@ -1,12 +1,17 @@
-"""Stabilisers in the Trainer of Lightning."""
+"""Stabilisers and the monitor in the Trainer of Lightning."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from ..errors import refusal
+from ..monitor.monitor import AttentionMonitor
+from ..monitor.report import Report
 from ..stabilisers import LocAteR, Stabiliser
 
 Make = Callable[[nn.Module, Optimizer], Stabiliser]
@@ -51,3 +56,79 @@ class LocAteRCallback(StabiliserCallback):
 
     def __init__(self, *, model: str = "", **options: Any) -> None:
         super().__init__(lambda module, optimizer: LocAteR(module, optimizer=optimizer, **options), model=model)
+
+
+@dataclass
+class _Host:
+    """What actions ask of the Trainer."""
+
+    trainer: Trainer
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return next(iter(self.trainer.optimizers), None)
+
+    @property
+    def scheduler(self) -> Any:
+        return next((config.scheduler for config in self.trainer.lr_scheduler_configs), None)
+
+    def stop(self) -> None:
+        self.trainer.should_stop = True
+
+    def save(self, path: Path | None) -> None:
+        self.trainer.save_checkpoint(path or Path(self.trainer.default_root_dir) / "alarm.ckpt")
+
+
+class AttentionCallback(Callback):
+    """`Trainer(callbacks=[AttentionCallback(every=100)])`; options are the monitor's.
+
+    Metrics go to the Trainer's loggers, alarms are printed, and `on_alarm` acts on the Trainer. `model` is the
+    attribute that holds the transformer; without it the first child with a config is taken, or the module itself.
+    """
+
+    def __init__(self, *, model: str | None = None, **options: Any) -> None:
+        self.path, self.options = model, options
+        self.monitor: AttentionMonitor | None = None
+        self.report: Report | None = None
+        self.state: dict[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.monitor = AttentionMonitor(self._model(pl_module), **self.options).attach()
+        self.monitor.host = _Host(trainer)
+        if self.state is not None:
+            self.monitor.load_state_dict(self.state)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        # Accumulated batches leave the number of optimiser steps as it was.
+        if self.monitor is None or trainer.global_step == self.monitor.num_steps:
+            return
+        report = self.monitor.step(trainer.global_step)
+        if report is None:
+            return
+        self.report = report
+        for logger in trainer.loggers:
+            logger.log_metrics(report.metrics(), step=report.step)
+        if trainer.is_global_zero:
+            for alarm in report.alarms:
+                print(f"step {report.step}: {alarm}", flush=True)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.monitor is not None:
+            self.state = self.monitor.state_dict()
+            self.monitor.__exit__(None, None, None)
+            self.monitor = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return (self.state or {}) if self.monitor is None else self.monitor.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict or None
+
+    def _model(self, module: nn.Module) -> nn.Module:
+        if self.path is None:
+            with_config = (child for child in module.children() if hasattr(child, "config"))
+            return next(with_config, module)
+        named = getattr(module, self.path, None)
+        if not isinstance(named, nn.Module):
+            raise refusal(f"a module under the name {self.path}", type(named).__name__)
+        return named

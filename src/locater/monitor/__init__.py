@@ -1,17 +1,25 @@
-"""Watching attention while a model trains or runs: statistics, alarms, and where they go."""
+"""Watching attention while a model trains or runs: statistics, alarms, what to do about them, and where they go."""
 
+from .actions import Action, Attach, Checkpoint, Event, RollBack, Stop
 from .alarms import Alarm, Thresholds
 from .monitor import AttentionMonitor
 from .report import LayerReport, Report
-from .sinks import JsonLines, Sink, TensorBoard, Terminal, Trackio, WeightsAndBiases
+from .sinks import JsonLines, MLflow, Sink, TensorBoard, Terminal, Trackio, WeightsAndBiases
 
 __all__ = [
+    "Action",
     "Alarm",
+    "Attach",
     "AttentionMonitor",
+    "Checkpoint",
+    "Event",
     "JsonLines",
     "LayerReport",
+    "MLflow",
     "Report",
+    "RollBack",
     "Sink",
+    "Stop",
     "TensorBoard",
     "Terminal",
     "Thresholds",

@@ -1,14 +1,14 @@
 """When attention goes wrong: a few conditions, each with a threshold that does not depend on the length of the text."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..head import Block
-from .report import LayerReport
-
-Finding = tuple[str, float, float, str, str]  # kind, figure, threshold, meaning, remedy
+from ..models import spans
+from .report import AHEAD, LayerReport
+from .trends import Trends
 
 
 @dataclass(frozen=True)
@@ -21,82 +21,147 @@ class Thresholds:
     dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
+    steps_ahead: int | None = 1000  # an explosion this near, at the growth of the last reports, is said beforehand
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding, with its place, its figure beside the threshold, and what to try."""
+    """One finding for the heads of a layer that share it: the worst figure beside the threshold, and what to try."""
 
     kind: str
     block: Block
     layer: int
-    head: int | None
+    heads: tuple[int, ...]  # none where it is of the whole layer
     figure: float
     threshold: float
     meaning: str
     remedy: str
+    trend: str = ""
     mode: str = "training"
 
     def __str__(self) -> str:
-        place = f"{self.block} layer {self.layer}" + ("" if self.head is None else f", head {self.head}")
-        return f"{self.kind} in {place}: {self.meaning}; try {self.remedy}"
+        where = f"{self.block} layer {self.layer}"
+        if self.heads:
+            where += f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}"
+        trend = f", {self.trend}" if self.trend else ""
+        return f"{self.kind}: {where}, {self.meaning}{trend}; try {self.remedy}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def find_alarms(layers: Iterable[LayerReport], thresholds: Thresholds, *, mode: str = "training") -> list[Alarm]:
-    """Every alarm of these layers, heads in order."""
-    return [
-        Alarm(kind, layer.block, layer.layer, head, figure, threshold, meaning, remedy, mode)
-        for layer in layers
-        for head, (kind, figure, threshold, meaning, remedy) in _findings(layer, thresholds)
-    ]
+# What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
+Remedies = tuple[tuple[str, str], ...]
+SHRINK: Remedies = (("QKClip", "QKClip"), ("QKNorm", "QKNorm"), ("SoftCap", "SoftCap"), ("", "a lower learning rate"))
+SHARPEN: Remedies = (("QKNorm", "QKNorm"), ("LocAteR", "LocAteR, to shrink the spectrum"), ("", "a longer warm-up"))
+REVIVE: Remedies = (("LocAteR", "LocAteR with a trace away from 0"), ("", "less weight decay on queries and keys"))
+REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
+SPREAD: Remedies = (("LocAteR", "LocAteR, to localise attention"), ("", "larger residual branches or pre-LN"))
+RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)
 
 
-def _findings(layer: LayerReport, limits: Thresholds) -> Iterator[tuple[int | None, Finding]]:
-    for position, head in enumerate(layer.heads):
-        values = {name: numbers[position] for name, numbers in layer.statistics.items()}
-        yield from ((head, finding) for finding in _head(layer, values, limits))
-    yield from ((None, finding) for finding in _layer(layer, limits))
+class Condition(NamedTuple):
+    """One kind of alarm: figures of a layer by head, a limit, which side of it is wrong, and words."""
+
+    kind: str
+    figures: Callable[[LayerReport], dict[int | None, float]]
+    limit: Callable[[LayerReport, Thresholds], float | None]
+    above: bool
+    words: str
+    remedies: Remedies
+
+    def worse(self, figure: float, limit: float) -> bool:
+        return figure > limit if self.above else figure < limit
 
 
-def _head(layer: LayerReport, values: dict[str, float], limits: Thresholds) -> Iterator[Finding]:
-    entropy, sink = values["normalised_entropy"], values["sink_mass"]
-    if limits.entropy_collapse is not None and entropy < limits.entropy_collapse:
-        meaning = f"normalised entropy {entropy:.4f} is below {limits.entropy_collapse}: each query sees one key"
-        remedy = "a lower learning rate, a longer warm-up, QK-norm, or LocAteR to shrink the spectrum"
-        yield "entropy collapse", entropy, limits.entropy_collapse, meaning, remedy
-    if limits.dead_uniform is not None and entropy > limits.dead_uniform:
-        meaning = f"normalised entropy {entropy:.5f} is above {limits.dead_uniform}: the content of keys does not count"
-        remedy = "less weight decay on queries and keys, or LocAteR with a trace away from 0"
-        yield "dead head (uniform)", entropy, limits.dead_uniform, meaning, remedy
-    if limits.dead_sink is not None and layer.block != "cross" and sink > limits.dead_sink and layer.log_keys > 1:
-        meaning = f"{sink:.4f} of the mass is on the first token, above {limits.dead_sink}: no signal from the text"
-        remedy = "to prune it, or an output gate or a learned sink, so that heads can rest without one"
-        yield "dead head (sink)", sink, limits.dead_sink, meaning, remedy
-    yield from _logits(layer, values["max_logit"], limits.logit_explosion)
+def _of_heads(name: str) -> Callable[[LayerReport], dict[int | None, float]]:
+    return lambda layer: dict(zip(layer.heads, layer.statistics[name], strict=True))
 
 
-def _logits(layer: LayerReport, largest: float, times: float | None) -> Iterator[Finding]:
-    limit = math.inf if times is None else times * max(1.0, layer.log_keys)
-    if largest > limit:
-        meaning = f"the largest logit {largest:.1f} is above {limit:.1f} = {times:g} log n"
-        remedy = "QK-clip, QK-norm or a soft-cap, and a lower learning rate"
-        yield "logit explosion", largest, limit, meaning, remedy
+def _explosion(layer: LayerReport, limits: Thresholds) -> float | None:
+    return None if limits.logit_explosion is None else limits.logit_explosion * max(1.0, layer.log_keys)
 
 
-def _layer(layer: LayerReport, limits: Thresholds) -> Iterator[Finding]:
-    lost = layer.rows_not_finite / max(1, layer.num_queries)
-    if limits.not_finite is not None and lost > limits.not_finite:
-        meaning = f"the logits of {layer.rows_not_finite} of {layer.num_queries} queries are NaN or infinite"
-        remedy = "the last good checkpoint with a lower learning rate; the first layer named is where to look"
-        yield "not finite", lost, limits.not_finite, meaning, remedy
-    residual = layer.ranks.get("residual", math.nan)
-    if limits.rank_collapse is not None and residual < limits.rank_collapse:
-        cosine = layer.ranks.get("mean_cosine", math.nan)
-        meaning = (
-            f"residual {residual:.4f} is below {limits.rank_collapse} (mean cosine {cosine:.4f}): tokens are alike"
-        )
-        remedy = "larger residual branches or fewer layers, pre-LN, or LocAteR to localise attention"
-        yield "rank collapse", residual, limits.rank_collapse, meaning, remedy
+def _resting(layer: LayerReport, limits: Thresholds) -> float | None:
+    return limits.dead_sink if layer.block != "cross" and layer.log_keys > 1 else None
+
+
+# The worst first.
+CONDITIONS = (
+    Condition(
+        "not finite", lambda layer: {None: layer.rows_not_finite / max(1, layer.num_queries)},
+        lambda layer, limits: limits.not_finite, True, "share of queries with NaN or infinite logits", RESTART,
+    ),
+    Condition("logit explosion", _of_heads("max_logit"), _explosion, True, "largest", SHRINK),
+    Condition(
+        "entropy collapse", _of_heads("normalised_entropy"),
+        lambda layer, limits: limits.entropy_collapse, False, "lowest normalised entropy", SHARPEN,
+    ),
+    Condition(
+        "rank collapse", lambda layer: {None: layer.ranks.get("residual", math.nan)},
+        lambda layer, limits: limits.rank_collapse, False, "residual", SPREAD,
+    ),
+    Condition("dead heads (sink)", _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
+    Condition(
+        "dead heads (uniform)", _of_heads("normalised_entropy"),
+        lambda layer, limits: limits.dead_uniform, True, "normalised entropy", REVIVE,
+    ),
+)  # fmt: skip
+
+
+def find_alarms(
+    layers: Iterable[LayerReport],
+    thresholds: Thresholds,
+    *,
+    mode: str = "training",
+    attached: Collection[str] = (),
+    trends: Trends | None = None,
+) -> list[Alarm]:
+    """Every alarm of these layers, heads together, the worst first; `attached` stabilisers are no remedy."""
+    found: list[tuple[int, float, Alarm]] = []
+    for layer in layers:
+        for rank, condition in enumerate(CONDITIONS):
+            alarms = _of_condition(layer, condition, thresholds, attached, trends)
+            found += [(rank, _distance(condition, alarm), alarm) for alarm in alarms]
+    ordered = sorted(found, key=lambda entry: (entry[0], -entry[1]))
+    return [alarm if mode == "training" else Alarm(**{**asdict(alarm), "mode": mode}) for _, _, alarm in ordered]
+
+
+def _of_condition(
+    layer: LayerReport, condition: Condition, limits: Thresholds, attached: Collection[str], trends: Trends | None
+) -> Iterator[Alarm]:
+    limit, figures = condition.limit(layer, limits), condition.figures(layer)
+    if limit is None:
+        return
+    remedy = next(words for name, words in condition.remedies if name not in attached)
+    wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
+    explodes = condition.kind == "logit explosion" and trends is not None
+    if wrong:
+        trend = trends.words(layer, "max_logit", list(wrong)) if explodes and trends else ""
+        yield _alarm(layer, condition, condition.kind, wrong, limit, remedy, trend)
+    if explodes and trends is not None and limits.steps_ahead is not None:
+        ahead = trends.steps_until(layer, "max_logit", limit, within=limits.steps_ahead)
+        near = {head: figures[head] for head in ahead if head not in wrong}
+        if near:
+            trend = f"there in about {round(min(ahead[head] for head in near))} steps at the present growth"
+            yield _alarm(layer, condition, AHEAD, near, limit, remedy, trend)
+
+
+def _alarm(
+    layer: LayerReport,
+    condition: Condition,
+    kind: str,
+    wrong: dict[Any, float],
+    limit: float,
+    remedy: str,
+    trend: str,
+) -> Alarm:
+    worst = (max if condition.above else min)(wrong.values())
+    heads = tuple(head for head in wrong if head is not None)
+    meaning = f"{condition.words} {worst:.4g}, threshold {limit:.4g}"
+    return Alarm(kind, layer.block, layer.layer, heads, worst, limit, meaning, remedy, trend)
+
+
+def _distance(condition: Condition, alarm: Alarm) -> float:
+    """How far beyond the threshold."""
+    return (alarm.figure - alarm.threshold) * (1 if condition.above else -1) / max(1e-12, abs(alarm.threshold))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..attention import NAMES
-from ..head import Block
+from ..errors import refusal
+from ..head import Block, layer_key
 from ..models import spans
 from .tally import (
     CLUSTERS,
@@ -27,6 +28,8 @@ from .tally import (
 
 UNSEEN = "no forward pass was seen: a compiled model that had run before must be reset with torch.compiler.reset()"
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
+AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
+LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean
 PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
 
 
@@ -48,6 +51,7 @@ class LayerReport:
     num_passes: int
     log_keys: float  # the mean over queries of log n: what thresholds are measured in
     through: str = ""  # the kernel whose call was read, or "softmax", or "module inputs" where none was seen
+    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the heads' weights: see `monitor.weights`
 
     @classmethod
     def of(cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally, through: str = "") -> "LayerReport":
@@ -78,6 +82,13 @@ class LayerReport:
             return math.nan
         return max(known) if name == "max_logit" else sum(known) / len(known)
 
+    def of_weights(self, name: str) -> float:
+        """A number of the heads' weights, of the whole layer: the largest where a largest is meant, else the mean."""
+        known = [value for value in self.weights[name] if not math.isnan(value)]
+        if not known:
+            return math.nan
+        return max(known) if name in LARGEST else sum(known) / len(known)
+
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if not isinstance(value, dict)}
         return {
@@ -86,6 +97,7 @@ class LayerReport:
             "statistics": {name: [_known(value) for value in values] for name, values in self.statistics.items()},
             "standard_errors": {n: [_known(value) for value in values] for n, values in self.standard_errors.items()},
             "ranks": {name: _known(value) for name, value in self.ranks.items()},
+            "weights": {name: [_known(value) for value in values] for name, values in self.weights.items()},
         }
 
 
@@ -116,6 +128,27 @@ class Report:
             "notes": list(self.notes),
         }
 
+    def worst(self, name: str = "max_logit", count: int = 5) -> list[dict[str, Any]]:
+        """The heads with the largest value of a statistic (the smallest of an entropy), a row each."""
+        rows = [row for row in self._rows() if not math.isnan(row.get(name, math.nan))]
+        return sorted(rows, key=lambda row: row[name] if "entropy" in name else -row[name])[:count]
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame, a row per head: mode, block, layer, head, statistics and numbers of the weights."""
+        try:
+            import pandas
+        except ImportError:
+            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+        return pandas.DataFrame(list(self._rows()))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for mode, layers in (("training", self.training), ("evaluation", self.evaluation)):
+            for layer in layers:
+                for position, head in enumerate(layer.heads):
+                    place = {"step": self.step, "mode": mode, "block": layer.block, "layer": layer.layer, "head": head}
+                    columns = {**layer.statistics, **layer.weights}
+                    yield place | {name: values[position] for name, values in columns.items()}
+
     def summary(self) -> str:
         """The alarms and notes in plain words."""
         return "\n".join([*map(str, self.alarms), *self.notes]) or "nothing to report"
@@ -124,11 +157,11 @@ class Report:
 def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> Iterator[tuple[str, float]]:
     several = len({layer.block for layer in layers}) > 1
     for layer in layers:
-        place = f"{prefix}/{layer.block}/" if several else f"{prefix}/"
-        place += f"layer_{layer.layer:02d}"
+        place = f"{prefix}/{layer_key(layer.block, layer.layer, several=several)}"
         numbers = {name: layer.mean(name) for name in layer.statistics} | layer.ranks
+        numbers |= {name: layer.of_weights(name) for name in layer.weights}
         if per_head:
-            for name, values in layer.statistics.items():
+            for name, values in {**layer.statistics, **layer.weights}.items():
                 numbers |= {f"head_{head:02d}/{name}": v for head, v in zip(layer.heads, values, strict=True)}
         yield from ((f"{place}/{name}", value) for name, value in numbers.items() if not math.isnan(value))
 

@@ -1,4 +1,4 @@
-"""Where reports go: one small interface, and five places behind it. Each library is imported when its sink is made."""
+"""Where reports go: one small interface, and six places behind it. Each library is imported when its sink is made."""
 
 import importlib
 import json
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..errors import refusal
@@ -75,22 +76,46 @@ class _Run:
                 raise _missing(self.library, f"pip install {self.library}") from None
         self.run = run
 
+        self.raised: set[tuple[str, str, int]] = set()
+
     def write(self, report: Report) -> None:
         self.run.log({**report.metrics(), "attn/step": report.step})
+        for alarm in self._new(report):
+            self.run.alert(title=f"attention: {alarm.kind}", text=f"step {report.step}: {alarm}")
+
+    def _new(self, report: Report) -> list[Any]:
+        """An alarm is raised once for a layer, and again only after it has gone."""
+        present = {(alarm.kind, alarm.block, alarm.layer): alarm for alarm in report.alarms}
+        new = [alarm for key, alarm in present.items() if key not in self.raised]
+        self.raised = set(present)
+        return new
 
     def close(self) -> None: ...  # the run belongs to the user
 
 
 class WeightsAndBiases(_Run):
-    """Scalars to the run under way, or to the one given."""
+    """Scalars and alerts (`wandb.alert`) to the run under way, or to the one given."""
 
     library = "wandb"
 
 
 class Trackio(_Run):
-    """Scalars to the run under way, or to the one given."""
+    """Scalars and alerts (`trackio.alert`) to the run under way, or to the one given."""
 
     library = "trackio"
+
+
+class MLflow(_Run):
+    """Scalars to the run under way; alarms as a tag of the run, which MLflow can search for, and as a text each."""
+
+    library = "mlflow"
+
+    def write(self, report: Report) -> None:
+        self.run.log_metrics(report.metrics(), step=report.step)
+        if new := self._new(report):
+            text = "\n".join(map(str, new))
+            self.run.set_tag("attention.alarm", f"step {report.step}: {new[0].kind}")
+            self.run.log_text(text, f"attention/alarms_{report.step:07d}.txt")
 
 
 class Terminal:
@@ -104,9 +129,9 @@ class Terminal:
             if layers:
                 self.console.print(_table(layers, f"attention in {mode}, step {report.step}"))
         for alarm in report.alarms:
-            self.console.print(f"[bold red]alarm[/] {alarm}")
+            self.console.print(f"[bold red]alarm[/] {escape(str(alarm))}")
         for note in report.notes:
-            self.console.print(f"[dim]{note}[/]")
+            self.console.print(f"[dim]{escape(note)}[/]")
 
     def close(self) -> None: ...
 

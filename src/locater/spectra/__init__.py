@@ -8,6 +8,7 @@ from .covariance import Covariance, covariance_root, whiten
 from .grams import Grams, gram_products, grams
 from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread, spread_nonzero
 from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
+from .singular import singular_values, spectral_entropy, stable_rank, update_singular_values
 
 __all__ = [
     "Covariance",
@@ -24,7 +25,11 @@ __all__ = [
     "rotary_forms",
     "rotary_moments",
     "rotation",
+    "singular_values",
+    "spectral_entropy",
     "spread",
     "spread_nonzero",
+    "stable_rank",
+    "update_singular_values",
     "whiten",
 ]

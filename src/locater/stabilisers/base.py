@@ -61,8 +61,3 @@ def learning_rate(rates: dict[int, float], parameter: Tensor, name: str) -> floa
         remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
         raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
     return rates[id(parameter)]
-
-
-def layer_key(block: str, layer: int, *, several: bool) -> str:
-    """`layer_03`, or `encoder/layer_03` in a model with several kinds of attention."""
-    return f"{block}/layer_{layer:02d}" if several else f"layer_{layer:02d}"

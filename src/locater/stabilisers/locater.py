@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..head import layer_key
 from ..models import Family
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
-from .base import Stabiliser, layer_key, learning_rate, learning_rates, non_negative
+from .base import Stabiliser, learning_rate, learning_rates, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
 from .live.pairs import find_pairs

@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...errors import refusal
+from ...head import layer_key
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
-from ..base import Stabiliser, layer_key
+from ..base import Stabiliser
 from ..live.interception import Call, Slots
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of

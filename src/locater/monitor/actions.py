@@ -1,0 +1,225 @@
+"""What to do when an alarm goes off: stop, save, go back to the last good state, attach a stabiliser, or anything.
+
+An action is called with an `Event` after every report that has alarms; `good(event)` after every one that has none.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import refusal
+from .report import AHEAD, Report
+
+if TYPE_CHECKING:
+    from ..stabilisers import Stabiliser
+
+
+class Host(Protocol):
+    """The training loop, as far as an action needs it; callbacks of trainers are hosts."""
+
+    optimizer: Optimizer | None
+    scheduler: Any
+
+    def stop(self) -> None: ...
+    def save(self, path: Path | None) -> None: ...
+
+
+@dataclass
+class OwnLoop:
+    """A loop that looks at `monitor.should_stop`; checkpoints are written here, by torch."""
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    should_stop: bool = False
+
+    def stop(self) -> None:
+        self.should_stop = True
+
+    def save(self, path: Path | None) -> None:
+        if path is None:
+            raise refusal("a path for the checkpoint", "none", "pass Checkpoint(path)")
+        state = {"model": self.model.state_dict()}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.state_dict()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
+
+
+@dataclass
+class Event:
+    """A report, the model it is about, the loop that trains it, and the stabilisers that actions attached."""
+
+    report: Report
+    model: nn.Module
+    host: Host
+    attached: "list[Stabiliser]" = field(default_factory=list)
+
+
+class Action:
+    """Does nothing; each action replaces what it needs."""
+
+    def __call__(self, event: Event) -> None: ...
+    def good(self, event: Event) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Stop(Action):
+    """End the training: in a trainer by its own means, in a loop of yours by `monitor.should_stop`."""
+
+    def __call__(self, event: Event) -> None:
+        event.host.stop()
+
+
+class Checkpoint(Action):
+    """Save at the first alarm, to look at afterwards: by the trainer's own means, or to `path` (it may say {step})."""
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path, self.is_done = path, False
+
+    def __call__(self, event: Event) -> None:
+        if not self.is_done:
+            self.is_done = True
+            event.host.save(None if self.path is None else Path(str(self.path).format(step=event.report.step)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_done": self.is_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.is_done = state["is_done"]
+
+
+class RollBack(Action):
+    """Back to the state of the last report without alarms, with `factor` times the learning rate, at most `most` times.
+
+    The state of model and optimiser is kept in memory, once more than the run needs already. A scheduler that sets the
+    rate anew at each step must be given, so that its own rates are scaled too; trainers' are known.
+    """
+
+    def __init__(self, factor: float = 0.5, *, most: int = 3, scheduler: Any = None) -> None:
+        if not 0 < factor <= 1 or most < 1:
+            raise refusal("a factor within (0, 1] and `most` of at least 1", f"{factor} and {most}")
+        self.factor, self.most, self.scheduler = factor, most, scheduler
+        self.num_done = 0
+        self.last: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def good(self, event: Event) -> None:
+        self.last = copy.deepcopy(event.model.state_dict()), copy.deepcopy(self._optimizer(event).state_dict())
+
+    def __call__(self, event: Event) -> None:
+        optimizer = self._optimizer(event)
+        if self.num_done >= self.most:
+            event.host.stop()
+            return
+        self.num_done += 1
+        if self.last is not None:
+            rates = [group["lr"] for group in optimizer.param_groups]
+            event.model.load_state_dict(self.last[0])
+            optimizer.load_state_dict(copy.deepcopy(self.last[1]))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] *= self.factor
+            if "initial_lr" in group:
+                group["initial_lr"] *= self.factor
+        scheduler = self.scheduler or event.host.scheduler
+        if scheduler is not None:
+            scheduler.base_lrs = [rate * self.factor for rate in scheduler.base_lrs]
+
+    def _optimizer(self, event: Event) -> Optimizer:
+        if event.host.optimizer is None:
+            raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
+        return event.host.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_done": self.num_done, "last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_done, self.last = state["num_done"], state["last"]
+
+
+class Attach(Action):
+    """A stabiliser at the first alarm, made by `make(model, **options)`: `Attach(QKClip, threshold=50)`.
+
+    Its `step()` is called by the monitor's from then on. What must be given to the optimiser, or acts by a penalty in
+    the loss, cannot come in the middle of a run like this.
+    """
+
+    def __init__(self, make: "Callable[..., Stabiliser]", **options: Any) -> None:
+        self.make, self.options = make, options
+        self.stabiliser: Stabiliser | None = None
+        self.pending: dict[str, Any] | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.stabiliser is not None:
+            return
+        self.stabiliser = self.make(event.model, **self.options)
+        event.attached.append(self.stabiliser)
+        if self.stabiliser.parameters():
+            if event.host.optimizer is None:
+                raise refusal("an optimiser for the stabiliser's parameters", "none", "pass optimizer= to the monitor")
+            event.host.optimizer.add_param_group({"params": self.stabiliser.parameters()})
+        if self.pending:
+            self.stabiliser.load_state_dict(self.pending)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.stabiliser is None else {"stabiliser": self.stabiliser.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state.get("stabiliser")
+
+
+class Call(Action):
+    """A function of the event."""
+
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self.function = function
+
+    def __call__(self, event: Event) -> None:
+        self.function(event)
+
+
+Actions = Action | Callable[[Event], object] | Iterable[Any] | Mapping[str, Any]
+
+
+class Responses:
+    """`on_alarm`: an action for every alarm, several, or a table of them by the kind of alarm."""
+
+    def __init__(self, actions: Actions | None) -> None:
+        table = actions if isinstance(actions, Mapping) else {"": actions} if actions is not None else {}
+        self.table = {kind: [_action(one) for one in _several(entry)] for kind, entry in table.items()}
+
+    def all(self) -> list[Action]:
+        return [action for actions in self.table.values() for action in actions]
+
+    def __call__(self, event: Event) -> None:
+        kinds = {alarm.kind for alarm in event.report.alarms}
+        present = kinds - {AHEAD}  # a forecast is acted on only by its own name
+        for kind, actions in self.table.items():
+            for action in actions:
+                if kind in kinds or (not kind and present):
+                    action(event)
+                elif not present:
+                    action.good(event)
+
+
+def _several(entry: Any) -> list[Any]:
+    return list(entry) if isinstance(entry, Iterable) else [entry]
+
+
+def _action(entry: Any) -> Action:
+    if isinstance(entry, Action):
+        return entry
+    if isinstance(entry, type) or not callable(entry):
+        raise refusal("an action such as Stop(), Checkpoint(), RollBack(), Attach(…) or a function", repr(entry))
+    return Call(entry)

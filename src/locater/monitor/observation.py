@@ -1,0 +1,226 @@
+"""What the passes since the last report have shown of every layer: calls of kernels, or inputs of modules."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..attention import Blocks, Statistics, observe, rank, sample_queries
+from ..attention.call_statistics import is_shifted, read, statistics_of_call
+from ..attention.calls import AttentionCall
+from ..errors import Refusal, refusal
+from ..models import spans
+from ..models.live import Site, sites
+from ..models.live.explicit import Explicit
+from ..models.live.tensors import named_modules, unwrap
+from .hooks import Pass
+from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
+from .places import discovered, named_site, whole_call
+from .report import MODULE_INPUTS
+from .tally import Budget, Tally, keys_per_query
+
+RANK_TEXTS = 4  # texts of a batch whose representations are measured
+Key = tuple[int, bool]  # a site's index, and whether the model was in training mode
+
+
+class Observation:
+    """Told of every pass by the hooks; `tallies` hold the sums, one per layer and mode.
+
+    `sites` are the layers that are known; in a model that is `unknown`, for the reason given, they are found by their
+    calls, in the order of these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_due: Callable[[], bool],
+        layers: Iterable[int] | None,
+        head_numbers: Iterable[int] | None,
+        heads: Sequence[Explicit],
+        causal: bool | None,
+        budget: float,
+        near: int,
+        blocks: Blocks | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.model, self.is_due = unwrap(model), is_due
+        self.causal, self.is_named = causal, bool(heads)
+        self.budget, self.near, self.blocks, self.group = budget, near, blocks, group
+        self.head_numbers = None if head_numbers is None else tuple(sorted(set(head_numbers)))
+        self.layers = None if layers is None else frozenset(layers)
+        self.modules = named_modules(self.model)
+        self.unknown: Refusal | None = None
+        self.sites = self._find_sites(model, heads)
+        self.generator = torch.Generator().manual_seed(0)
+        self.lock = threading.Lock()  # passes of several threads add to one tally
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing seen yet."""
+        self.tallies: dict[Key, Tally] = {}
+        for index in range(len(self.sites)):
+            for training in (True, False):
+                self._tally(index, training)
+        self.spending = Budget(self.budget, len(self.sites))
+        self.refused: set[str] = set()
+        self.through: dict[int, str] = {}
+        self.calling: set[str] = set()  # modules whose calls were seen, where nothing else is known
+        self.shown: set[str] = set()  # stabilisers that calls have shown
+
+    def _find_sites(self, model: nn.Module, heads: Sequence[Explicit]) -> list[Site]:
+        try:
+            found = sites(model, heads=heads, tensors=WholeTensors(model))
+            known = [site for site in found if self._is_wanted(site)]
+        except Refusal as reason:
+            if heads:
+                raise
+            self.unknown = reason
+            return []
+        if not known:
+            raise refusal(
+                f"layers among {spans(sorted({site.number for site in found}))} with the heads asked for", "none"
+            )
+        return known
+
+    def _is_wanted(self, site: Site) -> bool:
+        return (self.layers is None or site.number in self.layers) and bool(self.indices(site))
+
+    def indices(self, site: Site) -> tuple[int, ...]:
+        every = range(site.num_heads)
+        return tuple(every if self.head_numbers is None else (head for head in self.head_numbers if head in every))
+
+    def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+        """One call of a kernel; False where it is not this layer's attention."""
+        with self.lock:
+            return self._by_call(site, call, inputs, run)
+
+    def _by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+        if site is None and (site := self._discover(call, run)) is None:
+            return False
+        try:
+            call = whole_call(call, site, self.modules)
+            given = read(call, site.num_heads)
+        except (Refusal, RuntimeError):
+            return False
+        num_texts, num_heads, num_queries, num_keys = given.shape
+        if num_heads != site.num_heads or (given.logits is not None and not _fits(given.logits, inputs)):
+            return False
+        lookahead = 0 if call.is_causal else call.window[1]
+        per_query = num_texts * len(self.indices(site)) * keys_per_query(
+            num_keys, lookback=call.window[0], lookahead=lookahead)  # fmt: skip
+        sample = self._sample(site, num_queries, per_query)
+        if sample is False:
+            return True
+        sample = None if sample is None else sample.to(given.query.device)
+        indices = self.indices(site)
+        query_valid = fitting(padding(run.given, site.block)[0], num_texts, num_queries)
+        statistics = statistics_of_call(
+            call, num_heads=site.num_heads, heads=None if len(indices) == num_heads else indices, sample=sample,
+            query_valid=query_valid, near=self.near, blocks=self.blocks,
+        )  # fmt: skip
+        self.shown |= {"SoftCap"} if call.softcap is not None else set()
+        x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
+        self._add(site, statistics, num_texts * num_queries, x, query_valid, call.through)
+        return True
+
+    def by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
+        """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""
+        with self.lock:
+            self._by_inputs(site, inputs, run)
+
+    def _by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
+        indices = self.indices(site)
+        if self.is_named and self.causal is None:
+            self.refused.add(
+                f"layer {site.number} (`{site.query_name}`) calls no attention kernel, so whether it looks ahead "
+                "cannot be known: say causal=True or causal=False"
+            )
+            return
+        try:
+            layer = site.build()
+        except Refusal as reason:
+            self.refused.add(str(reason))
+            return
+        heads = [head for head in layer.heads if head.index in indices]
+        if len(heads) < len(indices):
+            self.refused.update(layer.refused)
+            return
+        if self.is_named:
+            heads = [replace(head, lookahead=0 if self.causal else None) for head in heads]
+        assert inputs.x_query is not None and inputs.x_key is not None
+        num_texts, num_queries, _ = inputs.x_query.shape
+        per_key = keys_per_query(inputs.x_key.shape[1], lookback=heads[0].lookback, lookahead=heads[0].lookahead)
+        sample = self._sample(site, num_queries, num_texts * len(heads) * per_key)
+        if sample is False:
+            return
+        sample = None if sample is None else sample.to(inputs.x_query.device)
+        with torch.no_grad(), torch.autocast(inputs.x_query.device.type, enabled=False):
+            mask, positions = read_mask(inputs, run.given, site.block, indices, is_causal=heads[0].lookahead == 0)
+            options: Any = dict(mask=mask, positions=positions, sample=sample, near=self.near, blocks=self.blocks)
+            statistics = observe(heads, inputs.x_query, inputs.x_key, **options)
+        self._add(site, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
+
+    def _discover(self, call: AttentionCall, run: Pass) -> Site | None:
+        """The layer of a module that no table names: by its name, and the how manieth of its calls this is."""
+        site = discovered(call, run, self.modules, self.sites)
+        if site is not None:
+            self.calling.add(site.query_name)
+            if site not in self.sites:
+                self._append(site)
+        return site if site is not None and self._is_wanted(site) else None
+
+    def agree(self) -> None:
+        """Layers that were found by their calls are the same on all processes, also on one that made none yet."""
+        if self.unknown is None or not _has_others(self.group):
+            return
+        lists: list[Any] = [None] * dist.get_world_size(self.group)
+        own = [(site.block, site.number, site.num_heads, site.query_name) for site in self.sites]
+        dist.all_gather_object(lists, own, group=self.group)
+        for block, number, num_heads, name in max(lists, key=len)[len(own) :]:
+            self._append(named_site(block, number, num_heads, name))
+
+    def _append(self, site: Site) -> None:
+        self.sites.append(site)
+        for training in (True, False):
+            self._tally(len(self.sites) - 1, training)
+        self.spending.num_layers = len(self.sites)
+
+    def _tally(self, index: int, training: bool) -> Tally:
+        if (index, training) not in self.tallies:
+            device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+            self.tallies[index, training] = Tally.empty(len(self.indices(self.sites[index])), device)
+        return self.tallies[index, training]
+
+    def _sample(self, site: Site, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
+        """Which queries to look at, None for all; False if the budget is spent."""
+        key = self.sites.index(site), self.model.training
+        wanted = self.spending.num_queries(key, num_queries=num_queries, logits_per_query=logits_per_query)
+        return False if wanted == 0 else sample_queries(num_queries, wanted, self.generator)
+
+    def _add(
+        self, site: Site, found: Statistics, num_there: int, x: Tensor | None, valid: Tensor | None, through: str
+    ) -> None:
+        index = self.sites.index(site)
+        self.through[index] = through
+        measured = None
+        if x is not None:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
+                measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
+        self.tallies[index, self.model.training].add(found, num_there=num_there, rank=measured)
+
+
+def _has_others(group: dist.ProcessGroup | None) -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+
+
+def _fits(logits: Tensor, inputs: Inputs | None) -> bool:
+    """Whether a softmax is the module's attention: of as many queries and keys as it was given, and not shifted."""
+    if inputs is None or inputs.x_query is None or inputs.x_key is None or is_shifted(logits):
+        return False
+    return logits.shape[-2] == inputs.x_query.shape[1] and logits.shape[-1] >= inputs.x_key.shape[1]
