@@ -32,7 +32,7 @@ def test_two_layers_share_a_line_and_each_keeps_its_colour():
 
 def test_shades_without_colour_rise_with_the_value():
     lines = drawn(heat(9, 1), no_color=True).splitlines()
-    assert "\x1b" not in "".join(lines)
+    assert "38;5" not in "".join(lines)
     assert [line.split()[1][0] for line in lines[1:10]] == list(SHADES)
 
 
