@@ -37,16 +37,14 @@ function numbersOf(app) {
   for (const quantity of app.shownQuantities()) {
     const value = view.value(quantity.name, frame, selected);
     if (!Number.isFinite(value)) continue;
-    const values = Array.from({ length: view.count }, (_, head) => view.value(quantity.name, frame, head)).filter(Number.isFinite);
     body.append(html("tr", {}, html("th", { scope: "row", title: quantity.words }, quantity.symbol), html("td", { "data-quantity": quantity.name }, shownNumber(value)),
-      html("td", {}, strip(values, value))));
+      html("td", {}, strip(app.sorted(quantity.name), value))));
   }
   const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, "among all heads")));
   return html("table", { class: "numbers" }, head, body);
 }
 
-function strip(values, value) {
-  const sorted = values.toSorted((a, b) => a - b);
+function strip(sorted, value) {
   const [low, high] = [quantile(sorted, 0.01), quantile(sorted, 0.99)];
   const place = (one) => Math.min(99, Math.max(1, high > low ? ((one - low) / (high - low)) * 98 + 1 : 50));
   const counts = new Array(33).fill(0);

@@ -88,10 +88,12 @@ class HeadMap {
     Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
     Object.assign(this.canvas.style, { width: `${width}px`, height: `${height}px` });
     this.canvas.setAttribute("aria-label", `Map of ${this.app.view.count} heads by ${this.app.quantity.words}. Arrow keys move from head to head.`);
-    const pen = this.canvas.getContext("2d");
+    this.ground = html("canvas", { width: this.canvas.width, height: this.canvas.height });
+    const pen = this.ground.getContext("2d");
     pen.scale(ratio, ratio);
     this.drawLabels(pen);
     this.drawCells(pen);
+    this.outline();
     this.legend.replaceChildren(drawLegend(this.app), saveButtons(this.app.figureTitle(), () => this.asSvg()));
   }
 
@@ -111,7 +113,7 @@ class HeadMap {
   }
 
   drawCells(pen) {
-    const { view, marked, selected } = this.app;
+    const { view, marked } = this.app;
     const gap = this.width > 8 && this.height > 8 ? 1 : 0;
     for (let head = 0; head < view.count; head++) {
       const [x, y] = this.corner(head);
@@ -122,7 +124,17 @@ class HeadMap {
       if (this.app.quantity.name === "regime" && colour) this.drawLetter(pen, head, x, y);
     }
     pen.globalAlpha = 1;
-    const [x, y] = this.corner(selected);
+  }
+
+  // The cells as they were drawn, and a frame around the head that is open: all that a step from head to head needs.
+  outline() {
+    const pen = this.canvas.getContext("2d");
+    const ratio = devicePixelRatio || 1;
+    pen.setTransform(1, 0, 0, 1, 0, 0);
+    pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    pen.drawImage(this.ground, 0, 0);
+    pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const [x, y] = this.corner(this.app.selected);
     pen.lineWidth = 2;
     pen.strokeStyle = look("ground");
     pen.strokeRect(x - 0.5, y - 0.5, this.width, this.height);

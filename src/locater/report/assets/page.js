@@ -37,6 +37,17 @@ class App {
     return this.difference ? value - this.view.value(this.quantity.name, 0, head) : value;
   }
 
+  // All known values of a column in order, kept: every strip and limit asks for them.
+  sorted(name) {
+    const key = `${this.number} ${this.frame} ${name}`;
+    this.orders ??= new Map();
+    if (!this.orders.has(key)) {
+      const start = this.frame * this.view.count;
+      this.orders.set(key, this.view.columns[name].slice(start, start + this.view.count).filter(Number.isFinite).sort());
+    }
+    return this.orders.get(key);
+  }
+
   hasRegimes() { return this.view.regime.some((code) => code !== REGIME_NONE); }
   regimeName(head) { return this.data.regimes[this.view.regimeOf(this.frame, head)]?.name ?? ""; }
   shownQuantities() { return this.data.quantities.filter((one) => this.view.columns[one.name]); }
@@ -51,7 +62,7 @@ class App {
   // The limits of health in the quantity's own unit: some are multiples of the model's median.
   limits() {
     if (this.difference) return [];
-    const middle = quantile(Array.from({ length: this.view.count }, (_, head) => this.value(head)).filter(Number.isFinite).toSorted((a, b) => a - b), 0.5);
+    const middle = quantile(this.sorted(this.quantity.name), 0.5);
     return this.quantity.limits.map((limit) => ({ ...limit, value: limit.relative ? limit.value * middle : limit.value,
       words: limit.words + (limit.relative ? ` (${shownNumber(limit.value)} × the model's median)` : "") }));
   }
@@ -62,10 +73,10 @@ class App {
     return `${this.view.title(head)}: ${this.quantity.symbol} = ${shownNumber(this.value(head))}${regime}`;
   }
 
-  select(head, spoken) {
+  select(head) {
     this.selected = head;
     this.drawStatus();
-    this.map.draw();
+    this.map.outline();
     drawHead(this, document.getElementById("head-body"));
     this.table.drawRows();
   }
