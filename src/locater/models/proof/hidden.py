@@ -8,16 +8,17 @@ from torch import Tensor, nn
 
 from .evidence import Evidence, Stack, same
 from .observe import Call
+from .twin import NUM_TOKENS
 
 # Config entries whose effect begins only beyond the twin's few tokens.
 LATER = {
     "attn_temperature_tuning": "the growth of logits with the position",
     "llama_4_scaling_beta": "the growth of logits with the position",
     "index_topk": "the choice of the best keys by an indexer",
-    "use_sliding_window_cache": "a window of the cache",
-    "attention_value_scale": "",
-    "attn_output_gate": "",
 }
+WINDOW = re.compile(
+    r"\w*(window_size|sliding_window|attention_window|local_attention|attention_chunk_size|attn_window)$"
+)
 # Parameters of an attention module that are neither projections nor norms.
 TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|relative|rel_pos|scale", re.IGNORECASE)
 
@@ -80,8 +81,14 @@ def later(values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from later(value)
-        elif value and LATER.get(key):
+        elif value and key in LATER:
             yield f"{LATER[key]} (`{key}`)"
+        elif WINDOW.match(str(key)) and any(isinstance(size, int) and size > NUM_TOKENS for size in _listed(value)):
+            yield f"a window that the twin's {NUM_TOKENS} tokens do not reach (`{key}`)"
+
+
+def _listed(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def silent(evidence: Evidence) -> Iterator[str]:

@@ -64,8 +64,8 @@ SCALES: dict[str, Cell] = {
     "mup": lambda config, layer: config["attention_multiplier|mup_attn_multiplier"] / _d_head(config),
 }
 
+# The config's own word first: in a twin it may equal the width by the heads, in the model it need not.
 SIZES: dict[str, Cell] = {
-    "width/heads": None,
     **{
         key: key
         for key in ("head_dim", "attention_head_size", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels")
@@ -74,9 +74,7 @@ SIZES: dict[str, Cell] = {
         config["attention_hidden_size"] // config["num_attention_heads"]
     ),
     "nope + rope": lambda config, layer: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-    "global_head_dim on full layers": lambda config, layer: config[
-        "head_dim" if _slides(config, layer) else "global_head_dim"
-    ],
+    "width/heads": None,
 }
 
 
