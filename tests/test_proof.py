@@ -111,8 +111,8 @@ def test_statistics_and_prediction_count_the_sink_as_one_more_key(tmp_path):
 
 
 def test_what_logits_do_not_show_is_named():
-    assert any("lambda_q1" in note for note in prove("diffllama").notes)
-    assert any("output" in note for note in prove("qwen3_5_text").notes)
+    assert any("the difference of two maps" in note and "lambda_q1" in note for note in prove("diffllama").notes)
+    assert any("the output gate of `model.layers.{layer}.self_attn`" in note for note in prove("qwen3_5_text").notes)
     assert any(
         "`model.visual.blocks.{layer}.attn`, which the proof did not reach" in note for note in prove("glm4v").notes
     )

@@ -106,11 +106,12 @@ def _outcome(evidence: Any, stack: Any, whole: Config) -> _Outcome:
     from .search import search
 
     found = search(Context(evidence, stack, whole, path_of(evidence, stack)))
-    verdict, block = found.verdict, row_of(found.recipe).block if found.recipe else None
-    if not verdict.is_proven:
+    verdict, row = found.verdict, row_of(found.recipe) if found.recipe else None
+    block = row and row.block
+    if not verdict.is_proven or row is None:
         nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
         return _Outcome(stack.pattern, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
-    notes = [*unread(evidence, stack, found.recipe.get("sink"))]
+    notes = [*unread(evidence, stack, row)]
     notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
     return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)
 

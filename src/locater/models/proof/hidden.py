@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..schema import Attention
 from .evidence import Evidence, Stack, same
 from .observe import Call
 from .twin import NUM_TOKENS
@@ -23,20 +24,23 @@ WINDOW = re.compile(
 TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|relative|rel_pos|scale", re.IGNORECASE)
 
 
-def unread(evidence: Evidence, stack: Stack, sink: str | None) -> Iterator[str]:
+def unread(evidence: Evidence, stack: Stack, row: Attention) -> Iterator[str]:
     """In words, whatever happens in the stack's modules between the softmax and the output projection."""
-    layer = next(iter(stack.calls))
-    owner = stack.name(layer)
-    known = () if sink is None else (sink.rpartition(".")[2],)
-    further = sorted({name for name in _own(evidence.modules[owner]) if TELLING.search(name) and name not in known})
+    known = () if row.sink is None else (row.sink.rpartition(".")[2],)
+    names = set(_own(evidence.modules[stack.name(next(iter(stack.calls)))]))
+    further = sorted(name for name in names if TELLING.search(name) and name not in known)
     named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""
     calls = [call for calls in stack.calls.values() for call in calls]
-    if sink is None and any(call.is_sunk for call in calls):
+    if row.sink is None and any(call.is_sunk for call in calls):
         yield f"a sink in the softmax of `{stack.pattern}`{named}"
-    elif not all(is_plain(call, evidence, stack) for call in calls):
+    elif all(is_plain(call, evidence, stack) for call in calls):
+        yield from [f"what `{stack.pattern}` does with{named}"] if further else []
+    elif any("lambda" in name for name in further):
+        yield f"the difference of two maps in `{stack.pattern}`, each read as a head{named}"
+    elif row.gated or any("gate" in name or "g_proj" in name for name in names):
+        yield f"the output gate of `{stack.pattern}`{named}"
+    else:
         yield f"what `{stack.pattern}` does to its attention's output{named}"
-    elif further:
-        yield f"what `{stack.pattern}` does with{named}"
 
 
 def _own(module: nn.Module) -> Iterator[str]:
