@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
+from .neighbours import missing_layers, uneven_layers, unknown_neighbours
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
@@ -44,13 +45,22 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
 
 def _coverage(places: tuple[Places, ...], partial: str | None) -> str:
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
-    missing = [
-        f"no softmax attention in {one.row.block} layers {spans(sorted(set(range(one.num_layers)) - set(one.layers)))}"
-        for one in places
-        if len(one.layers) < one.num_layers
-    ]
-    reasons = [*missing, *([partial] if partial else [])]
+    reasons = [reason for one in places for reason in _missing(one)] + ([partial] if partial else [])
+    reasons += [reason for one in places if (reason := uneven_layers(one))]
+    if not partial and (unknown := unknown_neighbours(places)):
+        listed = f"`{unknown[0][:120]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
+        reasons.append(f"not in the heads: {listed}")
     return ", ".join([f"PARTIAL: {stored} of {layers} layers", *reasons]) if reasons else "COMPLETE"
+
+
+def _missing(places: Places) -> Iterator[str]:
+    without, absent, beyond = missing_layers(places)
+    if without:
+        yield f"no softmax attention in {places.row.block} layers {spans(without)}"
+    if absent:
+        yield f"{places.row.block} layers {spans(absent)} are not in the file"
+    if beyond:
+        yield f"{places.row.block} layers {spans(beyond)} of the file are not in the config"
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -1,6 +1,7 @@
 """Finding a row's tensors in one model: prefix, names, shapes; reading them as (out, in), each once per layer."""
 
 import itertools
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,8 +155,22 @@ class Places:
         return tensor
 
     def bias(self, module: str, rows: tuple[int, int] | None = None) -> Tensor | None:
-        name = self.stored(module, "bias")
-        return None if name is None else self._numbers(name, rows)
+        """A bias, with as many numbers as its weight has outputs; None where none is stored."""
+        name, weight = self.stored(module, "bias"), self.stored(module)
+        if name is None:
+            return None
+        if weight is not None:
+            shape = self.tensors.shape(weight)
+            expected = (shape[-1 if self.row.transposed else 0],) if len(shape) == 2 else shape
+            if math.prod(self.tensors.shape(name)) != math.prod(expected):
+                raise refusal(f"{math.prod(expected)} numbers in `{name}`", f"shape {[*self.tensors.shape(name)]}")
+        return self._numbers(name, rows)
+
+    def finite(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor itself; a NaN in a bias, a norm or a table would pass as a number further on."""
+        if not bool(tensor.isfinite().all()):
+            raise refusal(f"finite numbers in `{name}`", "NaN or infinity", "the checkpoint is damaged or diverged")
+        return tensor
 
 
 def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:

@@ -66,6 +66,7 @@ class Side:
             expected = f"{num_heads} heads of {shape.d_head} rows"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
+        _check_biases(bias, self.input_norm)
         projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
         norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)
         return self._normed(projection, norm, index)
@@ -74,7 +75,9 @@ class Side:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
         if norm is None:
             return projection
-        d_head = len(projection.weight)
+        d_head, num_heads = len(projection.weight), self._num_heads
+        if norm.gain is not None and len(norm.gain) not in (d_head, d_head * num_heads):
+            raise refusal(f"a gain of {d_head} or {d_head * num_heads} numbers", len(norm.gain))
         if norm.gain is not None and len(norm.gain) > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
@@ -92,6 +95,10 @@ class Side:
         rows = (starts[:, None] + torch.arange(shape.d_head)).flatten()
         return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
 
+    @property
+    def _num_heads(self) -> int:
+        return self.places.shape.num_key_heads if self.key else self.places.shape.num_heads
+
     def _down(self, rank: int) -> Tensor:
         """One tensor for all heads, by which they can be seen to share it."""
         return self.downs.setdefault(rank, self.weight[:rank])
@@ -100,8 +107,15 @@ class Side:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
         places, config = self.places, self.places.config
         rank, rows, per_head = (count(cell, config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
-        up = places.weight(places.name(at.up, self.layer), (index * per_head, index * per_head + rows))
+        up_name = places.name(at.up, self.layer)
+        _check_up(places, up_name, (self._num_heads * per_head, rank))
+        up = places.weight(up_name, (index * per_head, index * per_head + rows))
         norm = read_norm(places, at.norm, self.layer)
+        if norm is not None and norm.gain is not None and len(norm.gain) != rank:
+            raise refusal(f"a gain of {rank} numbers", len(norm.gain))
+        if rows + len(self.weight) - rank != places.shape.d_head:
+            expected = f"{places.shape.d_head - rows + rank} rows in the low-rank projection"
+            raise refusal(expected, size(self.weight), "the config and the weights disagree")
         low_rank = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
         direct = self.weight[rank:]
         bias = None if self.bias is None else torch.cat([up.new_zeros(rows), self.bias[rank:].to(up)])
@@ -180,9 +194,29 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     rows = rows_used(row.fused, places.shape) if shared else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if shared else (places.weight(key_name), places.bias(key_name))
+    _check_norm(norm, query[0].shape[-1])
+    _check_norm(key_norm, key[0].shape[-1])
     finite = is_finite(query[0])
     key_finite = finite if shared else is_finite(key[0])
     return Side(places, layer, False, *query, norm, finite), Side(places, layer, True, *key, key_norm, key_finite)
+
+
+def _check_biases(bias: Tensor | None, norm: Norm | None) -> None:
+    """A NaN here would pass as a number further on; those of weights and gains are found with the moments."""
+    for what, values in (("bias", bias), ("bias of the input norm", norm and norm.bias)):
+        if values is not None and not bool(values.isfinite().all()):
+            raise refusal(f"a finite {what}", "NaN or infinity", "the checkpoint is damaged or diverged")
+
+
+def _check_up(places: Places, module: str, expected: tuple[int, int]) -> None:
+    name = places.stored(module)
+    if name is not None and places.tensors.shape(name) != expected:
+        raise refusal(f"`{name}` of shape {[*expected]}", [*places.tensors.shape(name)])
+
+
+def _check_norm(norm: Norm | None, width: int) -> None:
+    if norm is not None and norm.gain is not None and len(norm.gain) != width:
+        raise refusal(f"{width} numbers as the gain of the input norm", len(norm.gain))
 
 
 def _check_rows(places: Places, module: str, *, key: bool) -> None:
@@ -207,7 +241,10 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
         slope = row.alibi(places.config, index)
         return None if slope is None else Alibi(slope)
     if row.buckets is not None:
-        table = places.weight(places.name(row.buckets.name, layer))
+        name = places.name(row.buckets.name, layer)
+        table = places.finite(name, places.weight(name))
+        if table.dim() != 2 or table.shape[1] != places.shape.num_heads:
+            raise refusal(f"a table with {places.shape.num_heads} columns as `{name}`", [*table.shape])
         return Buckets(table[:, index], row.buckets.bidirectional, resolve(row.buckets.max_distance, places.config))
     return None
 
