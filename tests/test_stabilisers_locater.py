@@ -74,6 +74,50 @@ def test_decoupled_step_is_one_of_gradient_descent_on_the_penalty(name, mean):
         torch.testing.assert_close(value, before[key] - change)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_under_adam_the_decoupled_step_has_the_optimisers_own_unit(name):
+    """lr·∇/√(v + mean ∇²) for each head's query and key: worked out from the dense gradient and Adam's state."""
+    model = MODELS[name]().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.5, 0.9), weight_decay=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs(model).square().mean().backward()
+        optimizer.step()
+    expected = gradients(LocAteR(model, strength=5.0).penalty(), model)
+    locater = LocAteR(model, strength=5.0, optimizer=optimizer)
+    pair = locater.pairs[0]
+    before = [weight.detach().clone() for weight in pair.weights()]
+    locater.step()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for rows, weight, old in zip(pair.sides, pair.weights() * 2, before * 2, strict=False):
+        by = rows.view(expected[names[id(weight)]])
+        second = rows.view(optimizer.state[weight]["exp_avg_sq"]) / (1 - 0.9**3)
+        unit = (second.mean((-2, -1), keepdim=True) + by.square().mean((-2, -1), keepdim=True)).sqrt()
+        torch.testing.assert_close(rows.view(weight.detach()), rows.view(old) - 1e-2 * by / unit)
+
+
+@pytest.mark.parametrize("strength", [0.03, 0.3, 3.0])
+def test_one_strength_shrinks_alike_in_the_loss_and_decoupled(strength):
+    """Under Adam, beside gradients that are noise; a step of −lr·κ∇ in any other unit would end elsewhere."""
+
+    def eta_after(decoupled: bool) -> float:
+        torch.manual_seed(0)
+        model = OwnAttention(4, 4).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
+        own = optimizer if decoupled else None
+        locater = LocAteR(model, strength=strength, heads=model.heads, optimizer=own)
+        for _ in range(300):
+            optimizer.zero_grad()
+            noise = [(0.1 * torch.randn_like(weight) * weight).sum() for weight in model.parameters()]
+            (sum(noise) + locater.penalty()).backward()
+            optimizer.step()
+            locater.step()
+        return locater.metrics()["qk/layer_00/eta"]
+
+    in_loss, decoupled = eta_after(False), eta_after(True)
+    assert 0.5 < decoupled / in_loss < 2
+
+
 def test_each_parameter_takes_the_learning_rate_of_its_own_group():
     model = OwnAttention().double()
     expected = gradients(LocAteR(model, strength=1.0, heads=model.heads).penalty(), model)
@@ -155,7 +199,8 @@ def test_projection_holds_the_trace_over_two_hundred_steps(name, num_key_heads, 
         query = model.find.weight.detach().double().unflatten(0, (num_key_heads, -1, 4))
         key = model.offer.weight.detach().double().unflatten(0, (num_key_heads, 1, 4))
         wanted = locater.targets(0)
-        gap = max(gap, float((((query * key).sum((-2, -1)) - wanted) / wanted).abs().max()))
+        # On their way from a negative start some targets pass through 0, where no error is small beside them.
+        gap = max(gap, float((((query * key).sum((-2, -1)) - wanted) / wanted.abs().clamp_min(0.1)).abs().max()))
     assert torch.all(wanted == 3.0)  # 1.5 in units of λ = 2
     assert gap < (1e-6 if dtype == torch.float64 else 1e-5)
 

@@ -50,14 +50,27 @@ def non_negative(value: float, what: str) -> float:
     return float(value)
 
 
-def learning_rates(optimizer: Optimizer) -> dict[int, float]:
-    """The learning rate of each parameter, by its id."""
-    return {id(parameter): float(group["lr"]) for group in optimizer.param_groups for parameter in group["params"]}
+class Rates:
+    """What an optimiser says of each of its parameters now: the learning rate, and the mean square of the gradients."""
 
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+        self.state = optimizer.state
 
-def learning_rate(rates: dict[int, float], parameter: Tensor, name: str) -> float:
-    """The rate of one parameter; refuses an optimiser that does not own it."""
-    if id(parameter) not in rates:
-        remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
-        raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
-    return rates[id(parameter)]
+    def learning_rate(self, parameter: Tensor, name: str) -> float:
+        """Refuses an optimiser that does not own the parameter."""
+        if id(parameter) not in self.groups:
+            remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
+            raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
+        return float(self.groups[id(parameter)]["lr"])
+
+    def second_moment(self, parameter: Tensor) -> tuple[Tensor, float] | None:
+        """Adam's running mean of the squared gradient and what to multiply it by, since it starts at 0.
+
+        None where the optimiser keeps none, or has not stepped yet.
+        """
+        state = self.state.get(parameter, {})
+        if "exp_avg_sq" not in state:
+            return None
+        decay = self.groups[id(parameter)].get("betas", (0.0, 0.0))[1]
+        return state["exp_avg_sq"], 1 / (1 - decay ** float(state["step"]))

@@ -13,7 +13,7 @@ from ..head import layer_key
 from ..models import Family
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
-from .base import Stabiliser, learning_rate, learning_rates, non_negative
+from .base import Rates, Stabiliser, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
 from .live.pairs import find_pairs
@@ -72,7 +72,7 @@ class LocAteR(Stabiliser):
             raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
         self.steps += 1
         if self.optimizer is not None:
-            rates = learning_rates(self.optimizer)
+            rates = Rates(self.optimizer)
             finite = [descent.descend(pair, *self._objective(n), rates) for n, pair in enumerate(self.pairs)]
             _check_finite(torch.stack(finite))
         for number, pair in enumerate(self.pairs):
@@ -136,11 +136,11 @@ class LocAteR(Stabiliser):
         return {name: shard.everywhere(values).flatten().tolist() for name, values in numbers.items()}
 
     def _check_owner(self, optimizer: Optimizer) -> None:
-        rates = learning_rates(optimizer)
+        rates = Rates(optimizer)
         for pair in self.pairs:
             for rows, weight in zip(pair.sides, pair.weights(), strict=False):
                 if rows.weight.is_stored and weight.requires_grad:
-                    learning_rate(rates, weight, rows.weight.name)
+                    rates.learning_rate(weight, rows.weight.name)
 
 
 def _checked(scale: Scale | None) -> Scale:

@@ -12,11 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from ...projections import widen
 from ...spectra import Grams, Moments, gram_products, moments_of
-from ..base import learning_rate
+from ..base import Rates
 from ..penalty import Gain, fold, penalty, pull_back
 from ..scales import Scale
 from .pairs import Pair
 from .sharding import HeadShard, shard_of
+
+TINY = 1e-12  # where neither the loss nor the penalty has a gradient there is nothing to divide
 
 
 def value(pair: Pair, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
@@ -67,11 +69,14 @@ def moments_at(shard: HeadShard, gain: Gain = None) -> Moments:
     return moments_of(grams_of(shard, gain), d_model=shard.pair.d_model)
 
 
-def descend(pair: Pair, scale: Scale, gain: Gain, rates: dict[int, float]) -> Bool[Tensor, ""]:
-    """W −= lr·∇ in place, with the learning rate of the parameter's own group. Seven d_h×d_h×d products per head.
+def descend(pair: Pair, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
+    """W −= lr·∇/s in place, lr and s as the optimiser has them. Seven d_h×d_h×d products per head.
 
-    Weights that are computed from parameters (LoRA, parametrisations) hand the gradient on to these. Says whether all
-    was finite, as a tensor, so that a GPU need not be waited for at each layer.
+    s = √(v + mean ∇²) for each head's query and key, v the mean of Adam's second moment over them: what the optimiser
+    would divide by if ∇ stood in the loss, so that one strength means the same in both forms, and no entry moves by
+    much more than lr. s = 1 where the optimiser keeps no second moment (SGD). Weights that are computed from parameters
+    (LoRA, parametrisations) hand the gradient on to these. Says whether all was finite, as a tensor, so that a GPU need
+    not be waited for at each layer.
     """
     with torch.enable_grad():
         weights = pair.weights()
@@ -82,15 +87,33 @@ def descend(pair: Pair, scale: Scale, gain: Gain, rates: dict[int, float]) -> Bo
     if not pair.is_stored:
         _hand_on(pair, weights, shard.scatter(*by_heads), rates)
         return grams.is_finite
-    sides = zip((shard.query, shard.key), by_heads, pair.sides, (weights[0], weights[-1]), strict=True)
-    for heads, by_weight, rows, weight in sides:
+    units = _units(shard, by_heads, rates)
+    sides = zip((shard.query, shard.key), by_heads, units, pair.sides, (weights[0], weights[-1]), strict=True)
+    for heads, by_weight, unit, rows, weight in sides:
         if weight.requires_grad:
-            heads.sub_(by_weight, alpha=learning_rate(rates, weight, rows.weight.name))
+            rate = rates.learning_rate(weight, rows.weight.name)
+            heads.addcdiv_(by_weight, unit, value=-rate) if unit is not None else heads.sub_(by_weight, alpha=rate)
     shard.commit()
     return grams.is_finite
 
 
-def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rates: dict[int, float]) -> None:
+def _units(shard: HeadShard, by_heads: tuple[Tensor, Tensor], rates: Rates) -> list[Tensor | None]:
+    """s for every head's query and key; None for 1."""
+    moments = [rates.second_moment(weight) for weight in shard.weights]
+    if any(one is None for one in moments):
+        return [None, None]
+    means = shard_of(shard.pair, [one[0] for one in moments if one is not None])
+    corrections = [one[1] for one in moments if one is not None]
+    squares = []
+    for heads, gradient, correction in zip(
+        (means.query, means.key), by_heads, (corrections[0], corrections[-1]), strict=True
+    ):
+        total = heads.sum((-2, -1)) * correction + torch.linalg.vector_norm(gradient, dim=(-2, -1)).square()
+        squares.append(shard.complete_sums(total) / (heads.shape[-2] * shard.pair.d_model))
+    return [square.sqrt().clamp_min(TINY)[..., None, None] for square in squares]
+
+
+def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rates: Rates) -> None:
     """Through the graph that made the weights, which is as small as they are."""
     named = {id(one): (name, one) for rows in pair.sides for name, one in rows.weight.parameters().items()}
     leaves = [parameter for _, parameter in named.values()]
@@ -98,4 +121,6 @@ def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, .
     by_leaf = torch.autograd.grad([weight for weight, _ in moved], leaves, [by for _, by in moved], allow_unused=True)
     for (name, parameter), by in zip(named.values(), by_leaf, strict=True):
         if by is not None:
-            parameter.sub_(by, alpha=learning_rate(rates, parameter, name))
+            known = rates.second_moment(parameter)
+            unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
+            parameter.sub_(by / unit, alpha=rates.learning_rate(parameter, name))

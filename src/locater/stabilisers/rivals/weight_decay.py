@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
-from ..base import Stabiliser, learning_rate, learning_rates, non_negative
+from ..base import Rates, Stabiliser, non_negative
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
@@ -44,12 +44,12 @@ class QKDecay(Stabiliser):
     def step(self) -> None:
         if self.optimizer is None:
             return
-        rates = learning_rates(self.optimizer)
+        rates = Rates(self.optimizer)
         for pair in self.pairs:
             shard = shard_of(pair, pair.weights())
             for heads, (rows, weight) in zip((shard.query, shard.key), _sides(pair), strict=True):
                 if weight.requires_grad:
-                    heads.mul_(1 - self.decay * learning_rate(rates, weight, rows.weight.name))
+                    heads.mul_(1 - self.decay * rates.learning_rate(weight, rows.weight.name))
             shard.commit()
 
 
