@@ -187,3 +187,34 @@ def test_one_command_makes_the_page(browser, minilm, tmp_path):
     browser.open(out)
     assert browser.complaints() == []
     assert "locater report" in browser.run("return document.body.textContent")
+
+
+def test_runs_steps_and_studies_are_curves(browser, tmp_path):
+    """A sweep of real runs, one of them step by step, and a study: charts by arm, a slider, lines by group."""
+    measured = Path(__file__).parents[1] / "runs" / "measured" / "words"
+    rows = [{"x": x, "y": x * x, "kind": kind, "seed": seed} for x in (1, 10, 100) for kind in "ab" for seed in (0, 1)]
+    plan = dict(x="x", y="y", by="kind", panel="none", logarithmic=True, x_label="", y_label="")
+    study = {
+        "schema": "locater.study/1",
+        "question": "Why?",
+        "answer": ["So."],
+        "failures": [],
+        "figure": plan,
+        "rows": rows,
+    }
+    (tmp_path / "study.json").write_text(json.dumps(study), encoding="utf-8")
+    out = tmp_path / "page.html"
+    assert locater("report", measured, measured / "none-seed0", tmp_path / "study.json", "-o", out).code == 0
+    browser.open(out)
+    assert browser.complaints() == []
+    assert browser.run("return document.querySelectorAll('.arms tbody tr').length") == 10
+    titles = browser.run("return [...document.querySelectorAll('#curve-body h3')].map((h) => h.textContent)")
+    assert any("Perplexity" in title for title in titles) and len(titles) >= 12
+    first = browser.run("return document.getElementById('status').textContent")
+    browser.run("const s = document.getElementById('frame'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    assert browser.run("return locater.app.frame") == 0
+    assert browser.run("return document.getElementById('status').textContent") != first
+    browser.run("document.getElementById('difference').click()")
+    assert browser.run("return locater.app.value(0)") == 0
+    assert browser.run("return document.querySelectorAll('#curve-body figure:last-of-type polyline').length") == 2
+    assert serious_faults(browser) == []

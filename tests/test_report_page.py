@@ -110,7 +110,14 @@ def test_a_run_and_a_monitor_become_steps(tmp_path):
     assert view.frames == ["510", "1020"] and view.heads == [("decoder", 0, 0)]
     assert view.columns["near_mass"][-1] == [0.7639560699462891]
     layer = {"block": "decoder", "layer": 2, "heads": [0, 1], "statistics": {"normalised_entropy": [0.01, None]}}
-    alarm = {"kind": "entropy collapse", "block": "decoder", "layer": 2, "head": 0, "meaning": "low", "remedy": "less"}
+    alarm = {
+        "kind": "entropy collapse",
+        "block": "decoder",
+        "layer": 2,
+        "heads": [0],
+        "meaning": "low",
+        "remedy": "less",
+    }
     report = {"schema": "locater.monitor/1", "step": 5, "training": [layer], "evaluation": [], "alarms": [alarm]}
     path = tmp_path / "attention.jsonl"
     path.write_text(f"{json.dumps(report)}\n" + '{"schema": "locater.mon', encoding="utf-8")

@@ -32,10 +32,20 @@ class Sentence:
         return asdict(self)
 
 
-def headline(views: list[View], runs: list[dict[str, Any]]) -> list[Sentence]:
-    """All sentences of a page, view by view."""
+def headline(views: list[View], others: list[dict[str, Any]]) -> list[Sentence]:
+    """All sentences of a page: view by view, then those of runs and studies."""
     found = [sentence for number, view in enumerate(views) for sentence in _of_view(number, view)]
-    return found + [sentence for document in runs for sentence in _of_runs(document)]
+    for document in others:
+        found += _of_study(document) if document["schema"] == "locater.study/1" else _of_runs(document)
+    return found
+
+
+def _of_study(document: dict[str, Any]) -> Iterable[Sentence]:
+    """Its own sentences, made from its rows."""
+    yield Sentence(document["question"])
+    yield from (Sentence(answer, tone="good") for answer in document["answer"])
+    if failures := document["failures"]:
+        yield Sentence(f"{_count(len(failures), 'point')} could not be measured.", tone="warning")
 
 
 def _of_view(number: int, view: View) -> list[Sentence]:
@@ -128,13 +138,18 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
     kinds = Counter(alarm["kind"] for alarm in view.alarms)
     for kind, count in kinds.most_common(MOST_NAMED):
         of_kind = [alarm for alarm in view.alarms if alarm["kind"] == kind]
-        keys = {(alarm["block"], alarm["layer"], alarm["head"]) for alarm in of_kind}
+        keys = {(alarm["block"], alarm["layer"], head) for alarm in of_kind for head in _alarmed(alarm)}
         heads = tuple(sorted(at[key] for key in keys if key in at))
         yield Sentence(
             f"Alarm, {count} times: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}.",
             number, heads, "warning",
         )  # fmt: skip
         yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
+
+
+def _alarmed(alarm: dict[str, Any]) -> list[int]:
+    """The heads of an alarm; older monitors named one, or none for a whole layer."""
+    return alarm["heads"] if "heads" in alarm else [alarm["head"]] * (alarm.get("head") is not None)
 
 
 def _of_runs(document: dict[str, Any]) -> Iterable[Sentence]:

@@ -35,8 +35,9 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
     """The page's text; `facts` are shown under "How this page was made" (command, versions, date)."""
     cleaned = [all_shown(document) for document in documents]
     views, runs = views_of(cleaned), [one for one in cleaned if one["schema"] == "locater.runs/1"]
-    sentences = headline(views, runs)
-    title = shown(title or _title(views, runs))
+    studies = [one for one in cleaned if one["schema"] == "locater.study/1"]
+    sentences = headline(views, [*runs, *studies])
+    title = shown(title or _title(views, [*runs, *studies]))
     pack = Pack()
     data = {
         "title": title,
@@ -45,6 +46,7 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
         "regimes": [{"name": name, **word._asdict()} for name, word in WORDS.items()],
         "sentences": [sentence.to_json() for sentence in sentences],
         "runs": runs,
+        "studies": [{"figure": one["figure"], "rows": one["rows"]} for one in studies],
     }
     parts = {
         "title": html.escape(title),
@@ -78,11 +80,12 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
 
-def _title(views: list[View], runs: list[Document]) -> str:
+def _title(views: list[View], others: list[Document]) -> str:
     if views:
         names = list(dict.fromkeys(view.name for view in views))
         return "Attention of " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
-    return f"Runs in {runs[0]['folder']}" if runs else "Attention"
+    first = others[0] if others else {}
+    return first.get("question") or f"Runs in {first.get('folder', 'a folder')}"
 
 
 def _sentence(number: int, sentence: Sentence) -> str:

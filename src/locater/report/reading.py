@@ -11,7 +11,13 @@ METRICS = "metrics.jsonl"
 STEPS = "locater.steps/1"
 RUNS = "locater.runs/1"
 MONITOR = "locater.monitor/1"
-KNOWN = (*READERS, RUNS)
+STUDY = "locater.study/1"
+KNOWN = (*READERS, RUNS, STUDY)
+
+PARTS = {
+    RUNS: ("arms", "left_out", "score", "step", "folder", "against"),
+    STUDY: ("question", "answer", "figure", "rows", "failures"),
+}
 
 
 def is_record(path: Path) -> bool:
@@ -45,9 +51,9 @@ def check(document: Any) -> Document:
     try:
         if schema in READERS:
             READERS[schema](document)
-        else:
-            [(arm["arm"], arm["quantities"], arm["curves"], arm["seeds"]) for arm in document["arms"]]
-            document["left_out"], document["score"], document["step"], document["folder"]
+        for part in PARTS.get(schema, ()):
+            document[part]  # noqa: B018
+        [(arm["arm"], arm["quantities"], arm["curves"], arm["seeds"]) for arm in document.get("arms", ())]
     except Refusal:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as reason:

@@ -15,13 +15,21 @@ function ticks(low, high, count) {
 
 // An axis: from values to pixels. A logarithmic one shows zero one step left of one, marked as such by its tick.
 function axis(range, pixels, options = {}) {
-  const log = options.log ? (value) => Math.log2(value + 1) : (value) => value;
+  const log = options.factors ? Math.log10 : options.log ? (value) => Math.log2(value + 1) : (value) => value;
   const [low, high] = [log(range[0]), log(range[1])];
   const width = high - low || 1;
   const place = (value) => pixels[0] + ((log(value) - low) / width) * (pixels[1] - pixels[0]);
   let marks = options.ticks ?? ticks(range[0], range[1], options.count ?? 5);
   if (options.log && !options.ticks) marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384].filter((value) => value <= range[1]);
-  return { place, marks, label: options.label ?? "" };
+  if (options.factors) marks = powers(range);
+  return { place, marks, label: options.label ?? "", name: options.name ?? shownNumber };
+}
+
+// Powers of ten within a range, or its ends where there are too few.
+function powers([low, high]) {
+  const found = [];
+  for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * (1 + 1e-9); power++) found.push(10 ** power);
+  return found.length > 1 ? found : [low, high];
 }
 
 function spanOf(series, part, given) {
@@ -60,7 +68,7 @@ function drawAxes(element, x, y, box) {
   }
   for (const value of x.marks) {
     element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
-    element.append(text(shownNumber(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
+    element.append(text(x.name(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
   }
   element.append(text(x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
   const turned = { "text-anchor": "middle", fill: look("ink"), transform: `rotate(-90 12 ${(box.top + box.height - box.bottom) / 2})` };

@@ -3,7 +3,8 @@
 function drawCurves(app, controls, place) {
   const drawn = [];
   if (app.view && app.view.frames.length > 1) drawn.push(...layerCurves(app));
-  for (const document of app.data.runs) drawn.push(...armCurves(document));
+  for (const runs of app.data.runs) drawn.push(...armCurves(runs));
+  for (const study of app.data.studies) drawn.push(...studyCharts(study));
   const section = document.getElementById("curves");
   section.hidden = !drawn.length;
   place.replaceChildren(...drawn);
@@ -38,7 +39,8 @@ function alarmList(app) {
   if (!app.view.alarms.length) return null;
   const list = html("ul", { class: "small" });
   for (const alarm of app.view.alarms.slice(0, 40)) {
-    const place = `${alarm.block} layer ${alarm.layer}` + (alarm.head === null ? "" : `, head ${alarm.head}`);
+    const heads = alarm.heads ?? (alarm.head === null ? [] : [alarm.head]);
+    const place = `${alarm.block} layer ${alarm.layer}` + (heads.length ? `, head ${heads.join(", ")}` : "");
     list.append(html("li", {}, `step ${alarm.step}: ${alarm.kind} in ${place}: ${alarm.meaning}; try ${alarm.remedy}`));
   }
   return html("div", {}, html("h3", {}, `Alarms (${app.view.alarms.length}), dashed in the chart`), list);
@@ -97,4 +99,27 @@ function laterRange(series) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const margin = (high - low) * 0.08 || 1;
   return [low - margin, high + margin];
+}
+
+// A study: lines of means over x, one for each value of `by`, a chart for each value of `panel`.
+function studyCharts({ figure: plan, rows }) {
+  const panels = [...new Set(rows.map((row) => row[plan.panel]))];
+  const names = [...new Set(rows.map((row) => String(row[plan.by])))];
+  return panels.map((panel) => {
+    const here = rows.filter((row) => row[plan.panel] === panel && Number.isFinite(row[plan.y]));
+    const words = [...new Set(here.map((row) => row[plan.x]))];
+    const counted = words.every((word) => typeof word === "number");
+    const at = (row) => (counted ? row[plan.x] : words.indexOf(row[plan.x]));
+    const series = names.map((name, n) => ({ label: `${plan.by} ${name}`, look: lineLook(n), points: meansOver(here.filter((row) => String(row[plan.by]) === name), at, plan.y) }))
+      .filter((one) => one.points.length);
+    const x = { label: plan.x_label || plan.x, factors: counted && plan.logarithmic && words.every((word) => word > 0) };
+    if (!counted) Object.assign(x, { ticks: words.map((_, n) => n), name: (n) => String(words[n]) });
+    return series.length ? figure(panel === undefined || panel === null ? plan.y_label || plan.y : `${plan.panel} ${panel}`, series, { key: true, x, y: { label: plan.y_label || plan.y } }) : "";
+  }).filter(Boolean);
+}
+
+function meansOver(rows, at, name) {
+  const groups = new Map();
+  for (const row of rows) groups.set(at(row), [...(groups.get(at(row)) ?? []), row[name]]);
+  return [...groups].sort((a, b) => a[0] - b[0]).map(([x, values]) => [x, values.reduce((sum, value) => sum + value, 0) / values.length]);
 }
