@@ -19,6 +19,7 @@ from saved_models import by_place, case_named, heads_of
 HEAD_KEYS = [
     "block", "layer", "head", "key_head", "d_model", "d_head", "trace", "trace_of_square", "frobenius_squared", "mean",
     "variance", "mean_nonzero", "variance_nonzero", "spread", "xi", "eta", "localisation", "regime",
+    "sigma", "symmetry", "logit_bound",
 ]  # fmt: skip
 # Fused and apart, grouped, latent, with rotary positions of any kind, with biases, with every kind of norm.
 DENSE = ["gpt2", "codegen", "falcon-40b", "llama", "llama-yarn", "gemma2", "deepseek-v2", "olmo2", "bert", "t5", "clip"]
@@ -43,7 +44,7 @@ def dense_form(head, *, raw):
     if raw:
         return (head.key.weight.double().T @ head.query.weight.double()).numpy()
     folded = head.folded()
-    query, key = folded.query.weight.double(), folded.key.weight.double()
+    query, key = (side.linearised().double() for side in (folded.query, folded.key))
     if head.rotary is not None:
         amplitude = torch.ones(head.d_head, dtype=torch.float64)
         amplitude[head.rotary.pairs.flatten()] = head.rotary.amplitude
@@ -74,6 +75,8 @@ def test_moments_and_eigenvalues_are_those_of_dense_matrices(name, raw, saved):
         assert row.variance_nonzero == near(((kept - kept.mean()) ** 2).mean().real, 2)
         eta = math.sqrt((np.trace(dense @ dense) + 2 * scale**2) / 3)
         assert row.eta == near(eta) and row.xi == pytest.approx(np.trace(dense) / eta, abs=1e-4)
+        assert row.sigma == near(np.linalg.norm(dense, 2)) and -1 <= row.symmetry <= 1
+        assert row.symmetry == pytest.approx(np.trace(dense @ dense) / scale**2, abs=1e-4)
         ours = np.array([complex(*pair) for pair in row.eigenvalues])
         assert_same_spectrum(ours, kept, tolerance=2e-3 * scale)
 
@@ -176,7 +179,7 @@ def test_rows_come_by_block_layer_and_head(name, saved):
 def test_the_document_has_the_keys_of_its_schema(saved):
     found = scan(saved("llama"))
     document = found.to_json()
-    assert list(document) == ["schema", "source", "family", "format", "coverage", "heads"]
+    assert list(document) == ["schema", "source", "family", "format", "coverage", "length", "heads"]
     assert document["schema"] == "locater.scan/1" and document["source"] == str(saved("llama"))
     assert (document["family"], document["format"], document["coverage"]) == ("llama", "safetensors", "COMPLETE")
     assert all(list(head) == HEAD_KEYS for head in document["heads"])

@@ -52,12 +52,16 @@ class Norm:
         return weight if self.gain is None else weight * self.gain.to(weight)[:, None]
 
     def fold(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """W (g∘x̂ + b) + c = (W diag g) x̂ + (W b + c)."""
+        """W (g∘x̂ + b) + c = (W diag g) x̂ + (W b + c); a layer norm's x̂ has mean 0, so W diag g is centred too.
+
+        What the weights do to the all-ones direction is never seen behind a layer norm: (W diag g) C, C = 1 − 11^T/d.
+        """
         weight = widen(weight)
         if self.bias is not None:
             shift = weight @ self.bias.to(weight)
             bias = shift if bias is None else bias.to(weight) + shift
-        return (weight if self.gain is None else weight * self.gain.to(weight)), bias
+        weight = weight if self.gain is None else weight * self.gain.to(weight)
+        return (weight - weight.mean(-1, keepdim=True) if self.kind == "layer" else weight), bias
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,8 @@ class Condition:
     value: float | str
 
     def met_by(self, row: HeadRow) -> bool:
-        return self.compare(getattr(row, self.column), self.value)
+        cell = getattr(row, self.column)
+        return cell is not None and self.compare(cell, self.value)
 
 
 def parse(text: str) -> tuple[Condition, ...]:

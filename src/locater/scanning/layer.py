@@ -13,9 +13,10 @@ from torch import Tensor
 from ..errors import Refusal, refusal
 from ..head import Head
 from ..positions import Rotary
-from ..spectra import Grams, Moments, moments_of, spread
+from ..spectra import Grams, Moments, largest_singular_value, moments_of, spread
 from ..theory import closed_form, regimes
 from ..theory.rotary import Series
+from .bounds import logit_bounds
 from .curves import curves_of
 from .curves import positions as positions_of
 from .products import Linear, chunks, products
@@ -107,14 +108,19 @@ def joined(parts: Iterable[Analysis]) -> Analysis:
 
 
 def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
-    grams = products(groups, raw=settings.raw)
+    # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
+    is_linear = settings.raw or all(side.is_linear for side in (groups[0][0].query, groups[0][0].key))
+    grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False))
     spectrum = moments_of(grams, d_model=groups[0][0].d_model)
+    sigma = largest_singular_value(grams)
     values = _eigenvalues(grams.core).flatten(0, 1)
     profiles = _profiles(groups, grams, spectrum, settings)
     columns = _columns(spectrum) | {
         "spread": spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
+        "sigma": sigma.flatten().tolist(),
+        "logit_bound": _bounds(groups, grams, sigma, settings),
     }
     heads = [head for group in groups for head in group]
     pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
@@ -137,6 +143,13 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     ]
 
 
+def _bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, settings: Settings) -> list[float | None]:
+    """None for weights as stored: what multiplies them between the norm and the logit is left out there."""
+    if settings.raw:
+        return [None for group in groups for _ in group]
+    return logit_bounds(groups, grams, sigma, temperature=settings.temperature_of(groups[0][0]))
+
+
 def _eigenvalues(core: Tensor) -> Tensor:
     try:
         return torch.linalg.eigvals(core)
@@ -147,8 +160,8 @@ def _eigenvalues(core: Tensor) -> Tensor:
 def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:
     """ρ over the context for every head of a chunk, by the closed form, with its positions and norms."""
     head = groups[0][0]
-    if not (head.query.is_linear and head.key.is_linear):
-        grams = products(groups, raw=settings.raw, linear=Linear(raw=settings.raw))
+    if settings.raw and not (head.query.is_linear and head.key.is_linear):
+        grams = products(groups, raw=True, linear=Linear(raw=True))
         spectrum = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
@@ -181,7 +194,7 @@ def _shift(groups: list[list[Head]], length: int, positions: Tensor) -> Tensor |
 
 def _columns(spectrum: Moments) -> dict[str, list]:
     names = ("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero")
-    return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta")}
+    return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta", "symmetry")}
 
 
 def _pairs(values: Tensor) -> tuple[tuple[float, float], ...]:

@@ -25,7 +25,7 @@ class Linear:
 
     def __init__(self, *, raw: bool) -> None:
         self.raw = raw
-        self.sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.sums: dict[tuple[int, int], tuple[object, Tensor, Tensor]] = {}
 
     def apply(self, rows: Tensor, projection: Projection) -> None:
         """Change the folded rows (d_h, d) of the projection in place."""
@@ -55,22 +55,24 @@ class Linear:
 
     def _shared(self, weight: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """The mean row of a folded weight, and the sum of its squares."""
-        if id(weight) not in self.sums:
-            self.sums[id(weight)] = weight, *_column_sums(weight)  # held, so that no other weight takes its id
-        _, totals, squares = self.sums[id(weight)]
         norm = None if self.raw else projection.input_norm
-        gain = torch.ones_like(totals) if norm is None or norm.gain is None else norm.gain.detach().to(totals)
-        return totals * gain / len(weight), (squares * gain.square()).sum()
+        key = id(weight), id(norm)
+        if key not in self.sums:
+            self.sums[key] = (weight, norm), *_column_sums(weight, norm)  # held, so that no other takes their ids
+        _, totals, square = self.sums[key]
+        return totals / len(weight), square
 
 
-def _column_sums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and sums of squares down the columns, some rows at a time."""
+def _column_sums(weight: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+    """Sums down the columns of a folded weight, and the sum of all squares, some rows at a time."""
     totals = torch.zeros_like(widen(weight[0].detach()))
-    squares = torch.zeros_like(totals)
+    square = torch.zeros_like(totals[0])
     for block in weight.detach().split(ROWS_AT_ONCE):
-        totals += widen(block).sum(0)
-        squares += widen(block).square().sum(0)
-    return totals, squares
+        block = widen(block).clone()
+        _fold(block, norm)
+        totals += block.sum(0)
+        square += block.square().sum()
+    return totals, square
 
 
 def _factor(norm: Norm, square: Tensor, count: int) -> Tensor:
@@ -149,8 +151,11 @@ def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None
 
 
 def _fold(weights: Tensor, norm: Norm | None) -> None:
+    """The gain, and a layer norm's centring: see `Norm.fold`."""
     if norm is not None and norm.gain is not None:
         weights *= norm.gain.detach().to(weights)
+    if norm is not None and norm.kind == "layer":
+        weights -= weights.mean(-1, keepdim=True)
 
 
 def _amplified(grams: Grams, head: Head) -> Grams:

@@ -6,7 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HeadRow:
-    """The moments of W = W_K^T W_Q, where `variance` may be negative and `spread` may not; `temperature` is λ."""
+    """The moments of W = W_K^T W_Q, where `variance` may be negative and `spread` may not; `temperature` is λ.
+
+    `sigma` is the largest singular value of W, `logit_bound` what no logit can exceed (None where nothing bounds it).
+    """
 
     block: str
     layer: int
@@ -27,6 +30,9 @@ class HeadRow:
     eta: float
     localisation: float
     regime: str
+    sigma: float | None = None
+    symmetry: float | None = None
+    logit_bound: float | None = None
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
 

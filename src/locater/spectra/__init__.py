@@ -8,7 +8,14 @@ from .covariance import Covariance, covariance_root, whiten
 from .grams import Grams, gram_products, grams
 from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread, spread_nonzero
 from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
-from .singular import singular_values, spectral_entropy, stable_rank, update_singular_values
+from .singular import (
+    largest_singular_value,
+    side_norms,
+    singular_values,
+    spectral_entropy,
+    stable_rank,
+    update_singular_values,
+)
 
 __all__ = [
     "Covariance",
@@ -20,11 +27,13 @@ __all__ = [
     "eigenvalues",
     "gram_products",
     "grams",
+    "largest_singular_value",
     "moments",
     "moments_of",
     "rotary_forms",
     "rotary_moments",
     "rotation",
+    "side_norms",
     "singular_values",
     "spectral_entropy",
     "spread",

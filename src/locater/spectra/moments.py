@@ -49,6 +49,12 @@ class Moments:
         return self.trace_of_square / self.d_head - self.mean_nonzero.square()
 
     @property
+    def symmetry(self) -> Float[Tensor, "*batch"]:
+        """tr W²/‖W‖²: 1 for a symmetric W, −1 for an antisymmetric one, 0 for W = 0 (arXiv 2502.10927)."""
+        norm = self.frobenius_squared
+        return torch.where(norm > 0, self.trace_of_square / norm.where(norm > 0, 1), 0)
+
+    @property
     def eta_squared(self) -> Float[Tensor, "*batch"]:
         """η² = (tr W² + 2‖W‖²)/3, which is at least ‖W‖²/3 since tr W² ≥ −‖W‖²."""
         return eta_squared(self.trace_of_square, self.frobenius_squared).clamp_min(0)

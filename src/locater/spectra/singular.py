@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .grams import working
+from .grams import Grams, working
 
 
 def singular_values(
@@ -19,18 +19,42 @@ def singular_values(
     return _through(query @ query.mT, key @ key.mT)
 
 
+def largest_singular_value(products: Grams) -> Float[Tensor, "*batch"]:
+    """σ₁(W) from products that are at hand already.
+
+    Absolute error about √ε σ₁(W_Q) σ₁(W_K), which is felt only where queries and keys hardly meet.
+    """
+    root = _root(products.query)
+    return _largest(root.mT @ products.key @ root)
+
+
+def side_norms(products: Grams) -> tuple[Float[Tensor, "*#batch"], Float[Tensor, "*#batch"]]:
+    """σ₁(W_Q) and σ₁(W_K); their product bounds σ₁(W_K^T R W_Q) for every rotation R."""
+    return _largest(products.query), _largest(products.key)
+
+
+def _largest(form: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch"]:
+    return torch.linalg.eigvalsh(form)[..., -1].clamp_min(0).sqrt()
+
+
+def _root(gram: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch rank rank"]:
+    """L with L L^T = G, by Cholesky; by eigenvectors where rounding or a low rank leaves G without a positive pivot."""
+    root, failed = torch.linalg.cholesky_ex(gram)
+    if not bool(failed.any()):
+        return root
+    values, vectors = torch.linalg.eigh(gram)
+    return vectors * values.clamp_min(0).sqrt()[..., None, :]
+
+
 def _through(
     left: Float[Tensor, "*#batch rank rank"], right: Float[Tensor, "*#batch rank rank"]
 ) -> Float[Tensor, "*batch rank"]:
     left, right = left.double(), right.double()
     finite = (left.isfinite().all(-1) & right.isfinite().all(-1)).all(-1)
-    # A row that depends on the others would make the factor fail; this much of the trace is below what is lost anyway.
-    ridge = 1e-12 * left.diagonal(dim1=-2, dim2=-1).sum(-1) + torch.finfo(torch.float64).tiny
     identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-    left = (left + ridge[..., None, None] * identity).where(finite[..., None, None], identity)
-    factor = torch.linalg.cholesky_ex(left).L
-    core = (factor.mT @ right @ factor).where(finite[..., None, None], identity)
-    squares = torch.linalg.eigvalsh(core).flip(-1).clamp(min=0)
+    left, right = (gram.where(finite[..., None, None], identity) for gram in (left, right))
+    factor = _root(left)
+    squares = torch.linalg.eigvalsh(factor.mT @ right @ factor).flip(-1).clamp(min=0)
     return squares.sqrt().where(finite[..., None], torch.nan)
 
 
