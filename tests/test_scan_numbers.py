@@ -17,8 +17,8 @@ from locater.theory import closed_form, regimes, rotary
 from saved_models import by_place, case_named, heads_of
 
 HEAD_KEYS = [
-    "block", "layer", "head", "key_head", "d_model", "d_head", "trace", "trace_of_square", "frobenius_squared", "mean",
-    "variance", "mean_nonzero", "variance_nonzero", "spread", "xi", "eta", "localisation", "regime",
+    "block", "layer", "head", "key_head", "d_model", "d_head", "temperature", "trace", "trace_of_square",
+    "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero", "spread", "xi", "eta", "localisation", "regime",
     "sigma", "symmetry", "logit_bound",
 ]  # fmt: skip
 # Fused and apart, grouped, latent, with rotary positions of any kind, with biases, with every kind of norm.
