@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOMES` says th
     from .projections import Projection
     from .scanning.compare import compare
     from .scanning.scan import Scan, scan
+    from .scanning.source import heads
     from .stabilisers.locater import LocAteR
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "Projection",
     "Scan",
     "compare",
+    "heads",
     "predict",
     "scan",
     "stabilisers",
@@ -35,6 +37,7 @@ _HOMES = {
     "Projection": "projections",
     "Scan": "scanning.scan",
     "compare": "scanning.compare",
+    "heads": "scanning.source",
     "predict": "prediction.predict",
     "scan": "scanning.scan",
     "stabilisers": None,

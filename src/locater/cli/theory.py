@@ -127,19 +127,15 @@ def _weights(
 
 
 def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
-    from .. import checkpoints
-    from ..models import Config, open_model
+    from ..scanning.source import heads
 
     matched = re.fullmatch(r"(.+):(\d+)\.(\d+)", place)
     if matched is None:
         raise BadArguments(f"--head expects MODEL:LAYER.HEAD, such as gpt2:5.1, got {place!r}")
     source, layer, index = matched[1], int(matched[2]), int(matched[3])
-    with checkpoints.open(source) as checkpoint:
-        layers = open_model(Config(checkpoint.config), checkpoint).layers(frozenset({layer}))
-        heads = [one.folded() for read in layers for one in read.heads if one.index == index]
-    if not heads:
-        raise refusal(f"a layer and a head of {source}", f"{layer}.{index}", f"locater scan {source} lists them")
-    chosen = heads[0]
+    chosen = next((head.folded() for head in heads(source, layers=[layer]) if head.index == index), None)
+    if chosen is None:
+        raise refusal(f"a head of layer {layer} of {source}", index, f"locater scan {source} --heads lists them")
     if chosen.rotary is not None:
         aside("rotary positions are left out here: this is the head at distance 0; locater scan has them in its regime")
     if options["temperature"] is None:
