@@ -1,6 +1,7 @@
 """The page of studies: `python runs/studies.py` writes docs/studies.md and its figures from the rows in runs/studies.
 
 `python runs/studies.py keep FOLDER…` first takes over the rows of finished studies (`locater study NAME --out FOLDER`).
+The rows of `convergence` are those of runs/measured/convergence, which may still be under way.
 """
 
 import sys
@@ -8,9 +9,11 @@ from pathlib import Path
 
 from locater.report import figures
 from locater.report.studies import study_figure
-from locater.studies.page import documents, keep, page
+from locater.studies.page import documents, keep_rows, page
 from locater.studies.study import points_of
-from locater.studies.sweep.folder import open_sweep
+from locater.studies.sweep.folder import Row, open_sweep
+from locater.studies.trained import result
+from locater.training.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
@@ -19,7 +22,21 @@ ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
 def take_over(folder: Path) -> None:
     sweep = open_sweep(folder)
     name = sweep.kind.removeprefix("study ")
-    keep(sweep, ROWS / f"{name}.json", quick=list(sweep.points) == points_of(name, quick=True))
+    quick = list(sweep.points) == points_of(name, quick=True)
+    keep_rows(sweep.kind, sweep.rows(), ROWS / f"{name}.json", num_points=len(sweep.points), quick=quick)
+
+
+def take_over_runs(folder: Path) -> None:
+    """The points of `convergence` that have a run there; one that has not used up its patience is not done."""
+    points = points_of("convergence", quick=False)
+    rows: list[Row] = []
+    for point in points:
+        if (folder / point["name"] / METRICS).exists():
+            found = result(folder / point["name"])
+            patience = point["options"]["patience"]
+            is_done = found["step"] - found["best_step"] >= patience or found["step"] >= point["options"]["steps"]
+            rows.append({"point": point, "result": found | {"is_done": is_done}})
+    keep_rows("study convergence", rows, ROWS / "convergence.json", num_points=len(points), quick=False)
 
 
 def write_page() -> None:
@@ -33,4 +50,5 @@ def write_page() -> None:
 if __name__ == "__main__":
     for folder in sys.argv[2:] if sys.argv[1:2] == ["keep"] else ():
         take_over(Path(folder))
+    take_over_runs(ROOT / "runs" / "measured" / "convergence")
     write_page()

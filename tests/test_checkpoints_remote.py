@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.sent += len(body)
             self.wfile.write(body)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 

@@ -256,7 +256,7 @@ class Refusing(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.send_error(404)
 
-    def log_message(self, *_):
+    def log_message(self, format, *args):
         pass
 
 

@@ -21,8 +21,7 @@ def report_of(sinks, **options):
 
 def test_json_lines_hold_every_head_and_can_be_read_back(tmp_path):
     path = tmp_path / "runs" / "attention.jsonl"
-    for _ in range(2):
-        report = report_of([JsonLines(path)])
+    _, report = (report_of([JsonLines(path)]) for _ in range(2))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 2 and lines[1] == json.loads(json.dumps(report.to_json()))
     assert lines[0]["schema"] == "locater.monitor/1"

@@ -120,7 +120,7 @@ def test_all_heads_damaged(tmp_path):
     assert result.code == 1 and "layer 0, head 0" in result.err and "NaN" in result.err
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
+def mutated(data: bytes | bytearray, chance: random.Random) -> bytes | bytearray:
     """A few bytes changed, dropped or doubled, mostly near the start, where structure is."""
     data = bytearray(data)
     for _ in range(chance.choice((1, 1, 3, 20))):

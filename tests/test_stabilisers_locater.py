@@ -190,7 +190,7 @@ def test_projection_holds_the_trace_over_two_hundred_steps(name, num_key_heads, 
     mean = Projected(WarmUp(1.5, steps=50))
     locater = LocAteR(model, strength=1e-2, mean=mean, heads=model.heads, optimizer=optimizer)
     x = torch.randn(4, 6, 16, dtype=dtype)
-    gap = 0.0
+    gap, wanted = 0.0, torch.zeros(())
     for _ in range(200):
         optimizer.zero_grad()
         (model(x) - x[..., :4].unsqueeze(1)).square().mean().backward()

@@ -78,8 +78,8 @@ def test_gradient_by_finite_differences(functional, gain):
             return penalty(query, key, **options).sum()
 
         @staticmethod
-        def backward(ctx, by_value):
-            return tuple(by_value * part for part in gradient(*ctx.saved_tensors, **options))
+        def backward(ctx, *by_value):
+            return tuple(by_value[0] * part for part in gradient(*ctx.saved_tensors, **options))
 
     assert gradcheck(Total.apply, weights(2, 2))
 

@@ -3,13 +3,24 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from command import locater
 from locater.errors import BadArguments
-from locater.studies import collapse, convergence, profiles, reconcile, softmax, spectrum_vs_attention, trained
+from locater.studies import (
+    collapse,
+    convergence,
+    localisation_helps,
+    profiles,
+    reconcile,
+    softmax,
+    spectrum_vs_attention,
+    trained,
+)
+from locater.studies.page import page
 from locater.studies.statistics import compared, correlated, holm, paired, spearman
 from locater.studies.study import STUDIES, document, find, flat
 from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
@@ -169,6 +180,22 @@ def test_training_studies_find_what_is_planted_and_no_more(name):
     assert sum(said.endswith("no difference seen.") for said in null) >= 2
 
 
+def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
+    def rows(follows: float) -> list[dict]:
+        shuffled = {0: (1, 4, 2, 6, 3, 5), 1: (3, 2, 6, 1, 5, 4), 2: (4, 1, 5, 2, 6, 3)}
+        return [
+            {"condition": "", "arm": f"mean {n}", "seed": seed, "localisation": n / 10, "entropy": 1 - n / 10}
+            | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed}
+            for n in range(6)
+            for seed in range(3)
+        ] + [{"condition": "", "arm": "free", "seed": seed, "best_loss": 5.0} for seed in range(3)]
+
+    planted, null = (localisation_helps.conclude(rows(follows)) for follows in (1.0, 0.0))
+    assert planted[-3].endswith("higher.") and "Spearman of loss with localisation" in planted[-3]
+    assert null[-3].endswith("no difference seen.") and "moved from 0.00 to 0.50" in null[-2]
+    assert null[-1].endswith("falls.")
+
+
 def test_convergence_answers_its_question():
     yes, no = (convergence.conclude(arms("locater-1e-2", "best_loss", effect))[-1] for effect in (-0.2, -0.02))
     assert yes.endswith("At most 0.95: yes.") and no.endswith("At most 0.95: no.")
@@ -240,3 +267,11 @@ def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
 
 def small_softmax(quick: bool) -> list[dict]:
     return [{"length": 8, "xi": 0.0, "walks": 10, "eta": eta} for eta in (0.01, 0.1, 1.0, 3.0)]
+
+
+def test_the_page_is_what_the_kept_rows_say():
+    root = Path(__file__).parents[1]
+    written = (root / "docs" / "studies.md").read_text(encoding="utf-8")
+    assert page(root / "runs" / "studies", pictures="studies") == written, "write it anew with make studies"
+    for picture in (root / "docs" / "studies").glob("*.png"):
+        assert f"(studies/{picture.name})" in written

@@ -87,13 +87,8 @@ def test_a_point_that_kills_its_workers_becomes_a_failure(tmp_path):
 def grid(tmp_path_factory):
     """A file with a grid of four tiny runs, and their rows from one process that nobody disturbed."""
     folder = tmp_path_factory.mktemp("sweep")
-    options = TINY | {
-        "data": str(write_text(folder)),
-        "steps": 30,
-        "validate_every": 10,
-        "strength": [0, 0.01],
-        "seed": [0, 1],
-    }
+    options = TINY | {"data": str(write_text(folder)), "steps": 30, "validate_every": 10}
+    options |= {"strength": [0, 0.01], "seed": [0, 1]}
     file = folder / "grid.yaml"
     file.write_text(yaml.safe_dump({"preset": "paper", "grid": options}))
     with pytest.MonkeyPatch.context() as patched:

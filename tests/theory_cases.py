@@ -52,7 +52,7 @@ def two(up: float, down: float, threshold: float) -> float:
 
     def given(log_normal: float) -> float:
         normal = math.exp(log_normal)
-        return 4 * normal * norm.pdf(normal) * norm.sf(math.sqrt((threshold + down * normal**2) / up))
+        return float(4 * normal * norm.pdf(normal) * norm.sf(math.sqrt((threshold + down * normal**2) / up)))
 
     knee = 0.5 * math.log((threshold + up) / down)
     ends = sorted({-60.0, 4.0, *(min(4.0, max(-60.0, knee + shift)) for shift in (-20, -5, 0, 1, 2, 5))})

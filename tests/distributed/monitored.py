@@ -40,7 +40,7 @@ def written() -> nn.Module:
     return Net(Fused)
 
 
-def fsdp(model: nn.Module, mesh) -> nn.Module:
+def fsdp(model: nn.Module, mesh):
     stacks = [model.model.layers] if hasattr(model, "model") else [model.encoder.block, model.decoder.block]
     for block in (block for stack in stacks for block in stack):
         fully_shard(block, mesh=mesh)

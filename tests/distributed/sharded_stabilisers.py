@@ -45,7 +45,7 @@ def ddp(model: nn.Module, mesh) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def fsdp(model: nn.Module, mesh, **options) -> nn.Module:
+def fsdp(model: nn.Module, mesh, **options):
     blocks = model.model.layers if hasattr(model, "model") else model.transformer.h
     for block in blocks:
         fully_shard(block, mesh=mesh, **options)

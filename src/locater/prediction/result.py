@@ -152,7 +152,7 @@ def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float | N
     """
     if min(predicted) == max(predicted) or min(measured) == max(measured):
         return None
-    return float(spearmanr(predicted, measured).statistic)
+    return float(spearmanr(predicted, measured).statistic)  # type: ignore  # scipy types it as a tuple
 
 
 def mean_absolute_error(predicted: Sequence[float], measured: Sequence[float]) -> float:

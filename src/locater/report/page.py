@@ -73,7 +73,7 @@ def assemble(template: str, scripts: Sequence[str], parts: dict[str, str]) -> st
 
 
 def asset(name: str) -> str:
-    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files(__package__ or "").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

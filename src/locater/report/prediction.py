@@ -20,11 +20,13 @@ def prediction(document: dict[str, Any]) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
     figure, axes = canvas(4, size=(9.6, 8.4))
     figure.set_layout_engine("constrained")
+    points = None
     for panel, (name, title) in zip(axes, TITLES.items(), strict=True):
         points = _panel(panel, document, name)
         rho = document["spearman"][name]
         words = "" if rho is None else f", Spearman {rho:.2f}"
         panel.set_title(f"{title}{words}", loc="left", fontsize=10)
+    assert points is not None, "there are titles, so there is a panel"
     figure.colorbar(points, ax=axes, label="layer", fraction=0.03)
     tokens = document["tokens"]
     figure.suptitle(

@@ -50,9 +50,10 @@ def attention(document: dict[str, Any]) -> "Figure":
     """What each really attends to: two maps in one scale of colour, the share of recent tokens, and one example."""
     figure, axes = canvas(4, size=(11.5, 9.6))
     figure.set_layout_engine("constrained")
-    for panel, name in zip(axes, document["models"], strict=False):
-        image = _map(panel, document, name)
-    bar = figure.colorbar(image, ax=axes[:2], fraction=0.03, extend="both", label="weight, relative to an even share")
+    images = [_map(panel, document, name) for panel, name in zip(axes, document["models"], strict=False)]
+    bar = figure.colorbar(
+        images[-1], ax=axes[:2], fraction=0.03, extend="both", label="weight, relative to an even share"
+    )
     bar.set_ticks([1 / 16, 1 / 4, 1, 4, 16], labels=["1/16", "1/4", "even", "4 ×", "16 ×"])
     bar.ax.minorticks_off()
     _within(axes[2], document)

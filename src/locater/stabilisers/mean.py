@@ -100,7 +100,7 @@ class Penalised(Mean):
     """weight · Σ_heads ((tr W − τ)/λ)² beside the scale: the mean gives way where the loss insists."""
 
     weight: float
-    target: Target = Initial()
+    target: Target = Initial()  # type: ignore  # narrower than that of a mean that may be free
 
     def __post_init__(self):
         if not 0 <= self.weight < math.inf:
@@ -114,7 +114,7 @@ class Penalised(Mean):
 class Projected(Mean):
     """tr W = τ exactly, restored by `step()` after every step of the optimiser."""
 
-    target: Target = Initial()
+    target: Target = Initial()  # type: ignore  # narrower than that of a mean that may be free
 
     def restore(self, pair: Pair, target: PerHead, gain: Gain) -> None:
         if not pair.is_stored:

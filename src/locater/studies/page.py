@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records import write
 from .study import STUDIES, document
-from .sweep.folder import Row, Sweep
+from .sweep.folder import Row
 
 HEAD = """# Studies
 
@@ -36,9 +36,9 @@ and its run goes on from its last checkpoint. Not there yet: Ray.
 """
 
 
-def keep(sweep: Sweep, path: Path, *, quick: bool) -> None:
-    """The rows of a sweep in one file, five digits of each number."""
-    kept = {"kind": sweep.kind, "quick": quick, "num_points": len(sweep.points), "rows": _rounded(sweep.rows())}
+def keep_rows(kind: str, rows: Sequence[Row], path: Path, *, num_points: int, quick: bool) -> None:
+    """Rows in one file, five digits of each number."""
+    kept = {"kind": kind, "quick": quick, "num_points": num_points, "rows": _rounded(list(rows))}
     write(path, lambda temporary: temporary.write_text(json.dumps(kept, ensure_ascii=False) + "\n", encoding="utf-8"))
 
 

@@ -57,7 +57,7 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
         for (xi, eta, method), curve in curves.items()
         if method == "closed" and (xi, eta, "exact") in curves
     }
-    sentences = [f"Of {sum(words.values())} curves {', '.join(f'{n} are {word}' for word, n in words.most_common())}."]
+    sentences = [f"Of {sum(words.values())} curves: {', '.join(f'{n} {word}' for word, n in words.most_common())}."]
     if gaps:
         (xi, eta), worst = max(gaps.items(), key=lambda item: item[1])
         wrong = sum(gap > CLOSE for gap in gaps.values())

@@ -41,7 +41,7 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
             letter, word = {"eta": "η", "xi": "ξ"}[x], name.replace("_", " ")
             found[letter, f"{word} ({kind})"] = spearman([row[x] for row in some], [row[name] for row in some])
     corrected = holm({f"{x}|{y}": one for (x, y), one in found.items()})
-    return [correlated(*name.split("|"), one) for name, one in corrected.items()] + [
+    return [correlated(x, y, corrected[f"{x}|{y}"]) for x, y in found] + [
         "p values are corrected by Holm's method; 'text' is real words with random vectors and positions."
     ]
 

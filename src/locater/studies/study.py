@@ -19,6 +19,7 @@ STUDIES = (
     "reconcile",
     "spectrum-vs-attention",
     "mechanism",
+    "localisation-helps",
     "depth",
     "sensitivity",
     "convergence",

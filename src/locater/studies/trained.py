@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def sentences(rows: Rows, quantity: str, what: str, *, against: str = "none") ->
 def ratio(rows: Rows, arm: str, *, against: str = "none") -> Estimate:
     """Of the best perplexities, paired by seed: exp of the mean difference of losses, with its interval."""
     one = paired(by_seed(rows, "", arm, "best_loss"), by_seed(rows, "", against, "best_loss"))
-    return Estimate(*(_exp(value) for value in (one.value, one.low, one.high)), one.p, one.count)
+    return replace(one, value=_exp(one.value), low=_exp(one.low), high=_exp(one.high))
 
 
 def at_common_step(rows: Rows) -> tuple[int, Rows]:

@@ -1,6 +1,6 @@
 """ρ_t of a `Head`, with its own scale, norms and positions: the door to the other files of this folder."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -36,11 +36,11 @@ def profile(
     [0.14, 0.3, 0.77, 0.99, 0.99, 0.95]
     """
     folded = head.folded()
-    weights = (side.linearised().detach().double() for side in (folded.query, folded.key))
-    query, key = whiten(*weights, covariance)
+    query, key = (side.linearised().detach().double() for side in (folded.query, folded.key))
+    query, key = whiten(query, key, covariance)
     _check(head, method)
-    settings = dict(length=length, temperature=head.temperature)
-    walks = dict(num_walks=num_walks, generator=torch.Generator().manual_seed(seed))
+    settings: dict[str, Any] = dict(length=length, temperature=head.temperature)
+    walks: dict[str, Any] = dict(num_walks=num_walks, generator=torch.Generator().manual_seed(seed))
     if head.rotary is not None:
         turning = head.rotary.frequencies(length), head.rotary.pairs, head.rotary.amplitude
         settings |= dict(zip(("frequencies", "pairs", "amplitude"), turning, strict=True))

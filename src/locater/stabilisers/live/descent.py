@@ -43,7 +43,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *by_value: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *by_value: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
         *weights, core, query, key = ctx.saved_tensors
         with torch.autocast(core.device.type, enabled=False):
             shard = shard_of(ctx.pair, weights)

@@ -63,6 +63,7 @@ def turn(
     if not abs(xi) < largest:
         raise refusal(f"|ξ| below {largest:.3g}, which query = key would give", xi, "take a smaller ξ or wider heads")
     low, high = torch.zeros_like(query[..., :1, :1]), torch.full_like(query[..., :1, :1], torch.pi / 2)
+    angle = low
     for _ in range(60):
         angle = (low + high) / 2
         reached = moments(angle.cos() * along + angle.sin() * other, key).xi.abs()[..., None, None] > abs(xi)
