@@ -68,6 +68,24 @@ def test_types_of_this_year_are_proven(model_type):
     assert 0 <= proof.error <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [
+        ("gpt2", "gpt2"),
+        ("bloom", "bloom"),
+        ("t5", "t5"),
+        ("deepseek_v3", "deepseek"),
+        ("gemma2", "gemma2"),
+        ("bart", "bart"),
+    ],
+)
+def test_the_proof_finds_the_row_that_the_tables_have(model_type, family):
+    proof = prove(model_type)
+    assert proof.is_proven, proof.reason
+    assert {row.get("family") for row in proof.rows} == {family}
+    assert not proof.notes
+
+
 def gpt_oss(tmp_path):
     """A model with sinks of its own, its heads from the file, the input of each layer and its own attention."""
     window = dict(sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"])

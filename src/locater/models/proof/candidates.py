@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..places import Places
 from ..reader import build_layer
 from ..schema import Config, resolve
-from .check import Verdict, check, input_of, shifted
+from .check import Verdict, check, input_of
 from .evidence import Evidence, Stack, admitted, same
 from .recipes import CAPS, FRACTIONS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of
 
@@ -241,7 +241,7 @@ def _measured_scale(context: Context, recipe: Recipe) -> float | None:
 
 def _factor(own: Tensor, theirs: Tensor) -> float | None:
     seen = admitted(theirs)
-    if shifted(own, theirs, seen) is not own:  # the model subtracts its largest logit: compare what is left of the mean
+    if bool((theirs.masked_fill(~seen, -torch.inf).amax(-1) <= 1e-6).all()):  # the model subtracts its largest logit
         number = seen.sum(-1, keepdim=True)
         own, theirs = (part - part.masked_fill(~seen, 0).sum(-1, keepdim=True) / number for part in (own, theirs))
     own, theirs = own[seen], theirs[seen]

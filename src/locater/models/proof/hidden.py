@@ -26,7 +26,7 @@ TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|
 
 def unread(evidence: Evidence, stack: Stack, row: Attention) -> Iterator[str]:
     """In words, whatever happens in the stack's modules between the softmax and the output projection."""
-    known = () if row.sink is None else (row.sink.rpartition(".")[2],)
+    known = [pattern.rpartition(".")[2] for pattern in (row.sink, row.buckets and row.buckets.name) if pattern]
     names = set(_own(evidence.modules[stack.name(next(iter(stack.calls)))]))
     further = sorted(name for name in names if TELLING.search(name) and name not in known)
     named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""

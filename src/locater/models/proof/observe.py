@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
-MASKED = -1e9  # logits below this were masked
+MASKED = -5e3  # logits below this were masked: the first GPT subtracts 1e4
 
 
 @dataclass

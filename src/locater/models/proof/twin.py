@@ -20,6 +20,7 @@ from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
 
 NUM_TOKENS, BATCH, MOST_PARAMETERS, MOST_SECONDS = 12, 2, 12_000_000, 8.0
 NOT_TAKEN = ("model_type", "auto_map", "dtype", "torch_dtype", "quantization_config")
+HOPELESS = ("ImportError", "can be made small")  # failures that other sizes do not mend
 AUTO_CLASSES = (
     "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "CTC",
     "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "TEXT_ENCODING", "PRETRAINING",
@@ -135,6 +136,8 @@ def run(config: Any, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[An
         for model_class, sizes in itertools.product(model_classes(config), ATTEMPTS):
             if time.process_time() - start > MOST_SECONDS:
                 break
+            if failures and failures[-1].startswith(model_class.__name__) and any(w in failures[-1] for w in HOPELESS):
+                continue
             try:
                 model = build(config, model_class, sizes)
             except Exception as reason:  # whatever transformers raises: the next sizes may do
