@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..attention import statistics
+from ..attention.statistics import FIRST_QUERY
 from ..head import Head
 
-FIRST_QUERY = 64  # earlier queries have few keys: all of them are near
 NAMES = ("near_mass_beyond_first", "normalised_entropy", "sink_mass", "mean_distance")
 
 

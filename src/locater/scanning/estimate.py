@@ -1,0 +1,215 @@
+"""What a head probably does, from its weights alone: the profile over distance that its positions make.
+
+The random walk is the theory's model of tokens and does not describe trained models; what carries locality there is
+position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md` has how well each estimate holds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..attention.statistics import FIRST_QUERY, NEAR
+from ..head import Head
+from ..positions import Rotary
+from ..projections import Norm, Projection, widen
+from ..spectra import Grams
+
+# Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
+LENGTH = 256
+# The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
+SEEN = 128
+# How far the logits of typical tokens swing over all rotary pairs together: the one constant that was
+# fitted (to the mean absolute error on trained decoders; ranks hardly depend on it).
+SWING = 12.0
+# Four in five heads of a model that was left out lie within so much of the estimate.
+ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
+WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
+POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mass on keys nearer than 16 beyond the first token, in texts of 256 tokens, between `low` and `high`."""
+
+    near_mass: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, near: float, margin: float) -> "Estimate":
+        return cls(near, max(0.0, near - margin), min(1.0, near + margin))
+
+
+class Tensors(Protocol):
+    """Named tensors, stored or live."""
+
+    @property
+    def names(self) -> Iterable[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
+
+
+@torch.no_grad()
+def estimates(groups: list[list[Head]], acting: Grams, direct: Float[Tensor, "tokens d_model"] | None) -> list:
+    """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
+
+    `acting` are the Gram products with all gains and norms in them; `direct` is what embeddings and positions make of
+    a text of random words. Two-sided rotary heads, cross-attention and heads without any positions have none.
+    """
+    heads = [head for group in groups for head in group]
+    first = heads[0]
+    if first.block in ("cross", "vision"):
+        return [None] * len(heads)
+    if first.rotary is not None:
+        return [None] * len(heads) if first.lookahead != 0 else _rotary(heads, acting)
+    if direct is None or direct.shape[1] != first.d_model:
+        return [None] * len(heads)
+    return [Estimate.of(near, DIRECT_MARGIN) for near in _direct(heads, direct)]
+
+
+def _rotary(heads: Sequence[Head], acting: Grams) -> list[Estimate]:
+    """softmax over Δ of SWING · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
+
+    Strength is ‖q rows‖‖k rows‖. Fast pairs tell near from far, slow ones tell nothing: typical tokens have a part in
+    common whose logit falls off with distance as fast as the pairs turn. O(pairs · LENGTH) per head.
+    """
+    rotary = heads[0].rotary
+    assert rotary is not None
+    strength = _strengths(acting, rotary)
+    still = _still(acting, rotary)
+    cosines, sines = _turns(rotary)
+    share = strength / (strength.sum(-1, keepdim=True) + still[:, None]).clamp(min=torch.finfo(strength.dtype).tiny)
+    logits = SWING * share @ cosines
+    biases = [_bias_terms(head) for head in heads]
+    if any(term is not None for term in biases):
+        even, odd = (torch.stack(parts) for parts in zip(*(term or _no_terms(rotary) for term in biases), strict=True))
+        logits = logits + even @ cosines + odd @ sines
+    window = heads[0].lookback
+    if window is not None and window + 1 < LENGTH:
+        logits[:, window + 1 :] = -torch.inf
+    return [Estimate.of(near, ROTARY_MARGIN) for near in near_by_distance(logits).tolist()]
+
+
+def near_by_distance(logits: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"]:
+    """The near mass of causal queries FIRST_QUERY … whose logits depend on the distance only, their mean."""
+    weights = (logits - logits.amax(-1, keepdim=True)).exp().cumsum(-1)
+    return (weights[:, NEAR - 1, None] / weights[:, FIRST_QUERY:]).mean(-1)
+
+
+def _strengths(acting: Grams, rotary: Rotary) -> Float[Tensor, "heads pairs"]:
+    """‖q rows‖‖k rows‖ of every pair, from the diagonals of the Gram products."""
+    query, key = (gram.diagonal(dim1=-2, dim2=-1) for gram in (acting.query, acting.key))
+    pairs = rotary.pairs
+    return (query[..., pairs].sum(-1) * key[..., pairs].sum(-1)).sqrt().flatten(0, 1).double()
+
+
+def _still(acting: Grams, rotary: Rotary) -> Float[Tensor, " heads"]:
+    """The strength of the rows that do not turn."""
+    query, key = (gram.diagonal(dim1=-2, dim2=-1) for gram in (acting.query, acting.key))
+    rows = (query * key).sqrt().double()
+    rows[..., rotary.pairs.flatten()] = 0
+    return rows.sum(-1).flatten()
+
+
+@lru_cache(maxsize=8)
+def _turns(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """cos θ_jΔ and sin θ_jΔ, pairs by distances."""
+    angles = rotary.frequencies(LENGTH).double()[:, None] * torch.arange(LENGTH, dtype=torch.float64)
+    return angles.cos(), angles.sin()
+
+
+def _bias_terms(head: Head) -> tuple[Tensor, Tensor] | None:
+    """What the biases alone put into each pair: cosine and sine parts of b_QᵀR_Δ b_K/λ."""
+    query, key = _bias(head.query), _bias(head.key)
+    if head.rotary is None or query is None or key is None:
+        return None
+    first, second = head.rotary.pairs.unbind(-1)
+    size = head.scale * head.rotary.amplitude**2
+    even = query[first] * key[first] + query[second] * key[second]
+    odd = query[second] * key[first] - query[first] * key[second]
+    return even * size, odd * size
+
+
+def _no_terms(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    zeros = torch.zeros(rotary.num_dims // 2, dtype=torch.float64)
+    return zeros, zeros
+
+
+def _bias(projection: Projection) -> Float[Tensor, " d_head"] | None:
+    """The bias on normalised inputs; none where a norm behind the projection would change it."""
+    if not projection.is_linear:
+        return None
+    bias, norm = projection.bias, projection.input_norm
+    if norm is not None and norm.bias is not None:
+        weight = widen(projection.weight)
+        shift = weight @ norm.bias.to(weight)
+        bias = shift if bias is None else bias.to(shift) + shift
+    return None if bias is None else bias.double()
+
+
+def _direct(heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"]) -> list[float]:
+    """The near mass of each head when embeddings and positions come straight into its layer, through its norm."""
+    positions = torch.arange(len(direct))
+    queries = positions[FIRST_QUERY::4]
+    distance = (queries[:, None] - positions).abs()[:, 1:]
+    inputs: dict[int, Tensor] = {}
+    near = []
+    for head in heads:
+        norm = head.query.input_norm
+        x = inputs.setdefault(id(norm), direct if norm is None else _normed(norm, direct))
+        logits = head.logits(x[queries], x, (queries, positions))
+        p = logits.masked_fill(~head.admits(queries, positions), -torch.inf)[:, 1:].softmax(-1)
+        near.append(_extended((p * (distance < NEAR)).sum(-1), both=head.lookahead != 0))
+    return near
+
+
+def _normed(norm: Norm, x: Tensor) -> Tensor:
+    return norm(x)
+
+
+def _extended(near: Float[Tensor, " queries"], *, both: bool) -> float:
+    """From SEEN tokens to LENGTH: farther keys weigh as the far ones that were seen."""
+    seen, whole = (_mean_far(length, both=both) for length in (SEEN, LENGTH))
+    far = (1 - near) * whole / seen
+    return float((near / (near + far)).mean())
+
+
+def _mean_far(length: int, *, both: bool) -> float:
+    return length - 2 * NEAR if both else (FIRST_QUERY + length) / 2 - NEAR
+
+
+def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
+    """Embeddings of random words plus the position table; None where the words are not found."""
+    words, positions = (_table(tensors, endings) for endings in (WORDS, POSITIONS))
+    if words is None:
+        return None
+    x = _rows(tensors, words, _random_ids(tensors.shape(words)[0]))
+    if positions is not None and tensors.shape(positions)[1] == x.shape[1]:
+        num_rows = tensors.shape(positions)[0]
+        start = num_rows % 64 if num_rows % 64 < 4 else 0  # some tables keep their first two rows for padding
+        if num_rows < start + SEEN:
+            return None
+        x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
+    kinds = _table(tensors, ("token_type_embeddings",))
+    return x if kinds is None else x + widen(tensors.read(kinds, (0, 1)).detach())
+
+
+def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
+    found = [name for name in tensors.names for end in endings if f".{name}".endswith(f".{end}.weight")]
+    return min(found, key=len) if found else None
+
+
+def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens d_model"]:
+    """The first rows of the table, a block that is read once, for the frequent words."""
+    return widen(tensors.read(name, (0, int(ids.max()) + 1)).detach())[ids]
+
+
+def _random_ids(num_rows: int) -> Int[Tensor, " tokens"]:
+    """Evenly among the first thousand or so beyond special tokens and single characters, where there are as many."""
+    low, high = (1000, 3000) if num_rows > 4000 else (0, num_rows)
+    return torch.randint(low, high, (SEEN,), generator=torch.Generator().manual_seed(0))
