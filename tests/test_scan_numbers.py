@@ -18,8 +18,9 @@ from saved_models import by_place, case_named, heads_of
 
 HEAD_KEYS = [
     "block", "layer", "head", "key_head", "d_model", "d_head", "temperature", "trace", "trace_of_square",
-    "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero", "spread", "xi", "eta", "localisation", "regime",
-    "sigma", "symmetry", "logit_bound",
+    "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero", "spread", "xi", "eta", "localisation",
+    "regime",
+    "sigma", "symmetry", "logit_bound", "estimated_near_mass", "estimated_near_mass_interval",
 ]  # fmt: skip
 # Fused and apart, grouped, latent, with rotary positions of any kind, with biases, with every kind of norm.
 DENSE = ["gpt2", "codegen", "falcon-40b", "llama", "llama-yarn", "gemma2", "deepseek-v2", "olmo2", "bert", "t5", "clip"]
@@ -270,4 +271,7 @@ def test_frames_and_summaries(saved):
     frame = found.to_frame()
     assert len(frame) == len(found.heads) and list(frame["trace"]) == [row.trace for row in found.heads]
     assert set(frame.columns) == {*HEAD_KEYS, "temperature"}
-    assert f"bart, {len(found.heads)} heads, COMPLETE" in found.summary() and "regimes: " in found.summary()
+    assert (
+        f"bart, {len(found.heads)} heads, COMPLETE" in found.summary()
+        and "regimes in the random-walk theory: " in found.summary()
+    )

@@ -83,14 +83,16 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
-    from ..scanning.findings import name, outstanding, regimes
+    from ..scanning.findings import THEORY, behaviour, name, outstanding, regimes
 
     console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
     console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
     console.print(HeatMap.of(found.to_json(), "xi"))
-    console.print(f"regimes: {regimes(found.heads)}")
+    console.print(f"regimes {THEORY}: {regimes(found.heads)}")
+    if behaviour(found.heads):
+        console.print(f"estimated from the weights: {behaviour(found.heads)}")
     for finding in outstanding(found.heads):
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
         console.print(f"{mark} [bold]{name(finding.row)}[/bold] {finding.sentence}")
@@ -114,10 +116,20 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
                 f"{median(ratios):.2f}",
                 f"{min(ratios):.1f} … {max(ratios):.1f}",
                 f"{median(row.localisation for row in of_layer):.2f}",
+                _near(of_layer),
                 *(str(count or "") for count in counts),
             ]
         )
-    headings = ["layer", "tr W/λ", "η/λ", "ξ", "ξ range", "local", *(WORDS[regime].short for regime in present)]
+    headings = [
+        "layer",
+        "tr W/λ",
+        "η/λ",
+        "ξ",
+        "ξ range",
+        "local",
+        "near?",
+        *(WORDS[regime].short for regime in present),
+    ]
     return table(headings, body, words=["layer"])
 
 
@@ -134,11 +146,18 @@ def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
             f"{row.xi:.2f}",
             f"{row.localisation:.2f}",
             row.regime,
+            _near([row]),
         ]
         for row in rows
     ]
-    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime"]
+    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime", "near?"]
     return table(headings, body, words=["head", "regime"])
+
+
+def _near(rows: "list[HeadRow]") -> str:
+    """The median of the estimated near mass, nothing where there is none."""
+    known = [row.estimated_near_mass for row in rows if row.estimated_near_mass is not None]
+    return f"{median(known):.2f}" if known else "–"
 
 
 def _save(found: "Scan", *, json: Path | None, csv: Path | None, parquet: Path | None) -> None:

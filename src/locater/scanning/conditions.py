@@ -18,7 +18,8 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     "=": operator.eq,
 }
-COLUMNS = {field.name: field.type for field in fields(HeadRow) if field.name not in ("eigenvalues", "curves")}
+NOT_COMPARED = ("eigenvalues", "curves", "estimated_near_mass_interval")
+COLUMNS = {field.name: field.type for field in fields(HeadRow) if field.name not in NOT_COMPARED}
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Condition:
     value: float | str
 
     def met_by(self, row: HeadRow) -> bool:
-        cell = getattr(row, self.column)
-        return cell is not None and self.compare(cell, self.value)
+        """Whether the row's value compares so; a value that is not known meets no condition."""
+        value = getattr(row, self.column)
+        return value is not None and self.compare(value, self.value)
 
 
 def parse(text: str) -> tuple[Condition, ...]:

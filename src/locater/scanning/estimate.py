@@ -4,7 +4,7 @@ The random walk is the theory's model of tokens and does not describe trained mo
 position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md` has how well each estimate holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -54,12 +54,20 @@ class Tensors(Protocol):
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
 
 
+Direct = Callable[[], Float[Tensor, "tokens d_model"] | None]
+
+
+def nothing() -> None:
+    """No direct path: neither embeddings nor positions are at hand."""
+
+
 @torch.no_grad()
-def estimates(groups: list[list[Head]], acting: Grams, direct: Float[Tensor, "tokens d_model"] | None) -> list:
+def estimates(groups: list[list[Head]], acting: Grams, direct: Direct) -> list[Estimate | None]:
     """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
 
-    `acting` are the Gram products with all gains and norms in them; `direct` is what embeddings and positions make of
-    a text of random words. Two-sided rotary heads, cross-attention and heads without any positions have none.
+    `acting` are the Gram products with all gains and norms in them; `direct` gives what embeddings and positions make
+    of a text of random words, and is asked when a head wants it. Two-sided rotary heads, cross-attention and heads
+    without any positions have none.
     """
     heads = [head for group in groups for head in group]
     first = heads[0]
@@ -67,9 +75,10 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Float[Tensor, "to
         return [None] * len(heads)
     if first.rotary is not None:
         return [None] * len(heads) if first.lookahead != 0 else _rotary(heads, acting)
-    if direct is None or direct.shape[1] != first.d_model:
+    x = direct()
+    if x is None or x.shape[1] != first.d_model:
         return [None] * len(heads)
-    return [Estimate.of(near, DIRECT_MARGIN) for near in _direct(heads, direct)]
+    return [Estimate.of(near, DIRECT_MARGIN) for near in _direct(heads, x)]
 
 
 def _rotary(heads: Sequence[Head], acting: Grams) -> list[Estimate]:
@@ -131,7 +140,7 @@ def _bias_terms(head: Head) -> tuple[Tensor, Tensor] | None:
     first, second = head.rotary.pairs.unbind(-1)
     size = head.scale * head.rotary.amplitude**2
     even = query[first] * key[first] + query[second] * key[second]
-    odd = query[second] * key[first] - query[first] * key[second]
+    odd = query[first] * key[second] - query[second] * key[first]
     return even * size, odd * size
 
 

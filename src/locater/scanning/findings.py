@@ -1,4 +1,8 @@
-"""A scan in plain words: which heads look where, and which stand out."""
+"""A scan in plain words, of two kinds that are never mixed.
+
+Spectra and regimes are of the random-walk theory and say so. What a head does is said from the estimate of its
+behaviour only, with how often such words were right (docs/evidence.md).
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -6,7 +10,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ..theory.words import LOCALIZED
 from .rows import HeadRow
 
 if TYPE_CHECKING:
@@ -16,14 +19,10 @@ if TYPE_CHECKING:
 HOT = 5.0
 COLD = 20.0
 MOST_OF_A_KIND = 3
-LOOKS = {
-    "late": "looks at recent tokens",
-    "early": "looks at the beginning of the context",
-    "middle": "looks at a window in the middle of the context",
-    "uniform": "weighs all tokens alike",
-    "no-signal": "passes on almost no signal",
-    "mixed": "prefers no single stretch of the context",
-}
+# Estimates of near mass from which on a head is called near or far: half of its mass, and a fifth to be sure.
+MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
+LOOKS = {"near": "mostly at near tokens", "far": "mostly beyond the nearest tokens"}
+THEORY = "in the random-walk theory"
 
 
 @dataclass(frozen=True)
@@ -50,48 +49,67 @@ def regimes(rows: Iterable[HeadRow]) -> str:
     return ", ".join(f"{count} {regime}" for regime, count in counts.most_common())
 
 
+def looks(row: HeadRow) -> str | None:
+    """`near` or `far`: where the head probably looks mostly; None where the estimate does not tell."""
+    near = row.estimated_near_mass
+    if near is None or MOSTLY_FAR < near < MOSTLY_NEAR:
+        return None
+    return "near" if near >= MOSTLY_NEAR else "far"
+
+
+def behaviour(rows: Iterable[HeadRow]) -> str:
+    """How many heads probably look where; nothing where no head could be estimated.
+
+    >>> behaviour([])
+    ''
+    """
+    estimated = [row for row in rows if row.estimated_near_mass is not None]
+    counts = Counter(filter(None, map(looks, estimated)))
+    parts = [f"{counts[word]} look {meaning}" for word, meaning in LOOKS.items() if counts[word]]
+    unsure = len(estimated) - sum(counts.values())
+    parts += [f"{unsure} either way"] if unsure else []
+    return ", ".join(parts)
+
+
 def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
-    """The heads worth a look: without signal, too hot, without scale, and the most localized ones."""
+    """The heads worth a look: those that the theory or their scale sets apart, and the surest to be near or far."""
     scales = {row: row.eta / row.temperature for row in rows}
     usual = median(scales.values())
-    found = [_silent(row) for row in rows if row.regime == "no-signal"][:MOST_OF_A_KIND]
+    kinds = [[_silent(row) for row in rows if row.regime == "no-signal"]]
     hottest = sorted(rows, key=lambda row: -scales[row])
-    found += [_hot(row, scales[row] / usual) for row in hottest if scales[row] > HOT * usual > 0][:MOST_OF_A_KIND]
-    found += [_cold(row) for row in reversed(hottest) if scales[row] * COLD < usual][:MOST_OF_A_KIND]
-    sharpest = sorted(rows, key=lambda row: -abs(row.xi))
-    local = [row for row in sharpest if row.regime in LOCALIZED]
-    found += [_local(row) for row in local[:MOST_OF_A_KIND]]
+    kinds.append([_hot(row, scales[row] / usual) for row in hottest if scales[row] > HOT * usual > 0])
+    kinds.append([_cold(row) for row in reversed(hottest) if scales[row] * COLD < usual])
+    surest = sorted((row for row in rows if looks(row)), key=lambda row: -(row.estimated_near_mass or 0))
+    kinds.append([_looking(row) for row in surest if looks(row) == "near"])
+    kinds.append([_looking(row) for row in reversed(surest) if looks(row) == "far"])
+    found = [finding for kind in kinds for finding in kind[:MOST_OF_A_KIND]]
     return list({finding.row: finding for finding in reversed(found)}.values())[::-1]
 
 
 def _silent(row: HeadRow) -> Finding:
     sentence = (
-        f"{LOOKS['no-signal']}: η/λ = {row.eta / row.temperature:.3g} is so large that its softmax saturates on one "
-        "token; shrink its spectrum (LocAteR) or clip its logits (QK-Clip)"
+        f"passes on almost no signal {THEORY} (η/λ = {row.eta / row.temperature:.3g}): if its logits are as large in "
+        "training (`Monitor` says so), shrink its spectrum (LocAteR) or clip its logits (QK-Clip)"
     )
     return Finding(row, sentence, healthy=False)
 
 
 def _hot(row: HeadRow, ratio: float) -> Finding:
-    sentence = (
-        f"has {ratio:.1f} times the model's usual scale (η/λ = {row.eta / row.temperature:.3g}): its logits run hot, "
-        "the way to entropy collapse"
-    )
+    scale = f"η/λ = {row.eta / row.temperature:.3g}"
+    sentence = f"has {ratio:.1f} times the model's usual scale ({scale}): {THEORY} the way to entropy collapse"
     return Finding(row, sentence, healthy=False)
 
 
 def _cold(row: HeadRow) -> Finding:
-    sentence = (
-        f"hardly tells tokens apart (η/λ = {row.eta / row.temperature:.2g}): unused, or on the way to rank collapse"
-    )
+    scale = f"η/λ = {row.eta / row.temperature:.2g}"
+    sentence = f"has a {COLD:.0f}th of the model's usual scale or less ({scale}): {THEORY} the way to rank collapse"
     return Finding(row, sentence, healthy=False)
 
 
-def _local(row: HeadRow) -> Finding:
-    share = 1 - row.localisation
-    sentence = (
-        f"{LOOKS[row.regime]}, about {share:.0%} of it (ξ = {row.xi:.2f}, tr W/λ = {row.trace / row.temperature:.3g})"
-    )
+def _looking(row: HeadRow) -> Finding:
+    low, high = row.estimated_near_mass_interval or (0.0, 1.0)
+    where = LOOKS[looks(row) or "far"]
+    sentence = f"probably looks {where} (estimated near mass {row.estimated_near_mass:.2f}, {low:.2f} to {high:.2f})"
     return Finding(row, sentence, healthy=True)
 
 
@@ -99,7 +117,8 @@ def summarise(scan: "Scan") -> str:
     """The whole scan as text."""
     lines = [
         f"{scan.source}: {scan.family}, {len(scan.heads)} heads, {scan.coverage}",
-        f"regimes: {regimes(scan.heads)}",
+        f"regimes {THEORY}: {regimes(scan.heads)}",
+        *([f"estimated from the weights: {behaviour(scan.heads)}"] if behaviour(scan.heads) else []),
         *(f"{name(finding.row)} {finding.sentence}." for finding in outstanding(scan.heads)),
         *(f"not read: {sentence}" for sentence in scan.refused),
     ]

@@ -19,6 +19,7 @@ from ..theory.rotary import Series
 from .bounds import logit_bounds
 from .curves import curves_of
 from .curves import positions as positions_of
+from .estimate import Direct, estimates, nothing
 from .products import Linear, chunks, products
 from .rows import HeadRow
 
@@ -77,6 +78,7 @@ class Settings:
     keep_eigenvalues: bool = False
     keep_curves: bool = False
     exact: bool = False
+    direct: Direct = nothing  # what embeddings and positions alone make of a text
 
     def temperature_of(self, head: Head) -> float:
         return head.temperature if self.temperature is None else self.temperature
@@ -115,7 +117,8 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     sigma = largest_singular_value(grams)
     values = _eigenvalues(grams.core).flatten(0, 1)
     profiles = _profiles(groups, grams, spectrum, settings)
-    columns = _columns(spectrum) | {
+    columns = _columns(spectrum) | _estimated(groups, grams, settings)
+    columns |= {
         "spread": spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
@@ -155,6 +158,16 @@ def _eigenvalues(core: Tensor) -> Tensor:
         return torch.linalg.eigvals(core)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
+
+
+def _estimated(groups: list[list[Head]], grams: Grams, settings: Settings) -> dict[str, list]:
+    """What the heads probably do; nothing is said of weights without their gains."""
+    num_heads = sum(map(len, groups))
+    found = [None] * num_heads if settings.raw else estimates(groups, grams, settings.direct)
+    return {
+        "estimated_near_mass": [one and one.near_mass for one in found],
+        "estimated_near_mass_interval": [one and (one.low, one.high) for one in found],
+    }
 
 
 def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:

@@ -1,7 +1,8 @@
 """`scan`: every head of a model, stored or live, with its spectrum, regime and localisation, one layer at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from os import PathLike
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
 from .curves import distances
+from .estimate import direct_inputs
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow
 from .source import Opened, Source, open_source
@@ -88,6 +90,8 @@ def scan(
     settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
     options = dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
     with open_source(source, **options) as opened:
+        if opened.tensors is not None:
+            settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors)))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
     rows = tuple(sorted(whole.rows, key=HeadRow.order))
     return Scan(

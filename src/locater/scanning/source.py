@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 
 from torch import nn
@@ -13,6 +13,7 @@ from ..head import Head
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
 from ..models.live.explicit import Explicit
 from ..models.registry import is_in_tables
+from .estimate import Tensors
 
 Source = str | PathLike[str] | nn.Module
 
@@ -27,6 +28,7 @@ class Opened:
     coverage: str
     numbers: list[int]
     read: Callable[[frozenset[int]], Iterator[Layer]]
+    tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
 
     def wanted(self, layers: Iterable[int] | None) -> frozenset[int]:
         """The numbers of the layers asked for; refused where the model has no such layer."""
@@ -58,7 +60,7 @@ def open_source(
         raise refusal("a live module with sample=… or heads=…", "a stored one", "describe it with layout=…")
     with checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle) as checkpoint:
         model = open_model(Config(checkpoint.config), checkpoint, family=family)
-        yield _of_model(model, fspath(source), checkpoint.format)
+        yield replace(_of_model(model, fspath(source), checkpoint.format), tensors=checkpoint)
 
 
 def heads(
@@ -97,7 +99,8 @@ def _open_live(
     name, config = type(module).__name__, Config(live.settings(module))
     known = family is not None or (config.get("model_type") is not None and sample is None)
     if not heads and (known or is_in_tables(str(config.get("model_type")))):
-        return _of_model(open_model(config, live.ModuleTensors(module), family=family), name, "module")
+        tensors = live.ModuleTensors(module)
+        return replace(_of_model(open_model(config, tensors, family=family), name, "module"), tensors=tensors)
     sites = live.sites(module, sample=sample, heads=heads)
     missing = [site.query_name for site in sites if site.num_heads == 0]
     coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"

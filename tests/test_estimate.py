@@ -1,0 +1,152 @@
+"""Behaviour estimated from weights: against slow paths, against attention itself, and the words that come of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from locater import scan
+from locater.attention.statistics import FIRST_QUERY, NEAR
+from locater.head import Head
+from locater.positions import Rotary
+from locater.projections import Norm, Projection
+from locater.scanning import estimate, findings
+from locater.scanning.conditions import failures, parse
+from locater.scanning.products import products
+from predict_cases import model
+
+D_MODEL, D_HEAD = 24, 8
+
+
+def head(**changed) -> Head:
+    parts = dict(bias=0.3 * torch.randn(D_HEAD), input_norm=Norm("rms", torch.rand(D_MODEL), torch.randn(D_MODEL)))
+    query, key = (Projection(torch.randn(D_HEAD, D_MODEL), **parts) for _ in range(2))
+    rotary = Rotary(10_000.0, D_HEAD)
+    return Head(0, 0, query, key, **dict(scale=0.3, rotary=rotary, lookahead=0) | changed)
+
+
+def slow_near(one: Head, *, swing: float = estimate.SWING) -> float:
+    """Pair by pair and query by query, the bias by rotating it."""
+    query, key = one.query.folded(), one.key.folded()
+    pairs = one.rotary.pairs.tolist()
+    strength = [float(query.weight[pair].norm() * key.weight[pair].norm()) for pair in pairs]
+    turning = [row for pair in pairs for row in pair]
+    still = sum(float(query.weight[r].norm() * key.weight[r].norm()) for r in range(D_HEAD) if r not in turning)
+    distances = torch.arange(estimate.LENGTH)
+    kernel = torch.zeros(estimate.LENGTH, dtype=torch.float64)
+    for frequency, share in zip(one.rotary.frequencies(estimate.LENGTH), strength, strict=True):
+        kernel += swing * share / (sum(strength) + still) * (frequency * distances).cos()
+    turned = one.rotary.rotate(query.bias.double().expand(estimate.LENGTH, -1), distances, length=estimate.LENGTH)
+    still_key = one.rotary.rotate(key.bias.double()[None], torch.zeros(1, dtype=torch.long), length=estimate.LENGTH)[0]
+    rows = sorted(turning)
+    kernel += turned[:, rows] @ still_key[rows] * one.scale
+    near = []
+    for position in range(FIRST_QUERY, estimate.LENGTH):
+        seen = position + 1 if one.lookback is None else min(position, one.lookback) + 1
+        near.append(kernel[:seen].softmax(0)[:NEAR].sum())
+    return float(torch.stack(near).mean())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(),
+        dict(lookback=40),
+        dict(rotary=Rotary(500.0, 4, start=2, interleaved=True)),
+    ],
+    ids=["all rows", "window", "some rows"],
+)
+def test_rotary_estimate_is_the_softmax_of_its_kernel(changed):
+    torch.manual_seed(3)
+    heads = [head(**changed) for _ in range(2)]
+    groups = [[one] for one in heads]
+    found = estimate.estimates(groups, products(groups, raw=False), estimate.nothing)
+    for one, own in zip(heads, found, strict=True):
+        assert own.near_mass == pytest.approx(slow_near(one), rel=1e-5)
+        assert 0 <= own.low < own.near_mass < own.high <= 1
+        assert own.high - own.low <= 2 * estimate.ROTARY_MARGIN + 1e-9
+
+
+def test_fast_pairs_are_near_and_slow_ones_are_not():
+    fast, slow = torch.full((D_HEAD,), 0.01), torch.full((D_HEAD,), 0.01)
+    fast[[0, 4]], slow[[3, 7]] = 1.0, 1.0  # the pairs of half-split rows: 0 turns by a radian a token, 3 by 1e-3
+
+    def with_rows(rows):
+        weight = rows[:, None] * torch.randn(D_HEAD, D_MODEL, generator=torch.Generator().manual_seed(0))
+        return replace(head(), query=Projection(weight), key=Projection(weight))
+
+    heads = [with_rows(fast), with_rows(slow)]
+    found = estimate.estimates([heads[:1], heads[1:]], products([heads[:1], heads[1:]], raw=False), estimate.nothing)
+    uniform = (NEAR / torch.arange(FIRST_QUERY + 1, estimate.LENGTH + 1)).mean()
+    assert found[1].near_mass == pytest.approx(float(uniform), abs=0.03)
+    assert found[0].near_mass > found[1].near_mass
+
+
+def test_nothing_is_said_where_nothing_is_known():
+    for changed in (dict(lookahead=None), dict(block="cross"), dict(rotary=None)):
+        groups = [[head(**changed)]]
+        assert estimate.estimates(groups, products(groups, raw=False), estimate.nothing) == [None]
+
+
+def test_direct_path_is_the_first_layer_s_attention():
+    """Layer 0 of GPT-2 sees exactly embedding plus position through its norm; the model's own attention says so."""
+    net = model("gpt2")
+    ids = torch.randint(0, 60, (estimate.SEEN,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        attention = net(ids[None], output_attentions=True).attentions[0][0]
+    near = []
+    for own in attention:
+        others = own[FIRST_QUERY::4, 1:] / own[FIRST_QUERY::4, 1:].sum(-1, keepdim=True)
+        distance = torch.arange(FIRST_QUERY, estimate.SEEN, 4)[:, None] - torch.arange(1, estimate.SEEN)
+        share = (others * ((distance < NEAR) & (distance >= 0))).sum(-1)
+        far = (1 - share) * (160 - NEAR) / (96 - NEAR)  # keys beyond 128 weigh as the far ones seen
+        near.append(float((share / (share + far)).mean()))
+    rows = [row for row in scan(net).heads if row.layer == 0]
+    assert [row.estimated_near_mass for row in rows] == pytest.approx(near, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "known"), [("llama", True), ("qwen3", True), ("bert", True), ("t5", None)])
+def test_scan_estimates_what_it_can(name, known):
+    found = scan(model(name))
+    rows = [row for row in found.heads if row.block != "cross"]
+    assert all((row.estimated_near_mass is not None) == (known is not False) for row in rows) or known is None
+    assert all(row.estimated_near_mass is None for row in found.heads if row.block == "cross")
+    assert all(row.estimated_near_mass is None for row in scan(model(name), raw=True).heads)
+    record = found.to_json()["heads"][0]
+    assert {"estimated_near_mass", "estimated_near_mass_interval"} <= set(record)
+
+
+def test_qk_norm_gains_move_the_estimate():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    net = transformers.Qwen3Model(transformers.Qwen3Config(**sizes, intermediate_size=48, head_dim=8))
+    near = {}
+    for pair in ((1, 5), (3, 7)):  # one that turns by a tenth of a radian a token, one by a thousandth
+        for norm in (net.layers[0].self_attn.q_norm, net.layers[0].self_attn.k_norm):
+            norm.weight.data[:] = 0.05
+            norm.weight.data[list(pair)] = 1.0
+        near[pair] = [row.estimated_near_mass for row in scan(net).heads]
+    assert all(fast > slow + 0.1 for fast, slow in zip(*near.values(), strict=True))
+
+
+def test_words_of_behaviour_come_from_the_estimate_only():
+    rows = list(scan(model("llama")).heads)
+    near, far = (replace(rows[0], head=n, estimated_near_mass=v, estimated_near_mass_interval=(0.0, 1.0))
+                 for n, v in enumerate((0.9, 0.1)))  # fmt: skip
+    unsure, unknown = replace(near, head=2, estimated_near_mass=0.5), replace(near, head=3, estimated_near_mass=None)
+    assert [findings.looks(row) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
+    words = findings.behaviour([near, far, unsure, unknown])
+    assert words == "1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way"
+    for finding in findings.outstanding([near, far, unsure, unknown]):
+        assert "looks" not in finding.sentence or "probably looks mostly" in finding.sentence
+        assert findings.THEORY in finding.sentence or "estimated near mass" in finding.sentence
+        assert "recent" not in finding.sentence
+    assert findings.behaviour([unknown]) == ""
+
+
+def test_conditions_on_estimates_skip_what_is_not_known():
+    row = scan(model("llama")).heads[0]
+    known, unknown = replace(row, estimated_near_mass=0.2), replace(row, estimated_near_mass=None)
+    (condition,) = parse("estimated_near_mass<0.3")
+    assert failures([condition], [known, unknown]) == {condition: [known]}
