@@ -8,11 +8,11 @@ from ..errors import Refusal, refusal, within
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
-from .bytes import ByteSource, Folder
+from .bytes import ByteSource, Folder, LocalFolder
 from .distributed import Distributed
 from .document import read_config
 from .gguf.file import open_gguf
-from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, locate
+from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
 from .quantised import dequantised
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
@@ -27,8 +27,8 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
     """The weights at a directory, a file, a hub id or an address; with `adapter`, a LoRA merged into them on reading.
 
     Costs the headers. Fails, in one sentence, on anything damaged, missing or not admitted; a pickle that asks for
-    code to run is refused unless `allow_pickle` says that its author is trusted. The directory of an adapter alone
-    opens the base that it names.
+    code to run is refused unless `allow_pickle` says that its author is trusted, which holds for `source` alone. The
+    directory of an adapter alone opens the base that it names, if that is a directory or a hub id.
     """
     if adapter is None:
         return _open_plain(source, allow_pickle=allow_pickle)
@@ -36,7 +36,7 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
         folder, _ = locate(adapter)
     base = _open_plain(source, allow_pickle=allow_pickle)
     with within(os.fspath(adapter)):
-        return open_adapter(base, folder, allow_pickle=allow_pickle)
+        return open_adapter(base, folder, allow_pickle=False)
 
 
 def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
@@ -53,10 +53,13 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     name = (read_settings(folder) or {}).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise refusal(f"the name of the base in {ADAPTER_CONFIG}", f"{name!r:.80}", "name base and adapter both")
-    base_folder, file = locate(name)
-    base = _open_files(base_folder, [file] if file else choose(base_folder), allow_pickle=allow_pickle)
+    if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
+        # An address here would be a stranger's: what lies behind it could be anything, and any protocol would do.
+        expected = f"a directory or a hub id as the base in {ADAPTER_CONFIG}"
+        raise refusal(expected, f"{name!r:.80}", "name base and adapter both")
+    base_folder, _ = locate(name)
+    # That pickles are allowed is said of the adapter, not of what it names.
+    base = _open_files(base_folder, choose(base_folder), allow_pickle=False)
     return open_adapter(dequantised(base), folder, allow_pickle=allow_pickle)
 
 

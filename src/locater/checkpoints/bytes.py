@@ -82,6 +82,14 @@ class LocalFolder:
         self.path = path
         self.place = str(path)
 
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text names a directory on this disk."""
+        try:
+            return Path(text).expanduser().is_dir()
+        except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, a home that is not known
+            return False
+
     def files(self) -> frozenset[str]:
         with reading(self.place):
             return frozenset(path.name for path in self.path.iterdir() if path.is_file())

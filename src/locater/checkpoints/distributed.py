@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..errors import refusal
 from .base import Checkpoint, Entry, Rows
-from .bytes import ByteSource, Folder, Part, check_range
+from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
 from .sharded import check_beside
 from .torch.archive import MAX_PICKLE, open_archive
 from .torch.pickles import Record, load_pickle
@@ -111,15 +112,31 @@ class Distributed(Checkpoint):
             source.close()
 
 
-def read_metadata(source: ByteSource) -> dict[str, Any]:
-    """The saved tree, nested as it was before it was flattened, with `Chunked` for each tensor."""
+def check_harmless(folder: Path) -> None:
+    """Refuse a directory that torch's own loader could not load without running code: it unpickles what it finds.
+
+    Everything in `.metadata` must be on our list, and every entry a tensor: others are pickles in turn.
+    """
+    source = LocalFolder(folder).find(".metadata")
+    if source is None:
+        raise refusal(f"a checkpoint in {folder}", "no .metadata", "name the directory of a checkpoint")
+    if not {type(record) for record in _state(source)[0].values()} <= {TensorRecord}:
+        raise refusal(f"tensors only in {folder}", "an object that was pickled", "do not load this checkpoint")
+
+
+def _state(source: ByteSource) -> tuple[Mapping[Any, Any], Mapping[Any, Any], Any]:
+    """The tensors, their places and the planner's notes, built from data alone."""
     if source.size > MAX_PICKLE:
         raise refusal(f"at most {MAX_PICKLE} bytes in {source.name}", source.size)
-    stream = io.BytesIO(source.read(0, source.size))
-    metadata = load_pickle(stream, name=source.name, admitted=NAMES)
+    metadata = load_pickle(io.BytesIO(source.read(0, source.size)), name=source.name, admitted=NAMES)
     tensors, storage = (_mapping(metadata, key) for key in ("state_dict_metadata", "storage_data"))
+    return tensors, storage, metadata.get("planner_data")
+
+
+def read_metadata(source: ByteSource) -> dict[str, Any]:
+    """The saved tree, nested as it was before it was flattened, with `Chunked` for each tensor."""
+    tensors, storage, paths = _state(source)
     places = {_index_key(index): info for index, info in storage.items()}
-    paths = metadata.get("planner_data")
     tree: dict[str, Any] = {}
     for name, record in tensors.items():
         if isinstance(record, TensorRecord) and isinstance(name, str):
@@ -159,11 +176,27 @@ def _parse_tensor(name: str, record: Record, places: Mapping[Any, Any]) -> Chunk
     parsed = tuple(_parse_chunk(name, chunk, entry, places) for chunk in chunks)
     volume = sum(math.prod(chunk.sizes) for chunk in parsed)
     distinct = len({(chunk.file, chunk.start) for chunk in parsed})
-    if volume != math.prod(entry.shape) or distinct != len(parsed):
+    if volume != math.prod(entry.shape) or distinct != len(parsed) or _overlap(parsed):
         raise refusal(
             f"chunks that make up {name[:80]!r} of shape {list(entry.shape)}", f"{volume} elements in {distinct}"
         )
     return Chunked(entry, parsed)
+
+
+def _overlap(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether two boxes share a number: then, as they fill the tensor by count, others would be read as zero."""
+    active: list[Chunk] = []
+    for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets):
+        active = [one for one in active if not chunk.offsets or one.offsets[0] + one.sizes[0] > chunk.offsets[0]]
+        if any(_share(one, chunk) for one in active):
+            return True
+        active.append(chunk)
+    return False
+
+
+def _share(one: Chunk, other: Chunk) -> bool:
+    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(low < start + size and start < low + length for low, length, start, size in sides)
 
 
 def _parse_chunk(name: str, record: Any, entry: Entry, places: Mapping[Any, Any]) -> Chunk:

@@ -48,18 +48,29 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
 
 def looks_like_path(text: str) -> bool:
     """Whether a text that is not on disk was meant as a path: ids are `name` or `owner/name`, `@revision` allowed."""
+    return not is_hub_id(text)
+
+
+def is_hub_id(text: str) -> bool:
     name = text.partition("@")[0]
-    return not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or name.endswith((*WEIGHTS, INDEX, ".json"))
+    is_one = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return is_one and not name.endswith((*WEIGHTS, INDEX, ".json"))
 
 
 def choose(folder: Folder) -> list[str]:
-    """The files to open together: safetensors before pickles before GGUF before a distributed checkpoint."""
+    """The files to open together: safetensors before a distributed checkpoint before pickles before GGUF.
+
+    What frameworks leave beside a distributed checkpoint (`common.pt`) is no model.
+    """
     files = folder.files()
     if not files:
         found = [name for name in USUAL if folder.find(name) is not None][:1]
     else:
-        found = next((group for kind in (SAFETENSORS, TORCH, GGUF) if (group := _choose_kind(files, kind))), [])
-        found = found or [METADATA] * (METADATA in files)
+        distributed = [METADATA] * (METADATA in files)
+        groups = (
+            distributed if kind is None else _choose_kind(files, kind) for kind in (SAFETENSORS, None, TORCH, GGUF)
+        )
+        found = next((group for group in groups if group), [])
     if not found:
         raise refusal(
             f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",

@@ -9,6 +9,9 @@ from .locate import INDEX, METADATA, WEIGHTS, choose
 
 # Seconds until an address counts as out of reach, and without a single byte during a transfer.
 CONNECT, SILENCE = 15, 60
+# What addresses may begin with. fsspec knows more: chains, archives, and references that it renders as templates.
+PROTOCOLS = ("http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hdfs")
+PROTOCOLS += ("webhdfs", "ftp", "sftp", "ssh", "memory")
 
 
 class RemoteBytes:
@@ -82,9 +85,12 @@ class RemoteFolder:
 
 def locate_address(address: str) -> tuple[Folder, str | None]:
     """The folder of an address, and the file if its last part is the name of one."""
+    protocol = address.partition("://")[0].lower()
+    if protocol not in PROTOCOLS or "::" in address:
+        known = "download the file first, or use one of " + ", ".join(PROTOCOLS)
+        raise refusal("an address that can be read", f"{address[:200]!r}", known)
     fsspec = _import("fsspec", address, extra="remote")
     bare, mark, query = address.partition("?")
-    protocol = address.partition("://")[0]
     is_web = protocol in ("http", "https")
     try:
         system, path = fsspec.core.url_to_fs(bare, **(_web_settings(address) if is_web else {}))

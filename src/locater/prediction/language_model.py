@@ -43,7 +43,9 @@ def load_model(source: Source) -> nn.Module:
     options["dtype" if is_new else "torch_dtype"] = torch.float32
     with quiet(transformers):
         try:
-            return _loader(transformers, place, options).from_pretrained(place, **options).eval()
+            return (
+                _loader(transformers, place, options).from_pretrained(place, trust_remote_code=False, **options).eval()
+            )
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", _first_line(reason)) from None
 
@@ -53,7 +55,8 @@ def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
     if "gguf_file" in options:
         return transformers.AutoModelForCausalLM
     named = {name: options[name] for name in ("revision",) if name in options}
-    architectures = transformers.AutoConfig.from_pretrained(place, **named).architectures or [""]
+    config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **named)
+    architectures = config.architectures or [""]
     causal = architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
@@ -78,7 +81,7 @@ def load_tokenizer(source: Source) -> Any:
     place, options = _place(source)
     with quiet(transformers):
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --no-text"
             raise refusal(f"a tokenizer in {source}", _first_line(reason), remedy) from None

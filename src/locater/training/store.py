@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from ..checkpoints.distributed import check_harmless
 from ..errors import refusal
 from ..records import write_json
 from .processes import Processes
@@ -94,6 +95,7 @@ class Store:
     def load(self, state: dict[str, Any], *, which: str = "last") -> None:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]
+        check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

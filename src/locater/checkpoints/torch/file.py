@@ -1,5 +1,6 @@
 """Files written by `torch.save`: state dicts, bare or inside what training scripts save around them."""
 
+import warnings
 from typing import Any
 
 from jaxtyping import Shaped
@@ -57,6 +58,7 @@ def open_torch(source: ByteSource, *, config: dict[str, Any], allow_pickle: bool
         return TorchFile(source, config=config)
     except CodeRefusal as cause:
         if allow_pickle:
+            warnings.warn(f"{source.name}: its code is run, as allow_pickle says", stacklevel=2)
             return LoadedFile(source, config=config)
         remedy = "if you trust its author, pass allow_pickle=True (--allow-pickle); better, convert it to safetensors"
         raise CodeRefusal(f"{cause}; {remedy}") from None
