@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -31,8 +32,10 @@ class Arguments:
     def shape(self) -> tuple[int, int, int, int]:
         """Texts, heads, queries, keys."""
         if self.logits is not None:
-            return tuple(self.logits.shape)
-        return *self.query.shape[:3], self.key.shape[2]
+            texts, heads, queries, keys = self.logits.shape
+            return texts, heads, queries, keys
+        texts, heads, queries, _ = self.query.shape
+        return texts, heads, queries, self.key.shape[2]
 
 
 def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
@@ -104,7 +107,7 @@ def statistics_of_call(
             query, mask = query[:, :, sample], mask.at(sample)
         scale = given.query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         bias: Bias | None = None if slopes is None else _alibi(slopes)
-        options = dict(bias=bias, sinks=sinks, near=near, blocks=blocks)
+        options: dict[str, Any] = dict(bias=bias, sinks=sinks, near=near, blocks=blocks)
         return stream(query, key, mask=mask, scale=scale, softcap=call.softcap, **options)
 
 

@@ -265,14 +265,14 @@ def _flash(func: Any, args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
         ends = [given[f"cu_seqlens_{side}"] for side in "qk"]
         if given["causal"] and not torch.equal(*ends):
             raise refusal("packed queries and keys of the same lengths", "others")
-        segments = tuple(_labels(end, len(given[side])) for end, side in zip(ends, "qk", strict=True))
-    window = tuple(None if given[f"window_size_{side}"] < 0 else given[f"window_size_{side}"] for side in _SIDES)
+        segments = _labels(ends[0], len(given["q"])), _labels(ends[1], len(given["k"]))
+    left, right = (None if given[f"window_size_{side}"] < 0 else given[f"window_size_{side}"] for side in _SIDES)
     return AttentionCall(
         *(part.transpose(1, 2) for part in (query, key, value)),
         is_causal=given["causal"],
         scale=given["softmax_scale"],
         softcap=given.get("softcap") or None,
-        window=window,
+        window=(left, right),
         offset=key.shape[1] - query.shape[1],
         slopes=given.get("alibi_slopes"),
         segments=segments,

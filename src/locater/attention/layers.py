@@ -5,6 +5,7 @@ Equal to `Head.logits` head by head, but every projection and every norm over a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -142,7 +143,7 @@ def observe(
         positions = (sample[None], counted) if positions is None else (positions[0][:, sample], positions[1])
     queries, keys = queries_and_keys(heads, x_query, x_key, positions)
     bias: Bias | None = None if head.position_bias is None else LayerBias(heads)
-    options = dict(bias=bias, sinks=_stack([head.sink for head in heads]), near=near, blocks=blocks)
+    options: dict[str, Any] = dict(bias=bias, sinks=_stack([head.sink for head in heads]), near=near, blocks=blocks)
     return stream(queries, keys, mask=mask, scale=head.scale, softcap=head.softcap, **options)
 
 

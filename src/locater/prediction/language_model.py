@@ -191,7 +191,7 @@ def _first_line(reason: Exception) -> str:
 def next_token_losses(output: Any, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
     """The mean cross entropy of the next token of each window; none where the model does not predict it."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    rows = None if logits is None else logits.shape[-1]
+    rows = 0 if logits is None else logits.shape[-1]
     if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _is_causal(model):
         return []
     ids = ids.to(logits.device)

@@ -137,7 +137,7 @@ def _windows(
     effort: Effort,
 ) -> tuple[Windows, str]:
     if tokens[0] is not None:
-        return _given(*tokens, effort), "tokens"
+        return _given(tokens[0], tokens[1], effort), "tokens"
     named = tokenizer is not None
     if _is_name(tokenizer):
         tokenizer = load_tokenizer(tokenizer if named else source)

@@ -88,7 +88,9 @@ def scan(
     every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow (docs/report.md).
     """
     settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
-    options = dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
+    options: dict[str, Any] = dict(
+        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
+    )
     with open_source(source, **options) as opened:
         if opened.tensors is not None:
             settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors)))

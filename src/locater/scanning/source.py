@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
+from typing import Any
 
 from torch import nn
 
@@ -84,7 +85,9 @@ def heads(
     >>> [head.label for head in heads(layer)]
     ['encoder layer 0, head 0', 'encoder layer 0, head 1']
     """
-    options = dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
+    options: dict[str, Any] = dict(
+        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
+    )
     with open_source(source, **options) as opened:
         for layer in opened.read(opened.wanted(layers)):
             if layer.refused:

@@ -68,7 +68,9 @@ def page(folder: Path, *, pictures: str) -> str:
 
 def _section(name: str, found: dict[str, Any], pictures: str) -> str:
     command = f"locater study {name}"
-    lines = [f"## `{name}`", "", f"**{found['question']}**", "", *(f"- {said}" for said in found["answer"]), ""]
+    small = ["- A miniature (`--quick`): small models and few steps, which say little of larger and longer ones."]
+    answer = [f"- {said}" for said in found["answer"]]
+    lines = [f"## `{name}`", "", f"**{found['question']}**", "", *(small if found["quick"] else []), *answer, ""]
     if found["rows"]:
         lines += [f"![{name}]({pictures}/{name}.png)", ""]
     made = f"`{command} --quick`; the full grid, `{command}`, is open" if found["quick"] else f"`{command}`"

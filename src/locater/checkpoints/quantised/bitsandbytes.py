@@ -30,13 +30,15 @@ class FourBits(Weight):
         except (ValueError, RecursionError):
             state = None
         self.check(isinstance(state, dict), "its state as a JSON object", f"{data[:40]!r}")
+        assert isinstance(state, dict)
         return state
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> Shape:  # type: ignore  # read once
         shape = self.state.get("shape")
         fine = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 2**31 for n in shape)
         self.check(fine, "the shape of a matrix in its state", f"{shape!r:.60}")
+        assert isinstance(shape, list)
         stored = math.prod(self.part_shape("weight"))
         self.check(2 * stored == math.prod(shape), f"{math.prod(shape) // 2} bytes of codes", stored)
         return tuple(shape)
@@ -66,6 +68,7 @@ class FourBits(Weight):
         inner = number(self.state, "nested_blocksize")
         offset = self.state.get("nested_offset")
         self.check(isinstance(offset, float | int) and maxima.dtype == torch.uint8, "nested maxima", f"{offset!r:.40}")
+        assert isinstance(offset, float | int)
         self.check_shape("weight.nested_quant_map", (256,))
         self.check_shape("weight.nested_absmax", (-(-count // inner),))
         numbers = self.part("weight.nested_quant_map").float()[maxima.long()]

@@ -41,7 +41,7 @@ class Whole(Weight):
     def bits(self) -> int:
         """Of those that the config declares, the one that the stored width allows."""
         width, stored = self.shape[1], self.part_shape("weight_packed")[1]
-        declared = {arguments.get("num_bits") for arguments in weight_arguments(self.settings)} & {*BITS}
+        declared = {*BITS} & {arguments.get("num_bits") for arguments in weight_arguments(self.settings)}
         fitting = [bits for bits in declared if math.ceil(width * bits / 32) == stored]
         self.check(len(fitting) == 1, f"{width} codes of {sorted(declared)} bits", f"{stored} words a row")
         return fitting[0]

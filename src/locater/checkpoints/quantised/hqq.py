@@ -23,7 +23,7 @@ class HQQ(Weight):
     """Every read costs the whole weight: a stored row holds numbers of several."""
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> Shape:  # type: ignore  # read once
         self.check_shape("shape", (2,))
         shape = tuple(self.part("shape").tolist())
         stored = math.prod(self.part_shape("W_q")) * 8 // self.bits

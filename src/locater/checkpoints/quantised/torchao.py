@@ -29,10 +29,11 @@ class TorchAO(Weight):
         shape, block = self.shape, self.settings.get("block_size")
         is_pair = isinstance(block, list) and len(block) == len(shape) == 2
         self.check(
-            is_pair and all(type(n) is int and n > 0 for n in block),
+            is_pair and all(type(n) is int and n > 0 for n in block or ()),
             "a matrix and the size of its blocks",
             f"shape {[*shape]} and {block!r:.60}",
         )
+        assert isinstance(block, list)
         self.check("_weight_act_pre_scale" not in self.parts, "no scale of the activations", "one")
         for role in self.settings["parts"]:
             self.check(f"_weight_{role}" in self.parts, f"`_weight_{role}`, as the header says", "none")

@@ -202,11 +202,11 @@ class Search:
             raise Refusal(layer.refused[0])
         batch, call = self.call.query.shape[0], self.call
         sides = ((query.product.x, call.query.shape[2]), (key.product.x, call.key.shape[2]))
-        inputs = [next(_batched(x, batch, tokens))[:1, :MOST_TOKENS].float() for x, tokens in sides]
+        x_query, x_key = (next(_batched(x, batch, tokens))[:1, :MOST_TOKENS].float() for x, tokens in sides)
         query_part, key_part = (part[:1].transpose(1, 2) for part in (self.query, self.key))
         cut = replace(call, query=query_part, key=key_part, value=key_part, x=None)
         for head, expected in zip(layer.heads, cut.raw()[0], strict=True):
-            logits = replace(head, position_bias=None).logits(*inputs)[0].detach()
+            logits = replace(head, position_bias=None).logits(x_query, x_key)[0].detach()
             if not alike(logits, expected, 10 * self.allowed):
                 names = f"`{query.product.name}` and `{key.product.name}`"
                 raise refusal(f"the call's logits from {names}", f"others in head {head.index}")

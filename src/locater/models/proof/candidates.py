@@ -128,7 +128,9 @@ def _together(context: Context, name: str, num_heads: int) -> Iterator[Recipe]:
         if not num_key_heads or num_heads % num_key_heads or rows % (num_heads + 2 * num_key_heads):
             continue
         shape = _shape(context, name, num_heads, num_key_heads, rows // (num_heads + 2 * num_key_heads))
-        for fused in ("qkv", "grouped") if shape is not None else ():
+        if shape is None:
+            continue
+        for fused in ("qkv", "grouped"):
             yield _recipe(context, name, name, shape | dict(fused=fused, gated=False, transposed=transposed))
 
 
