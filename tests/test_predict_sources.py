@@ -1,12 +1,17 @@
 """What is run and on what: sources, tokenizers, special tokens. Each of these was once silently wrong, or refused."""
 
+import json
+
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
+from locater.cli import app
 from locater.errors import Refusal
 from locater.prediction.language_model import begins_with_bos, load_model, load_tokenizer
 from locater.prediction.predict import Effort, predict
+from locater.prediction.probe import probe
 from locater.prediction.windows import given, random_windows, special_tokens
 from locater.training.data.vocabulary import Words
 from locater.training.export import export
@@ -130,3 +135,45 @@ def test_random_windows_follow_zipf_between_special_tokens():
     # Ranks 0 and 27: 1/2.7 against 1/29.7.
     assert counts[1] / counts[26:36].float().mean() == pytest.approx(34.2 / 2.7, rel=0.3)
     assert torch.equal(ids, random_windows(1000, count=50, length=200, ends=([5], [6, 7]), leave_out=[0, 5, 6, 7]))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_probe_is_the_model_s_attention_on_random_ids(name):
+    """Its numbers are those of `output_attentions` on the ids that the model was given."""
+    net, seen = model(name), []
+    net.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    found = probe(net, effort=Effort(window=LENGTH))
+    ids = torch.cat(seen)
+    assert ids.shape == (4, LENGTH) and found.windows == 4
+    counts = torch.bincount(ids.flatten(), minlength=VOCABULARY).float()
+    assert counts.max() > 4 * counts.median()  # Zipf, whatever the ranks
+    with torch.no_grad():
+        attention = net(ids, output_attentions=True).attentions
+    for one in found.heads:
+        sink = attention[one.layer][:, one.head, 64:, 0].mean()
+        assert one.numbers.sink_mass == pytest.approx(float(sink), abs=1e-5)
+
+
+def test_a_probe_begins_as_the_gguf_file_says(tmp_path, monkeypatch):
+    from locater.prediction import probe as module
+
+    settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2}
+    header = type("Header", (), {"settings": settings})
+    monkeypatch.setattr(module, "read_header", lambda source: header)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"")
+    assert module._special(path) == ([2], [], [2])
+
+
+def test_command_without_text(tmp_path):
+    """A folder without a tokenizer, of which nothing but random ids can be asked."""
+    model("llama").save_pretrained(tmp_path)
+    arguments = ["predict", str(tmp_path), "--no-text", "--window", str(LENGTH), "--json"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json"), "--heads"])
+    assert result.exit_code == 0, result.output
+    assert "8 heads on 4 windows of 96 random ids" in result.output and "decoder 1.3" in result.output
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["schema"] == "locater.probe/1" and len(document["heads"]) == 8
+    assert set(document["heads"][0]["probed"]) >= {"near_mass_beyond_first", "sink_mass"}
+    refused = CliRunner().invoke(app, ["predict", str(tmp_path), "--no-text", "--text", "x.txt"])
+    assert refused.exit_code == 2 or "--no-text goes without" in str(refused.exception)

@@ -16,7 +16,7 @@ from .report import HtmlPath, save_html
 from .scan import Layers
 
 if TYPE_CHECKING:
-    from ..prediction.predict import HeadPrediction, Prediction
+    from ..prediction.predict import Effort, HeadPrediction, Prediction
 
 COLUMNS = {
     "near_mass_beyond_first": "near",
@@ -35,6 +35,7 @@ MEANINGS = {
 def predict(
     source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text; by default Python's docstrings.")] = None,
+    no_text: Annotated[bool, typer.Option("--no-text", help="Random ids instead, in one pass.")] = False,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
     calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
     test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
@@ -56,12 +57,39 @@ def predict(
     except Refusal as reason:
         raise BadArguments(str(reason)) from None
     console = console_for(json)
+    if no_text:
+        if text or tokenizer or plot or html:
+            raise BadArguments("--no-text goes without --text, --tokenizer, --plot and --html")
+        _probe(console, source, layers=parse_spans(layers, "--layers"), effort=effort, heads=heads, json=json)
+        return
     options = dict(text=text, tokenizer=tokenizer, layers=parse_spans(layers, "--layers"), effort=effort)
     found = _with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)
     if html:
         save_html([found.to_json()], html)
+
+
+def _probe(console: Console, source: str, *, layers: Any, effort: "Effort", heads: bool, json: Path | None) -> None:
+    """What heads do on random ids, as a table and a document."""
+    from ..prediction.probe import probe as run
+    from ..records import write_json
+
+    found = run(source, layers=layers, effort=effort)
+    tokens = f"{found.windows} windows of {found.length} random ids"
+    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads on {tokens}", soft_wrap=True)
+    console.print()
+    body = []
+    for place, group in groupby(found.heads, key=lambda one: (one.block, one.layer, one.head if heads else None)):
+        numbers = [one.numbers for one in group]
+        label = f"{place[0]} {place[1]}" + (f".{place[2]}" if heads else "")
+        body.append([label, *(f"{mean(getattr(one, name) for one in numbers):.3f}" for name in COLUMNS)])
+    console.print(table(["head" if heads else "layer", *COLUMNS.values()], body, words=["head", "layer"]))
+    console.print("[dim]on random ids, not on text: ranks of near mass hold best, sinks least[/dim]")
+    for sentence in found.left_out:
+        console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
+    if json:
+        write_json(found.to_json(), json)
 
 
 def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
@@ -84,12 +112,16 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
         f"{found.length}),\nmeasured on {tokens['test']} others ({found.test_windows} windows)",
         soft_wrap=True,
     )
+    if found.loss is not None:
+        console.print(f"loss on the measured windows: {found.loss:.2f} nats per token")
     console.print()
     console.print(_head_table(found) if heads else _layer_table(found))
     console.print("[dim]each column: predicted → measured[/dim]")
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
+    for sentence in found.warnings:
+        console.print(f"[red]![/red] {sentence}", soft_wrap=True)
     for sentence in found.left_out:
         console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
 

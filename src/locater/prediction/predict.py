@@ -49,7 +49,7 @@ def predict(
     effort, terms = effort or Effort(), terms or Terms()
     model = load_model(source)
     chosen, left_out = self_attention(model)
-    chosen = _wanted(chosen, layers)
+    chosen = wanted_layers(chosen, layers)
     windows, text_name = _windows(
         source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, effort=effort
     )
@@ -179,7 +179,7 @@ def _check_fits(model: nn.Module, windows: Windows) -> None:
         raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
-def _wanted(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
+def wanted_layers(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
     if layers is None:
         return chosen
     known, wanted = {layer.number for layer in chosen}, set(layers)
