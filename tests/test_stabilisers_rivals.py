@@ -1,4 +1,6 @@
+import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from locater.attention.calls import AttentionCall
 from locater.errors import Refusal
 from locater.models.live import layers
 from locater.spectra import moments
@@ -25,7 +28,6 @@ from locater.stabilisers import (
     Stabiliser,
     ZLoss,
 )
-from locater.stabilisers.live.interception import Call
 from stabiliser_models import MODELS, TOKENS, Encoder, OwnAttention, gpt2, llama, outputs
 
 RIVALS = {
@@ -89,10 +91,10 @@ def test_rivals_that_should_change_the_output_do():
         torch.testing.assert_close(outputs(model), before)
 
 
-def call(**options) -> Call:
+def call(**options) -> AttentionCall:
     query = torch.randn(2, 4, 6, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.float64)
-    return Call(query, key, value, enable_gqa=True, **options)
+    return AttentionCall(query, key, value, enable_gqa=True, **options)
 
 
 MASK = torch.ones(6, 6, dtype=torch.bool).tril(1)
@@ -369,3 +371,74 @@ def test_a_slot_reaches_torchs_fused_encoder_layer():
         plain = outputs(model)
         SoftCap(model, cap=0.01)
         assert not torch.allclose(outputs(model), plain, atol=1e-4)
+
+
+CHANGING = ("soft-cap", "qk-norm rms", "qk-norm l2")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "torch"])
+@pytest.mark.parametrize("rival", SLOTTED)
+@pytest.mark.parametrize("way", ["deepcopy", "file"])
+def test_a_copy_computes_with_its_own_weights(rival, name, way, tmp_path):
+    model = grown(MODELS[name])
+    stabiliser = RIVALS[rival](model)
+    before = outputs(model)
+    if way == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        torch.save(model, tmp_path / "model.pt")
+        twin = torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.testing.assert_close(outputs(twin), before)  # torch's kernel, where a loss materialises the original's logits
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.1)
+    assert not torch.allclose(outputs(twin), before, atol=1e-4)
+    assert torch.equal(outputs(model), before)
+    stabiliser.detach()
+    assert torch.allclose(outputs(model), before, atol=1e-4) == (rival not in CHANGING)
+
+
+def test_a_copy_of_a_model_feeds_no_stabiliser_of_the_original():
+    model = grown(llama)
+    loss, clip = ZLoss(model, weight=1.0), QKClip(model, threshold=1e9)
+    outputs(copy.deepcopy(model))
+    assert not loss.gathered and not clip.largest
+    outputs(model)
+    assert loss.gathered and clip.largest
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_slots_are_left_in_any_order_and_twice(order):
+    model = grown(llama)
+    before, attributes = outputs(model), [sorted(vars(module)) for module in model.modules()]
+    attached = [ZLoss(model, weight=0.1), QKNorm(model), QKClip(model, threshold=1e9)]
+    assert not torch.allclose(outputs(model), before, atol=1e-4)
+    for number in order:
+        attached[number].detach()
+        outputs(model)
+        attached[number].detach()
+    assert torch.equal(outputs(model), before)
+    assert [sorted(vars(module)) for module in model.modules()] == attributes
+
+
+def test_threads_leave_the_kernel_as_it_was():
+    kernel = functional.scaled_dot_product_attention
+    models = [grown(Encoder) for _ in range(4)]
+    attached = [SoftCap(model, cap=0.05) for model in models]
+    expected = [outputs(model).detach() for model in models]
+    with ThreadPoolExecutor(len(attached)) as pool:
+        rounds = [list(pool.map(outputs, models)) for _ in range(10)]
+    for outs in rounds:
+        assert all(torch.equal(one, two) for one, two in zip(outs, expected, strict=True))
+    assert functional.scaled_dot_product_attention is kernel
+
+
+def test_an_exception_in_attention_leaves_no_interception():
+    model = grown(gpt2)
+    capped = SoftCap(model, cap=0.05)
+    hook = model.transformer.h[1].attn.c_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        outputs(model)
+    hook.remove()
+    assert not torch.overrides._get_current_function_mode_stack()
+    capped.detach()

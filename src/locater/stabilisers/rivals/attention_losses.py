@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ...attention.calls import AttentionCall
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser, non_negative
-from ..live.interception import Call, Slots
+from ..live.interception import Slots, Watcher
 from ..live.pairs import find_pairs
 
 
@@ -24,13 +25,14 @@ class AttentionLoss(Stabiliser):
     ) -> None:
         self.weight = non_negative(weight, "weight")
         self.gathered: dict[str, list[Tensor]] = {}
-        self.slots = Slots(find_pairs(model, heads=heads, sample=sample, trained=False), self._attend)
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
+        self.slots = Slots(pairs, lambda name: Watcher(self._attend, name))
         self.last: dict[str, float] = {}
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
         raise NotImplementedError
 
-    def _attend(self, name: str, call: Call) -> Tensor:
+    def _attend(self, name: str, call: AttentionCall) -> Tensor:
         logits = call.masked(call.raw())
         if torch.is_grad_enabled():
             some = (logits > -torch.inf).any(-1)

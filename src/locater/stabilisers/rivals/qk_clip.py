@@ -11,12 +11,13 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ...attention.calls import AttentionCall
 from ...errors import refusal
 from ...head import layer_key
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser
-from ..live.interception import Call, Slots
+from ..live.interception import Slots, Watcher
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
@@ -48,9 +49,9 @@ class QKClip(Stabiliser):
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only)
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
-        self.slots = Slots(self.pairs, self._attend)
+        self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))
 
-    def _attend(self, name: str, call: Call) -> Tensor:
+    def _attend(self, name: str, call: AttentionCall) -> Tensor:
         if torch.is_grad_enabled():
             largest = largest_logits(call)
             known = self.largest.get(name)
@@ -87,7 +88,7 @@ class QKClip(Stabiliser):
 
 
 @torch.no_grad()
-def largest_logits(call: Call) -> Float[Tensor, " heads"]:
+def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     """max over batch, queries and admissible keys, block by block: no T×T matrix."""
     rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
     blocks = [call.masked(call.raw(block), block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]

@@ -6,16 +6,18 @@ temperature as in Henry et al. 2020 (arXiv 2010.04245).
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ...attention.calls import AttentionCall
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser
-from ..live.interception import Call, Slots
+from ..live.interception import Slots
 from ..live.pairs import Pair, find_pairs
 
 SUBMODULE = "qk_norm"
@@ -26,7 +28,7 @@ class Kind(Protocol):
     """What is learned for a module's heads, and the changed call."""
 
     def make(self, pair: Pair, num_heads: int) -> nn.Module: ...
-    def apply(self, learned: nn.Module, call: Call) -> Call: ...
+    def apply(self, learned: nn.Module, call: AttentionCall) -> AttentionCall: ...
 
 
 class RMS:
@@ -37,7 +39,7 @@ class RMS:
         size: Any = dict(device=like.device, dtype=like.dtype)
         return nn.ModuleDict({name: nn.RMSNorm(pair.query.d_head, eps=1e-6, **size) for name in ("query", "key")})
 
-    def apply(self, learned: nn.Module, call: Call) -> Call:
+    def apply(self, learned: nn.Module, call: AttentionCall) -> AttentionCall:
         return call.changed(query=learned["query"](call.query), key=learned["key"](call.key))  # type: ignore[index]
 
 
@@ -54,7 +56,7 @@ class L2:
         start = torch.full((num_heads, 1, 1), self.start, device=like.device, dtype=like.dtype)
         return nn.ParameterDict({"temperature": nn.Parameter(start)})
 
-    def apply(self, learned: nn.Module, call: Call) -> Call:
+    def apply(self, learned: nn.Module, call: AttentionCall) -> AttentionCall:
         query = nn.functional.normalize(call.query, dim=-1) * learned["temperature"]  # type: ignore[index]
         return call.changed(query=query, key=nn.functional.normalize(call.key, dim=-1), scale=1.0)
 
@@ -81,10 +83,7 @@ class QKNorm(Stabiliser):
             if hasattr(module, SUBMODULE):
                 raise refusal("attention without a QK-norm of ours", f"one in {name}", "detach() the other first")
             module.add_module(SUBMODULE, self.kind.make(own[0], sum(math.prod(pair.shape) for pair in own)))
-        self.slots = Slots(pairs, self._attend)
-
-    def _attend(self, name: str, call: Call) -> Tensor:
-        return self.kind.apply(getattr(self.modules[name], SUBMODULE), call).attend()
+        self.slots = Slots(pairs, lambda name: Normalising(self.kind))
 
     def parameters(self) -> list[nn.Parameter]:
         return [weight for module in self.modules.values() for weight in getattr(module, SUBMODULE).parameters()]
@@ -96,4 +95,14 @@ class QKNorm(Stabiliser):
     def detach(self) -> None:
         self.slots.remove()
         for module in self.modules.values():
-            delattr(module, SUBMODULE)
+            module._modules.pop(SUBMODULE, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Normalising:
+    """The handler of one module: what is learned is the module's own, so that a copy goes by the copy's."""
+
+    kind: Kind
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        return self.kind.apply(getattr(module, SUBMODULE), call).attend()

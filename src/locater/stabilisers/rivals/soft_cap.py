@@ -1,15 +1,17 @@
 """Logit soft-capping: ω ↦ c·tanh(ω/c) (Gemma Team 2024, arXiv 2408.00118; after Bello et al. 2016)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ...attention.calls import AttentionCall
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser
-from ..live.interception import Call, Slots
+from ..live.interception import Slots
 from ..live.pairs import find_pairs
 
 
@@ -21,12 +23,21 @@ class SoftCap(Stabiliser):
     ) -> None:
         if not 0 < cap < float("inf"):
             raise refusal("a positive, finite cap", cap)
-        self.cap = cap
-        self.slots = Slots(find_pairs(model, heads=heads, sample=sample, trained=False), self._attend)
-
-    def _attend(self, name: str, call: Call) -> Tensor:
-        # Masks come behind the cap, which would make them finite.
-        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap))
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
+        self.slots = Slots(pairs, lambda name: Capping(cap))
 
     def detach(self) -> None:
         self.slots.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class Capping:
+    """The handler of one module."""
+
+    cap: float
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        if call.softcap is None:
+            return call.changed(softcap=self.cap).attend()
+        # The model caps already. Masks come behind the cap, which would make them finite.
+        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap))
