@@ -84,12 +84,23 @@ def test_resuming_runs_nothing_that_the_folder_holds(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_resuming_reads_tensors_only(tmp_path):
-    """An entry of bytes would be unpickled by torch, whatever the run expects there."""
+def test_objects_beside_the_tensors_are_looked_at_too(tmp_path):
+    """torch unpickles entries that are no tensors, whatever the run expects there."""
     store = store_in(tmp_path)
-    change_metadata(tmp_path / "step-1", lambda metadata: metadata.state_dict_metadata.update(a=BytesStorageMetadata()))
-    with pytest.raises(Refusal, match="tensors only"):
+    folder = tmp_path / "step-1"
+    with (folder / "bomb.distcp").open("wb") as file:
+        torch.save(Bomb(tmp_path / "ran"), file)
+
+    def change(metadata):
+        metadata.state_dict_metadata["a"] = BytesStorageMetadata()
+        info = metadata.storage_data.popitem()[1]
+        place = type(info)("bomb.distcp", 0, (folder / "bomb.distcp").stat().st_size)
+        metadata.storage_data[MetadataIndex("a")] = place
+
+    change_metadata(folder, change)
+    with pytest.raises(Refusal, match="asks for the code"):
         store.load({"a": torch.zeros(3)})
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])

@@ -115,13 +115,21 @@ class Distributed(Checkpoint):
 def check_harmless(folder: Path) -> None:
     """Refuse a directory that torch's own loader could not load without running code: it unpickles what it finds.
 
-    Everything in `.metadata` must be on our list, and every entry a tensor: others are pickles in turn.
+    Everything in `.metadata` must be on our list, and so must everything in entries that are no tensors.
     """
-    source = LocalFolder(folder).find(".metadata")
+    place = LocalFolder(folder)
+    source = place.find(".metadata")
     if source is None:
         raise refusal(f"a checkpoint in {folder}", "no .metadata", "name the directory of a checkpoint")
-    if not {type(record) for record in _state(source)[0].values()} <= {TensorRecord}:
-        raise refusal(f"tensors only in {folder}", "an object that was pickled", "do not load this checkpoint")
+    tensors, storage, _ = _state(source)
+    for index, info in storage.items():
+        name = _index_key(index)[0]
+        if not isinstance(tensors.get(name), TensorRecord):
+            if not isinstance(info, Record):
+                raise refusal(f"the place of {name[:80]!r} in .metadata", "none", "do not load this checkpoint")
+            start, length = _counts((info.get("offset"), info.get("length")), "the place of an object")
+            file = _open_file(place, check_beside(info.get("relative_path"), ".metadata"))
+            open_archive(Part(file, start, length))
 
 
 def _state(source: ByteSource) -> tuple[Mapping[Any, Any], Mapping[Any, Any], Any]:
