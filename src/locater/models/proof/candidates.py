@@ -234,7 +234,8 @@ def _measured_scale(context: Context, recipe: Recipe) -> float | None:
             return None
         theirs = context.stack.calls[layer][0].logits[:, 0]
         inputs = (input_of(evidence, name) for name in (built.query_name, built.key_name))
-        own = built.heads[0].logits(*(x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in inputs))
+        x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in inputs)
+        own = built.heads[0].logits(x_query, x_key)
     except (ValueError, RuntimeError, IndexError, KeyError, TypeError):
         return None
     theirs = theirs[..., : own.shape[-1]]

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _entry(key: str, value: Any, values: Mapping, sizes: Sizes, num_layers: int,
     return value
 
 
-def _is_choice(value: Any, depth: int | None) -> bool:
+def _is_choice(value: Any, depth: int | None) -> TypeGuard[list[int]]:
     if not isinstance(value, list) or not value or not depth or len(value) == depth:
         return False
     return all(isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < depth for layer in value)
