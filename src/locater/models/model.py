@@ -1,10 +1,10 @@
 """A model as the tables see it: its family, where its attention lies, and what of it is left out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
-from .neighbours import missing_layers, uneven_layers, unknown_neighbours
+from .neighbours import missing_layers, uneven_layers, unknown_neighbours, unread_queries
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
@@ -36,20 +36,24 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     partial = family.partial(config) if family.partial else None
-    coverage = _coverage(places, partial)
+    coverage = _coverage(places, partial, tensors.names)
+    if config.get("model_type") is None and family.model_types:
+        coverage += f", read as {family.name} by its tensor names: the config has no model type"
     if proof is not None:
         absent = len(family.attention) - len(places)
         coverage += f", {absent} of its stacks not in this file" if absent else ""
     return Model(family.name, places, coverage if proof is None else f"{coverage}, {proof}")
 
 
-def _coverage(places: tuple[Places, ...], partial: str | None) -> str:
+def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection[str]) -> str:
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
     reasons = [reason for one in places for reason in _missing(one)] + ([partial] if partial else [])
     reasons += [reason for one in places if (reason := uneven_layers(one))]
     if not partial and (unknown := unknown_neighbours(places)):
         listed = f"`{unknown[0][:120]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
         reasons.append(f"not in the heads: {listed}")
+    if not partial and (unread := unread_queries(places, names)):
+        reasons.append(f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`")
     return ", ".join([f"PARTIAL: {stored} of {layers} layers", *reasons]) if reasons else "COMPLETE"
 
 

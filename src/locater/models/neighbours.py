@@ -5,7 +5,7 @@ norms or, by its name, elsewhere in a layer, and is neither read by a row nor kn
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ BEHIND = re.compile(
 MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: four dimensions, or the number behind it
 # Words that mean a term of the logits wherever in a layer they stand.
 TELLING = re.compile(r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias")
+# How people call the projection that makes queries, alone or with keys and values.
+QUERY = re.compile(
+    r"(^|\.)(q_proj|query|query_proj|wq|to_q|q_lin|qkv|qkv_proj|Wqkv|to_qkv|c_attn|query_key_value|att(entio)?n\.q)"
+    r"\.weight$|(^|\.)in_proj_weight$"
+)
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 # The columns of a row that name modules.
 NAMED = ("query", "key", "input_norm", "key_input_norm", "query_norm", "key_norm", "query_low_rank", "key_low_rank")
@@ -54,6 +59,21 @@ def unknown_neighbours(found: Sequence[Places]) -> list[str]:
     tensors = found[0].tensors
     candidates = (name for name in tensors.names if around.may_act(name, 2))
     return [name for name in candidates if around.may_act(name, len(tensors.shape(name)))]
+
+
+def unread_queries(found: Sequence[Places], names: Collection[str]) -> list[str]:
+    """Tensors that by their name make queries, in attention that none of these rows is about."""
+    around = Surroundings(set(), set(), set())
+    for places in found:
+        for layer in places.layers:
+            _add(around, places, layer)
+    queries = (name for name in names if QUERY.search(name) and name not in around.read)
+    return sorted(name for name in queries if not _is_inside(name, around))
+
+
+def _is_inside(name: str, around: Surroundings) -> bool:
+    """Whether a row reads that attention module: what else lies in it is a neighbour, and told as such."""
+    return any(outer in around.modules for outer in outer_modules(name))
 
 
 def uneven_layers(places: Places) -> str | None:

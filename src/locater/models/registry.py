@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import replace
 
 from ..errors import Refusal, refusal
 from .schema import Config, Family
@@ -42,11 +43,19 @@ def _likeness(pattern: str) -> int:
     return 2 * any(word in pattern for word in wanted) + ("attn" in pattern or "attention" in pattern)
 
 
+def _is_projection(pattern: str) -> bool:
+    """A weight that is called as queries are, and is no norm (`q_norm`, `query_layernorm`)."""
+    module, _, kind = pattern.rpartition(".")
+    last = module.rpartition(".")[2]
+    return kind == "weight" and any(word in last for word in QUERY_WORDS) and "norm" not in last and "ln" not in last
+
+
 def _layout(patterns: dict[str, set[str]]) -> str:
-    query = next((p for p in patterns if "{layer}" in p and any(word in p for word in QUERY_WORDS)), None)
-    query = (query or "the.name.of.layer.{layer}.query.weight").removesuffix(".weight").removesuffix(".bias")
+    query = next((p for p in patterns if "{layer}" in p and _is_projection(p)), None)
+    query = (query or "the.name.of.layer.{layer}.query.weight").removesuffix(".weight")
     word = next((word for word in QUERY_WORDS if word in query), "")
     key = query.replace(word, KEY_OF[word]) if word in KEY_OF else query
+    key = key if f"{key}.weight" in patterns else "?"
     num_layers = len(patterns.get(f"{query}.weight", ())) or "?"
     fused = "" if word in KEY_OF else "    fused: qkv            # or grouped\n"
     return (
@@ -72,7 +81,41 @@ def find_family(config: Config, names: Collection[str]) -> Family:
         for family in FAMILIES:
             if family.signature and _has(family.signature.format(layer=0), names):
                 return _checked(family, names)
+        if (family := family_of_names(names)) is not None:
+            return _checked(family, names)
     raise unknown_layout(config, names)
+
+
+def family_of_names(names: Collection[str]) -> Family | None:
+    """The family whose first row's queries and keys are stored under its usual prefixes, if only one row is so.
+
+    Families that share the row are one here. Used where a config has no model type.
+    """
+    fitting = [family for family in FAMILIES if not family.signature and _fits(family, names)]
+    return fitting[0] if fitting and _reads_alike(fitting) else None
+
+
+def _fits(family: Family, names: Collection[str]) -> bool:
+    row = family.attention[0]
+    if row.prefixes is None or row.names is not None:
+        return False
+    if not all(any(part in name for name in names) for part in family.needs):
+        return False
+    return all(
+        any(
+            f"{prefix}{alternative.format(layer=0, previous=0, head=0)}{end}" in names
+            for prefix in row.prefixes
+            for alternative in pattern.split("|")
+            for end in (".weight", "_weight")
+        )
+        for pattern in (row.query, row.key)
+    )
+
+
+def _reads_alike(families: list[Family]) -> bool:
+    """Whether all of them would read the same numbers: their first rows differ in nothing but where they look."""
+    first, *others = (replace(family.attention[0], prefixes=None) for family in families)
+    return all(other == first for other in others)
 
 
 def is_in_tables(model_type: str) -> bool:

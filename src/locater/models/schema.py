@@ -196,6 +196,7 @@ class Family:
     attention: tuple[Attention, ...]
     partial: Callable[[Config], str | None] | None = None
     signature: str | None = None  # how a layer-0 tensor's name ends by which files without a model type are known
+    needs: tuple[str, ...] = ()  # parts of names without which a file without a model type is not of this family
     foreign: tuple[str, ...] = ()  # parts of names that mean another kind of attention under the same signature
 
 

@@ -175,7 +175,13 @@ MODERNBERT = Attention(
 FAMILIES: tuple[Family, ...] = (
     Family("bert", ("bert",), BERT_ROWS, partial=relative_terms),
     Family("roberta", ("roberta", "xlm-roberta", "camembert"), BERT_ROWS, partial=relative_terms),
-    Family("electra", ("electra",), (ELECTRA, ELECTRA_DECODER, BERT_CROSS), partial=relative_terms),
+    Family(
+        "electra",
+        ("electra",),
+        (ELECTRA, ELECTRA_DECODER, BERT_CROSS),
+        partial=relative_terms,
+        needs=("embeddings_project",),
+    ),
     Family("albert", ("albert",), (ALBERT,), partial=relative_terms),
     Family("distilbert", ("distilbert",), (DISTILBERT,)),
     Family("deberta-v2", ("deberta-v2",), (DEBERTA,), partial=deberta_partial),
