@@ -65,6 +65,7 @@ def test_it_explains_and_leaves_four_pictures(shown):
     out, printed = shown
     for name in PICTURES:
         assert (out / name).read_bytes()[:4] == b"\x89PNG" and (out / name).stat().st_size > 10_000
+    assert "Content-Security-Policy" in (out / "report.html").read_text(encoding="utf-8")
     lines = printed.splitlines()
     assert max(len(line.rstrip()) for line in lines if str(out) not in line) <= 80
     for words in ("entropy collapse", "after 6 steps", "Scanned from the files", "one seed", "not evidence"):

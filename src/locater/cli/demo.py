@@ -10,6 +10,7 @@ from rich.markup import escape
 from ..theory.words import WORDS
 from .demo_models import say, show_models
 from .output import console_for
+from .report import HtmlPath, save_html
 
 INTRODUCTION = """\
 [bold]Where does attention look?[/bold]
@@ -53,6 +54,7 @@ FILES = """
   one_head.png, phase_diagram.png   the theory: one head, then all on one plane
   training.png                      how both models learnt; their eigenvalues
   attention.png                     what each of them attends to
+  report.html                       both models, head by head, to click through
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo --out {out}[/bold] shows it again and trains nothing anew.
 Next: [bold]locater train --help[/bold], and docs/notation.md for the letters."""
@@ -60,6 +62,7 @@ Next: [bold]locater train --help[/bold], and docs/notation.md for the letters.""
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and models go.")] = Path("demo"),
+    html: HtmlPath = None,
 ) -> None:
     """A guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
     from ..studies.two_models import check
@@ -69,7 +72,18 @@ def demo(
     console.print(INTRODUCTION)
     _show_theory(console, out)
     show_models(console, out)
+    _save_page(out, html or out / "report.html")
     say(console, FILES.format(out=escape(str(out))))
+
+
+def _save_page(out: Path, path: Path) -> None:
+    """Both models side by side, and both runs step by step."""
+    from ..report.reading import read_record
+    from ..scanning.scan import scan
+
+    runs = [out / "without", out / "with"]
+    scans = [scan(run / "model", eigenvalues=True, curves=True).to_json() for run in runs]
+    save_html([*scans, *map(read_record, runs)], path, title="Two small models, without and with LocAteR")
 
 
 def _show_theory(console: Console, out: Path) -> None:
