@@ -86,7 +86,8 @@ QUANTITIES = {
             "symmetry", "tr W²/‖W‖²", "how symmetric W is", "rotates (−1)", "symmetric (1)", "diverging"
         ),
         Quantity("spread", "E|λ−m|²", "spread of the eigenvalues around their mean", "concentrated", "spread out"),
-        Quantity("largest_singular_value", "σ₁", "largest singular value of W", "small logits", "large logits"),
+        Quantity("sigma", "σ₁", "largest singular value of W", "small logits", "large logits"),
+        Quantity("logit_bound", "|ω| ≤", "what no logit of the head can exceed", "bounded closely", "hardly bounded"),
         *(
             Quantity(name, symbol, words, low, high, scale, MEASURED, _LIMITS.get(name, ()))
             for name, symbol, words, low, high, scale in _ATTENTION

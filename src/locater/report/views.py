@@ -112,8 +112,9 @@ def _with_ratios(record: Document) -> Document:
     found = {"temperature": scale, **record}
     found["eta_over_temperature"] = record["eta"] / scale
     found["trace_over_temperature"] = record["trace"] / scale
-    norm = record.get("frobenius_squared")
-    found["symmetry"] = record["trace_of_square"] / norm if norm else 0.0
+    if record.get("symmetry") is None:  # scans of earlier versions, and runs
+        norm = record["frobenius_squared"]
+        found["symmetry"] = record["trace_of_square"] / norm if norm else 0.0
     return found
 
 
