@@ -146,6 +146,23 @@ def test_the_trainer_of_lightning_resumes_to_the_bit(tmp_path):
         assert torch.equal(one, two)
 
 
+def test_the_page_on_own_stabilisers_runs_and_its_gradient_is_autograds():
+    text = (TESTS.parent / "docs" / "own_stabiliser.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), names)
+    before = names["model"].transformer.h[0].attn.c_attn.weight.detach().clone()
+    names["own"].step()
+    torch.testing.assert_close(names["model"].transformer.h[0].attn.c_attn.weight.detach(), 0.999 * before)
+    query, key = (torch.randn(3, 4, 9, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    w = key.mT @ query
+    expected = (w - w.mT).square().sum() / 2
+    scale = names["Asymmetry"]()
+    torch.testing.assert_close(names["penalty"](query, key, scale=scale).sum(), expected)
+    found = names["gradient"](query.detach(), key.detach(), scale=scale)
+    for one, by in zip(found, torch.autograd.grad(expected, (query, key)), strict=True):
+        torch.testing.assert_close(one, by)
+
+
 def test_the_guide_runs():
     text = (TESTS.parent / "docs" / "stabilisers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -448,6 +448,30 @@ def test_a_mean_that_is_let_go_is_free(hold, decoupled):
     assert torch.equal(moved(hold(target), 9), moved(Free(), 9))
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, Free),
+        ("free", Free),
+        ("initial", Projected()),
+        (0.01, Projected(WarmUp(0.01, 100))),
+        (2.0, Projected(WarmUp(2.0))),
+    ],
+    ids=str,
+)
+def test_a_mean_is_given_in_a_word_or_a_number(given, meant):
+    mean = LocAteR(llama(), strength=1.0, mean=given).mean
+    assert type(mean) is Free if meant is Free else mean == meant
+
+
+def bad_mean():
+    LocAteR(llama(), strength=1.0, mean="middle")
+
+
+def infinite_mean():
+    LocAteR(llama(), strength=1.0, mean=float("inf"))
+
+
 def bad_strength():
     LocAteR(llama(), strength=-1.0)
 
@@ -517,6 +541,8 @@ def other_state():
 
 BAD = {
     bad_strength: "strength of at least 0, got -1",
+    bad_mean: 'a finite number, "initial" or "free", got .middle.',
+    infinite_mean: "a finite number",
     bad_weight: "weight of the mean penalty of at least 0",
     bad_warm_up: "warm-up of at least one step",
     bad_end: "held for at least one step",

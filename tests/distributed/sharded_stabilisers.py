@@ -73,7 +73,8 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def run(model: nn.Module) -> dict[str, torch.Tensor]:
     """One step with the penalty in the loss, then a decoupled step with the trace projected."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # A large epsilon: the bias of keys has no gradient but rounding, which Adam would make a step of.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     mean = Penalised(0.5, Constant(0.7))
     loss = model(input_ids=TOKENS).logits.square().mean()
     penalty = LocAteR(model, strength=0.3, mean=mean).penalty()
