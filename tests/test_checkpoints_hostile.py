@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
+import locater
 from locater import checkpoints
 from locater.errors import Refusal
 from locater.prediction.language_model import load_model, load_tokenizer
@@ -160,3 +161,22 @@ def test_chunks_that_overlap_are_refused(tmp_path):
     change_metadata(tmp_path, change)
     with pytest.raises(Refusal, match="chunks that make up 'a'"):
         checkpoints.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file", ["%2e%2e/x.safetensors", "../x.safetensors", "/x.safetensors", "http://x/y.safetensors"]
+)
+def test_an_index_does_not_leave_its_folder(file, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(Refusal, match="names of files beside"):
+        checkpoints.open(tmp_path)
+
+
+@pytest.mark.parametrize("entry", ["num_hidden_layers", "num_attention_heads"])
+def test_a_config_cannot_ask_for_endless_work(entry, tmp_path):
+    config = dict(model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    (tmp_path / "config.json").write_text(json.dumps(config | {entry: 10**9}))
+    tensors = {f"model.layers.0.self_attn.{side}_proj.weight": torch.ones(8, 8) for side in "qk"}
+    save_file(tensors | {"model.layers.0.input_layernorm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(Refusal, match=r"at most \d+ (layers|heads) in the config"):
+        locater.scan(tmp_path)

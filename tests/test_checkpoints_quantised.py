@@ -181,6 +181,21 @@ def test_modelopt_four_bits_multiply_by_the_second_scale(tmp_path):
     torch.testing.assert_close(numbers(write(tmp_path / "four", tensors, settings)), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_quanto_four_bits_by_its_published_packing(tmp_path):
+    """Groups of a row one below the other, the upper half of the stack in the upper bits, W = scale·code − shift."""
+    generator = torch.Generator().manual_seed(4)
+    tensors, reference = {}, {}
+    for name, rows in ((QUERY, 64), (KEY, 32)):
+        codes = torch.randint(16, (2 * rows, 32), generator=generator)  # two groups of 32 for each row
+        scale, shift = (0.1 + torch.rand(2 * rows, 1, generator=generator) for _ in range(2))
+        reference[name] = (scale * codes - shift).reshape(rows, 64)
+        tensors[f"{name}._data._data"] = (codes[:rows] | codes[rows:] << 4).to(torch.uint8)
+        tensors |= {f"{name}._scale": scale, f"{name}._shift": shift}
+    expected = numbers(write(tmp_path / "plain", reference, None))
+    settings = {"quant_method": "quanto", "weights": "int4"}
+    torch.testing.assert_close(numbers(write(tmp_path / "four", tensors, settings)), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_how_activations_were_quantised_changes_nothing(tmp_path):
     tensors = {}
     for name, weight in weights().items():

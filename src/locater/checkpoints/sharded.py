@@ -69,7 +69,7 @@ def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[st
 
 def check_beside(file: object, index: str) -> str:
     """The name of a file in the index's own folder: an index is a stranger's text and may not point outside."""
-    if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:\0"):
+    if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:%\0"):
         raise refusal(f"names of files beside {index}", reprlib.repr(file), "do not use this index")
     return file
 

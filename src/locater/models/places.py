@@ -53,6 +53,9 @@ def rows_used(layout: Layout | Starts, shape: Shape) -> tuple[int, int]:
     return 0, first_row(layout, shape.num_key_heads - 1, shape, key=True) + shape.d_head
 
 
+MOST_LAYERS, MOST_HEADS = 10_000, 65_536
+
+
 class Tensors(Protocol):
     """Named tensors, read when asked for: a checkpoint or a live module."""
 
@@ -89,7 +92,7 @@ class Places:
     def num_layers(self) -> int:
         if self.row.layers is None:
             return next(layer for layer in itertools.count() if not self.stored(self.name(self.row.query, layer)))
-        return count(self.row.layers, self.config, "number of layers")
+        return self._bounded(count(self.row.layers, self.config, "number of layers"), MOST_LAYERS, "layers")
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -100,6 +103,7 @@ class Places:
     @cached_property
     def shape(self) -> Shape:
         num_heads = num_key_heads = count(self.row.heads, self.config, "number of heads")
+        self._bounded(num_heads, MOST_HEADS, "heads")
         if self.row.key_heads is not None:
             num_key_heads = count(self.row.key_heads, self.config, "number of key heads")
         if num_heads % num_key_heads:
@@ -110,6 +114,12 @@ class Places:
             if rest:
                 raise refusal("a model width that is a multiple of the number of heads", f"{num_heads} heads")
         return Shape(num_heads, num_key_heads, d_head)
+
+    def _bounded(self, number: int, most: int, what: str) -> int:
+        """A number that loops run over: a config of a few bytes could ask for any."""
+        if number > most:
+            raise refusal(f"at most {most} {what} in the config", number, "correct config.json")
+        return number
 
     @property
     def width(self) -> int:
