@@ -105,8 +105,8 @@ def speed() -> bool:
 
     attention, eager, quick = seconds(forward, watch(None), watch(fused), repeats=7)
     print(f"2,048 tokens, 8 heads of 64: sdpa {attention:.3f} s, observed {eager:.3f} s, compiled {quick:.3f} s")
-    eager_passed = verdict("one observation, times the attention forward", eager / attention, 3)
-    return verdict("one observation compiled, times the attention forward", quick / attention, 2) & eager_passed
+    eager_passed = verdict("one observation, times the attention forward", eager / attention, 2.5)
+    return verdict("one observation compiled, times the attention forward", quick / attention, 1.6) & eager_passed
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -137,15 +137,17 @@ def train(*, num_steps: int = 100, length: int = 64) -> bool:
         for number in range(num_steps):
             for watched in (False, True) if number % 2 else (True, False):  # neither always comes second
                 taken[watched].append(step(watched))
+        monitor.num_steps = 0  # once more, now that there are updates of the weights to measure
+        observed = step(True)
     plain, watched = taken[False], taken[True]
     print(f"GPT-2 small, {num_steps} steps of {length} tokens: {sum(plain):.1f} s, watched {sum(watched):.1f} s")
     ratios = torch.tensor(watched[1:]) / torch.tensor(plain[1:])
     error = float(ratios.std()) / len(ratios) ** 0.5
     print(f"idle steps side by side: {float(ratios.mean()):.4f} ± {error:.4f}; a busy machine hides a percent")
-    extra, idle = max(0.0, watched[0] - median(plain)), idle_seconds()
+    extra, idle = max(0.0, observed - median(plain)), idle_seconds()
     print(f"so by parts: {1000 * idle:.2f} ms in every step, {extra:.2f} s more in the one that is observed")
     ratio = 1 + (idle + extra / num_steps) / median(plain)
-    return verdict(f"training watched every {num_steps} steps, times the unwatched run", ratio, 1.01)
+    return verdict(f"training watched every {num_steps} steps, times the unwatched run", ratio, 1.005)
 
 
 @torch.no_grad()

@@ -223,6 +223,16 @@ def callers() -> tuple[tuple[nn.Module, ...], Tensor | None]:
     return tuple(found), x if isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() else None
 
 
+def in_compiled() -> bool:
+    """Whether this thread is inside of what `torch.compile` gave: called from it, though not compiled itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def in_backward() -> bool:
     """Whether this thread runs backward: what runs forward within it is recomputed, and was counted before."""
     return torch._C._current_graph_task_id() != -1

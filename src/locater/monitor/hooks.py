@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.calls import AttentionCall, Eagerly, Interception, in_backward
+from ..attention.calls import AttentionCall, Eagerly, Interception, in_backward, in_compiled
 from ..attention.capture import Hook, first_argument
 from ..errors import refusal
 from ..models.live import Site
@@ -22,6 +22,14 @@ from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
+
+
+class OutsideHook(Hook):
+    """A hook that a compiled model steps out of its graph for."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        super().__call__(module, *given)
 
 
 class Observer(Protocol):
@@ -61,7 +69,7 @@ class Hooks:
     def __init__(self, entry: nn.Module, modules: dict[str, nn.Module], sites: Iterable[Site], observer: Observer):
         self.observer, self.modules = observer, modules
         self.local = threading.local()
-        self.num_observing, self.num_cached, self.num_passes = 0, 0, 0
+        self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, Owner] = {}
         for site in sites:
@@ -73,15 +81,9 @@ class Hooks:
         self._register(entry)
 
     def _register(self, entry: nn.Module) -> None:
-        begin, end = torch.compiler.disable(self._begin_pass), torch.compiler.disable(self._end_pass)
-
-        # Traced with the model if that is compiled: it says so to what is not.
-        def begin_pass(own: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            begin(own, module, args, kwargs, torch.compiler.is_dynamo_compiling())
-
         keep = self.handles.append
-        keep(entry.register_forward_pre_hook(Hook(entry, begin_pass), with_kwargs=True))
-        keep(entry.register_forward_hook(Hook(entry, end), always_call=True))
+        keep(entry.register_forward_pre_hook(OutsideHook(entry, self._begin_pass), with_kwargs=True))
+        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))
         for name, owner in self.owners.items():
             self._hook(owner.module, self._begin(name))
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
@@ -120,18 +122,23 @@ class Hooks:
         passes = self._passes()
         return passes[-1] if passes else None
 
-    def _begin_pass(self, own: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any], compiling: bool) -> None:
+    def _begin_pass(self, own: Any, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if own() is not module:
             return
         run, passes = None, self._passes()
-        if not any(passes) and not in_backward() and self.observer.is_due():
+        if not any(passes) and not in_backward() and self.observer.is_due() and not self._is_compiling():
             given = arguments(module, args, kwargs)
             run = Pass(given, has_cached_keys(given))
-            run.modes.enter_context(Eagerly(within_compiled=compiling))
+            run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
             run.modes.enter_context(Interception(lambda call: self._call(run, call), written_out=bool(self.owners)))
             self.num_observing += 1
             self.num_passes += 1
         passes.append(run)
+
+    def _is_compiling(self) -> bool:
+        """A model that is compiled around these hooks compiles in its first pass: run as written, it never would."""
+        is_first, self.was_called = not self.was_called, True
+        return is_first and in_compiled()
 
     def _end_pass(self, own: Any, module: nn.Module, args: tuple, output: object) -> None:
         if own() is not module or not (passes := self._passes()):

@@ -183,7 +183,7 @@ class AttentionMonitor:
         now = Weights.of([head for head in heads if head.index in layer.heads])
         if now is None or len(now.query) != len(layer.heads):
             return layer
-        before, self.weights[index] = self.weights.get(index), now
+        before, self.weights[index] = self.weights.get(index), replace(now, heads=())
         numbers = {name: tuple(values.tolist()) for name, values in now.numbers(before).items()}
         return replace(layer, weights=numbers)
 

@@ -26,7 +26,10 @@ from .tally import (
     Tally,
 )
 
-UNSEEN = "no forward pass was seen: a compiled model that had run before must be reset with torch.compiler.reset()"
+UNSEEN = (
+    "no forward pass was seen: give the monitor what torch.compile gave; a model that is compiled around its hooks is "
+    "seen from its second pass on, and one that had run before must be reset with torch.compiler.reset()"
+)
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean

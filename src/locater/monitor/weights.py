@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..head import Head
-from ..spectra import grams, moments_of, singular_values, spectral_entropy, stable_rank, update_singular_values
+from ..projections import Projection
+from ..spectra import Grams, gram_products, moments_of, spectral_entropy, stable_rank, update_singular_values
+from ..spectra.singular import singular_values_of_grams
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +22,7 @@ class Weights:
 
     query: Float[Tensor, "heads d_head d_model"]
     key: Float[Tensor, "heads d_head d_model"]
-    bound: Float[Tensor, " heads"]
+    heads: tuple[Head, ...]
 
     @classmethod
     @torch.no_grad()
@@ -28,20 +30,18 @@ class Weights:
         """None for projections that are products themselves, whose weight is not one matrix."""
         if not heads or any(side.low_rank is not None for head in heads for side in (head.query, head.key)):
             return None
-        folded = [head.folded() for head in heads]
-        query, key = (torch.stack([getattr(head, side).weight for head in folded]) for side in ("query", "key"))
-        query, key = query.detach().float().clone(), key.detach().float().clone()
-        return cls(query, key, _bounds(heads, folded, query, key))
+        query, key = (torch.stack([getattr(head, side).weight.detach() for head in heads]) for side in ("query", "key"))
+        return cls(_with_gain(query, heads[0].query), _with_gain(key, heads[0].key), tuple(heads))
 
     @torch.no_grad()
     def numbers(self, before: "Weights | None") -> dict[str, Float[Tensor, " heads"]]:
         """η, σ₁(W), the bound on logits, symmetry tr W²/‖W‖²; and of ΔW its size, stable rank and spectral entropy."""
-        products = grams(self.query, self.key)
-        sigma = singular_values(self.query, self.key)
+        products = gram_products(self.query, self.key)
+        sigma = singular_values_of_grams(products.query, products.key)
         numbers = {
             "eta": moments_of(products, d_model=self.query.shape[-1]).eta,
             "sigma_1": sigma[:, 0],
-            "logit_bound": self.bound,
+            "logit_bound": _bounds(self.heads, products, sigma[:, 0], self.query.shape[-1]),
             "symmetry": products.trace_of_square / products.frobenius_squared,
         }
         if before is not None:
@@ -55,20 +55,37 @@ class Weights:
         return numbers
 
 
-def _bounds(heads: Sequence[Head], folded: Sequence[Head], query: Tensor, key: Tensor) -> Float[Tensor, " heads"]:
+def _with_gain(weight: Tensor, projection: Projection) -> Tensor:
+    """A copy, so that the next report can tell what has changed; the heads of a layer share the norm before them."""
+    norm = projection.input_norm
+    return weight.float() * (1.0 if norm is None or norm.gain is None else norm.gain.detach().float())
+
+
+def _bounds(heads: Sequence[Head], products: Grams, sigma: Tensor, d_model: int) -> Float[Tensor, " heads"]:
     """No logit can exceed σ₁(W)·d/λ, for a norm gives inputs of length √d at most (Cauchy and Schwarz).
 
     Where rotary positions or biases stand between, (σ₁(W_Q)√d + |b_Q|)·(σ₁(W_K)√d + |b_K|)/λ instead. NaN where no
     norm is known before, or one stands behind; a soft-cap bounds by itself.
     """
-    head, d_model = heads[0], query.shape[-1]
+    head = heads[0]
     if head.softcap is not None:
-        return torch.full((len(heads),), head.softcap, dtype=torch.float64)
+        return torch.full_like(sigma, head.softcap)
     if head.query.input_norm is None or head.key.input_norm is None or head.query.norm is not None:
-        return torch.full((len(heads),), torch.nan, dtype=torch.float64)
-    biases = [(one.query.bias, one.key.bias) for one in folded]
-    if head.rotary is None and all(bias is None for pair in biases for bias in pair):
-        return singular_values(query, key)[:, 0] * d_model / head.temperature
-    lengths = torch.tensor([[0.0 if one is None else float(one.norm()) for one in pair] for pair in biases]).mT
-    sides = [torch.linalg.matrix_norm(part.double(), 2) * d_model**0.5 for part in (query, key)]
-    return (sides[0].cpu() + lengths[0]) * (sides[1].cpu() + lengths[1]) / head.temperature
+        return torch.full_like(sigma, torch.nan)
+    biases = torch.tensor([[_length(side) for side in (one.query, one.key)] for one in heads]).to(sigma)
+    if head.rotary is None and not bool(biases.any()):
+        return sigma * d_model / head.temperature
+    sides = torch.stack([_largest(gram) for gram in (products.query, products.key)], -1)
+    return (sides * d_model**0.5 + biases).prod(-1) / head.temperature
+
+
+def _largest(gram: Tensor) -> Tensor:
+    """σ₁ of a factor, or a bound on it where its Gram matrix is not finite."""
+    finite = gram.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.linalg.eigvalsh(gram.double().where(finite, 0.0))[..., -1].sqrt().where(finite[..., 0, 0], torch.nan)
+
+
+def _length(side: Projection) -> float:
+    """|b| with the norm's bias taken through the weights."""
+    bias = side.folded().bias if side.input_norm is not None and side.input_norm.bias is not None else side.bias
+    return 0.0 if bias is None else float(bias.detach().norm())

@@ -10,13 +10,9 @@ from .grams import Grams, working
 def singular_values(
     query: Float[Tensor, "*#batch rank d_model"], key: Float[Tensor, "*#batch rank d_model"]
 ) -> Float[Tensor, "*batch rank"]:
-    """The non-zero ones, the largest first: σ² are the eigenvalues of L^T (W_K W_K^T) L, W_Q W_Q^T = L L^T.
-
-    Costs two products of O(d·r²) and O(r³) for rows r; nothing of size d×d. Those below √ε of the largest are lost.
-    NaN where the weights are not finite.
-    """
+    """The non-zero ones, the largest first: those of the two Gram matrices, O(d·r²) for r rows each."""
     query, key = working(query, key)
-    return _through(query @ query.mT, key @ key.mT)
+    return singular_values_of_grams(query @ query.mT, key @ key.mT)
 
 
 def largest_singular_value(products: Grams) -> Float[Tensor, "*batch"]:
@@ -46,16 +42,24 @@ def _root(gram: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch rank
     return vectors * values.clamp_min(0).sqrt()[..., None, :]
 
 
-def _through(
-    left: Float[Tensor, "*#batch rank rank"], right: Float[Tensor, "*#batch rank rank"]
+def singular_values_of_grams(
+    query: Float[Tensor, "*#batch rank rank"],
+    key: Float[Tensor, "*#batch rank rank"],
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> Float[Tensor, "*batch rank"]:
-    left, right = left.double(), right.double()
-    finite = (left.isfinite().all(-1) & right.isfinite().all(-1)).all(-1)
-    identity = torch.eye(left.shape[-1], dtype=left.dtype, device=left.device)
-    left, right = (gram.where(finite[..., None, None], identity) for gram in (left, right))
-    factor = _root(left)
-    squares = torch.linalg.eigvalsh(factor.mT @ right @ factor).flip(-1).clamp(min=0)
-    return squares.sqrt().where(finite[..., None], torch.nan)
+    """σ² are the eigenvalues of L^T (W_K W_K^T) L, where W_Q W_Q^T = L L^T: O(r³), nothing of size d×d.
+
+    Those below √ε of the largest are lost, ε of the `dtype` that eigenvalues are taken in. NaN where not finite.
+    """
+    query, key = query.double(), key.double()
+    finite = (query.sum((-2, -1)) + key.sum((-2, -1))).isfinite()[..., None, None]
+    identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
+    factor = _root(query.where(finite, identity))
+    core = (factor.mT @ key @ factor).where(finite, identity)
+    size = core.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None].clamp(min=torch.finfo(torch.float64).tiny)
+    squares = torch.linalg.eigvalsh((core / size[..., None]).to(dtype)).flip(-1).clamp(min=0).double() * size
+    return squares.sqrt().where(finite[..., 0], torch.nan)
 
 
 def stable_rank(sigma: Float[Tensor, "*batch rank"]) -> Float[Tensor, "*batch"]:
@@ -77,9 +81,16 @@ def update_singular_values(
 ) -> Float[Tensor, "*batch twice"]:
     """Of ΔW = W_K^T W_Q − (the same before), at most 2 d_h of them, without cancellation and without a d×d matrix.
 
-    ΔW = ΔW_K^T W_Q + W_K,before^T ΔW_Q, a product of the factors stacked.
+    ΔW = ΔW_K^T W_Q + W_K,before^T ΔW_Q, a product of the factors stacked. Eigenvalues are taken in float32: what is
+    asked of them are shares of their sum.
     """
     (query, key), (query_before, key_before) = working(query, key), working(query_before, key_before)
-    left = torch.cat([query, query - query_before], -2)
-    right = torch.cat([key - key_before, key_before], -2)
-    return _through(left @ left.mT, right @ right.mT)
+    left, right = _stacked(query, query - query_before), _stacked(key - key_before, key_before)
+    return singular_values_of_grams(left, right, dtype=torch.float32)
+
+
+def _stacked(one: Tensor, other: Tensor) -> Tensor:
+    """The Gram matrix of two factors one above the other, block by block: what is symmetric is made once."""
+    cross = one @ other.mT
+    rows = torch.cat([one @ one.mT, cross], -1), torch.cat([cross.mT, other @ other.mT], -1)
+    return torch.cat(rows, -2)
