@@ -12,7 +12,7 @@ from locater.positions import Alibi, Buckets, Rotary, YaRN
 from locater.projections import Norm
 from locater.scanning.conditions import failures, parse
 from locater.scanning.layer import Settings, analyse
-from locater.spectra import grams, largest_singular_value
+from locater.spectra import grams, largest_singular_value, side_norms
 
 WIDTH, SIZE = 24, 6
 
@@ -104,6 +104,15 @@ def test_the_largest_singular_value_at_any_rank(rank):
     # Where query and key hardly meet, what is left of them is as uncertain as the root of their rounding.
     query, key = torch.linalg.matrix_norm(weights.double(), 2)
     assert ((ours - dense).abs() <= 1e-5 * dense + 3e-4 * query * key).all()
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("rank", [0, 1, 3, SIZE])
+def test_the_norms_of_the_sides_are_bounded_closely(rank, scale):
+    weights = scale * torch.randn(2, 5, SIZE, rank) @ torch.randn(2, 5, rank, WIDTH)
+    for bound, weight in zip(side_norms(grams(*weights.double())), weights.double(), strict=True):
+        true = torch.linalg.matrix_norm(weight, 2)
+        assert (bound >= true * (1 - 1e-6)).all() and (bound <= true * SIZE ** (1 / 64) * (1 + 1e-6)).all()
 
 
 def test_the_all_ones_direction_is_not_seen_behind_a_layer_norm():

@@ -33,7 +33,7 @@ def _is_bounded(projection: Projection) -> bool:
 
 
 def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor) -> list[float]:
-    query_norms, key_norms = (norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams))
+    query_norms, key_norms = (norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams))  # upper bounds
     heads = [head for group in groups for head in group]
     bounds = []
     for head, of_both, of_query, of_key in zip(heads, sigma.flatten().tolist(), query_norms, key_norms, strict=True):
