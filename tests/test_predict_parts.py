@@ -210,3 +210,17 @@ def test_agreement_against_scipy():
     assert spearman([1.0, 1.0], [2.0, 3.0]) is None
     assert mean_absolute_error([1.0, 2.0], [2.0, 0.0]) == 1.5
     assert bias([1.0, 2.0], [2.0, 0.0]) == 0.5
+
+
+def test_a_kind_that_is_not_rare_is_no_echo():
+    """Where a third of the tokens are like the first one, one Gaussian describes them better than two."""
+    torch.manual_seed(0)
+    x = 3 * torch.randn(4, LENGTH, D_MODEL)
+    x[:, 0] = 40.0
+    for share, expected in ((0.03, True), (0.33, False)):
+        some = x.clone()
+        some[torch.rand(4, LENGTH) < share] = 39.0
+        some[:, 0] = 40.0
+        collector = InputsCollector(alone=[0], terms=Terms(), rank=None, lag_rank=None, length=LENGTH)
+        collector.add(some)
+        assert (collector.inputs().echo is not None) is expected

@@ -21,6 +21,8 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
     jobs: Jobs = 1,
+    model: Annotated[list[str] | None, typer.Option(help="For real-data: a model; may be repeated.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="For real-data: the text to measure on.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
     json: JsonPath = None,
     html: HtmlPath = None,
@@ -34,6 +36,9 @@ def study(
         console.print(
             table(["study", "question"], ([name, find(name).question] for name in STUDIES), words=["study", "question"])
         )
+        return
+    if name == "real-data":
+        _real_data(console, model or [], text=text, json=json)
         return
     if name is None:
         raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
@@ -49,6 +54,19 @@ def study(
         write_json(found, json)
     if html:
         save_html([found], html)
+
+
+def _real_data(console: Console, models: list[str], *, text: Path | None, json: Path | None) -> None:
+    """The tables of docs/evidence.md for the user's own models."""
+    from ..records import write_json
+    from ..studies.real_data import evidence, page
+
+    if not models:
+        raise BadArguments("real-data needs models: --model PATH, as often as there are")
+    rows = [evidence(one, text=text) for one in models]
+    console.print(page(rows), soft_wrap=True, markup=False, highlight=False)
+    if json:
+        write_json({"schema": "locater.evidence/1", "models": rows}, json)
 
 
 def measure_all(sweep: Any, *, jobs: int, retry: bool = False) -> None:

@@ -20,6 +20,8 @@ from .settings import Terms
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # Ordinary tokens are farther from the first token than their mean is: their own spread comes on top.
 REACH = 0.8
+# A kind this frequent is no rare one, and taking it out of the Gaussian does harm: then there are no echoes.
+MOST_ECHOES = 0.1
 # Tokens of one rare kind that are kept for its moments, which they have no more directions than.
 MOST = 512
 
@@ -81,6 +83,8 @@ class InputsCollector:
             ordinary[:, position] = False
         if self.finds_echoes:
             repeated = echoes(x) & ordinary
+            if not self.num_windows and float(repeated.float().mean()) > MOST_ECHOES:
+                self.finds_echoes, repeated = False, torch.zeros_like(repeated)
             ordinary &= ~repeated
             self.echo_counts += repeated.sum(0)
             self.echo.append(x[repeated][: MOST - sum(map(len, self.echo))])
