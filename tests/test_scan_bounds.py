@@ -34,7 +34,7 @@ def largest_seen(head, steps=150):
     """The largest |logit| that gradient ascent on the inputs before the norm finds, at distances 0, 1 and 2."""
     torch.manual_seed(1)
     x = torch.randn(32, 3, head.d_model, dtype=torch.float64, requires_grad=True)
-    ascent = torch.optim.Adam([x], lr=0.1)
+    ascent, logits = torch.optim.Adam([x], lr=0.1), torch.zeros(())
     for _ in range(steps):
         ascent.zero_grad()
         seen = head.query.input_norm(x)

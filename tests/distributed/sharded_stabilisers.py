@@ -52,7 +52,7 @@ def fsdp(model: nn.Module, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def fsdp_columns(model: nn.Module, mesh) -> nn.Module:
+def fsdp_columns(model: nn.Module, mesh):
     return fsdp(model, mesh, shard_placement_fn=lambda weight: Shard(weight.dim() - 1))
 
 
@@ -63,7 +63,7 @@ def tensor_parallel(model: nn.Module, mesh) -> nn.Module:
     return model
 
 
-def both(model: nn.Module, mesh) -> nn.Module:
+def both(model: nn.Module, mesh):
     return fsdp(tensor_parallel(model, mesh["tp"]), mesh["dp"])
 
 

@@ -191,7 +191,7 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     _check_rows(places, query_name, key=False)
     _check_rows(places, key_name, key=True)
     shared = query_name == key_name and row.fused is not None
-    rows = rows_used(row.fused, places.shape) if shared else None
+    rows = rows_used(row.fused, places.shape) if shared and row.fused is not None else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if shared else (places.weight(key_name), places.bias(key_name))
     _check_norm(norm, query[0].shape[-1])

@@ -114,7 +114,7 @@ class Observation:
         per_query = num_texts * len(self.indices(site)) * keys_per_query(
             num_keys, lookback=call.window[0], lookahead=lookahead)  # fmt: skip
         sample = self._sample(site, num_queries, per_query)
-        if sample is False:
+        if isinstance(sample, bool):
             return True
         sample = None if sample is None else sample.to(given.query.device)
         indices = self.indices(site)
@@ -156,7 +156,7 @@ class Observation:
         num_texts, num_queries, _ = inputs.x_query.shape
         per_key = keys_per_query(inputs.x_key.shape[1], lookback=heads[0].lookback, lookahead=heads[0].lookahead)
         sample = self._sample(site, num_queries, num_texts * len(heads) * per_key)
-        if sample is False:
+        if isinstance(sample, bool):
             return
         sample = None if sample is None else sample.to(inputs.x_query.device)
         with torch.no_grad(), torch.autocast(inputs.x_query.device.type, enabled=False):

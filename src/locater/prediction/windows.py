@@ -94,7 +94,7 @@ def check_known(windows: Sequence[Sequence[int]], tokenizer: Any) -> None:
     """Refuse a text that the tokenizer cannot read: unknown tokens say nothing of any head."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     total = sum(map(len, windows))
-    share = sum(list(ids).count(unknown) for ids in windows) / max(1, total)
+    share = sum(sum(one == unknown for one in ids) for ids in windows) / max(1, total)
     if unknown is not None and share > MOST_UNKNOWN:
         remedy = "give a text of its alphabet, name another tokenizer with --tokenizer, or use --no-text"
         raise refusal(f"a text with at most {MOST_UNKNOWN:.0%} unknown tokens", f"{share:.0%}", remedy)

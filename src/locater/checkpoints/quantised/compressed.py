@@ -41,7 +41,8 @@ class Whole(Weight):
     def bits(self) -> int:
         """Of those that the config declares, the one that the stored width allows."""
         width, stored = self.shape[1], self.part_shape("weight_packed")[1]
-        declared = {*BITS} & {arguments.get("num_bits") for arguments in weight_arguments(self.settings)}
+        said = [arguments.get("num_bits") for arguments in weight_arguments(self.settings)]
+        declared = {bits for bits in BITS if bits in said}
         fitting = [bits for bits in declared if math.ceil(width * bits / 32) == stored]
         self.check(len(fitting) == 1, f"{width} codes of {sorted(declared)} bits", f"{stored} words a row")
         return fitting[0]

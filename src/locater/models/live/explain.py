@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -41,7 +42,7 @@ class Side:
 class HeadNorm:
     """A norm of every head, or of all rows together (`whole`), whose gain is the parameter `gain`, if it has one."""
 
-    kind: str
+    kind: Literal["layer", "rms", "l2"]
     gain: str | None
     epsilon: float
     plus_one: bool = False
@@ -73,7 +74,8 @@ def explain_normed(
     size, width = vectors.shape[-1], rows.shape[-1]
     if width % size:
         return
-    for kind, whole in itertools.product(("rms", "layer", "l2"), (False, True)):
+    kinds: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
+    for kind, whole in itertools.product(kinds, (False, True)):
         for name, gain, plus_one in _gains(gains, width, size):
 
             def scaled(epsilon: float, kind=kind, whole=whole, gain=gain) -> Tensor:

@@ -28,7 +28,7 @@ def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
         return _fused_row(entry[0], entry[1:3], entry[3] if len(entry) == 4 else "qkv", modules)
     if len(entry) == 3:
         raise refusal(f"entries {FORM}", repr(entry))
-    (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])
+    (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])  # type: ignore
     if query is key:
         raise refusal(
             "a projection of its own for queries and for keys", f"`{query_name}` for both", f"name it by {FORM}"

@@ -91,7 +91,7 @@ def shrink(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
             small[key] = _types(value, num_layers)
         elif isinstance(value, Mapping) and (key.endswith("config") or "model_type" in value):
             small[key] = shrink(value, sizes)
-        elif CHOICE.match(key) and _is_choice(value, depth):
+        elif CHOICE.match(key) and isinstance(value, list) and _is_choice(value, depth):
             small[key] = [layer for layer in value if layer < num_layers] or [num_layers - 1]
         elif isinstance(value, list) and depth and len(value) == depth and depth > 2:
             small[key] = value[:num_layers]
