@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check bench studies docs dist clean
+.PHONY: setup demo test test-slow check bench studies docs dist clean gallery
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
@@ -44,6 +44,9 @@ dist: $(STAMP)  ## wheel and source archive
 
 studies: $(STAMP)  ## docs/studies.md from kept rows
 	$(BIN)/python runs/studies.py
+
+gallery: $(STAMP) $(BROWSER)  ## pages of real models and of the paper's runs, into docs/gallery
+	$(BIN)/python runs/gallery.py
 
 clean:
 	rm -rf $(VENV) demo site dist
