@@ -96,7 +96,9 @@ def _windows(source: Source, model: nn.Module, layers: list[Layer], effort: Effo
     before, after, special = _special(source)
     config = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None) or effort.window
-    options = dict(count=NUM_WINDOWS, length=min(effort.window, most), ends=(before, after), leave_out=special)
+    options: dict[str, Any] = dict(
+        count=NUM_WINDOWS, length=min(effort.window, most), ends=(before, after), leave_out=special
+    )
     ids = random_windows(rows, **options, seed=effort.seed)
     if all(head.lookahead == 0 for layer in layers for head in layer.heads):
         return ids

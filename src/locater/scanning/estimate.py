@@ -74,7 +74,7 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct) -> list[E
     if first.block in ("cross", "vision"):
         return [None] * len(heads)
     if first.rotary is not None:
-        return [None] * len(heads) if first.lookahead != 0 else _rotary(heads, acting)
+        return [None] * len(heads) if first.lookahead != 0 else [*_rotary(heads, acting)]
     x = direct()
     if x is None or x.shape[1] != first.d_model:
         return [None] * len(heads)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -74,11 +74,10 @@ def explain_normed(
     size, width = vectors.shape[-1], rows.shape[-1]
     if width % size:
         return
-    kinds: tuple[Literal["rms", "layer", "l2"], ...] = ("rms", "layer", "l2")
-    for kind, whole in itertools.product(kinds, (False, True)):
+    for kind, whole in itertools.product(("rms", "layer", "l2"), (False, True)):
         for name, gain, plus_one in _gains(gains, width, size):
 
-            def scaled(epsilon: float, kind=kind, whole=whole, gain=gain) -> Tensor:
+            def scaled(epsilon: float, kind: Any = kind, whole=whole, gain=gain) -> Tensor:
                 norm, blocks = Norm(kind, epsilon=epsilon), rows if whole else rows.unflatten(-1, (-1, size))
                 return norm(blocks).reshape(rows.shape) * gain.repeat(width // len(gain))
 
