@@ -13,7 +13,8 @@ from command import locater
 
 ROOT = Path(__file__).parents[1]
 # Pages whose every block runs as it stands; the others are run by the tests of what they are about.
-RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "tutorials/researcher"))]
+RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "own_stabiliser"))]
+RUN += [f"docs/tutorials/{name}.md" for name in ("student", "practitioner", "researcher")]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
