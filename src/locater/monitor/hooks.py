@@ -28,7 +28,7 @@ class OutsideHook(Hook):
     """A hook that a compiled model steps out of its graph for."""
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, *given: Any) -> None:
+    def __call__(self, module: nn.Module, *given: Any) -> None:  # type: ignore
         super().__call__(module, *given)
 
 
@@ -82,8 +82,8 @@ class Hooks:
 
     def _register(self, entry: nn.Module) -> None:
         keep = self.handles.append
-        keep(entry.register_forward_pre_hook(OutsideHook(entry, self._begin_pass), with_kwargs=True))
-        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))
+        keep(entry.register_forward_pre_hook(OutsideHook(entry, self._begin_pass), with_kwargs=True))  # type: ignore
+        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))  # type: ignore
         for name, owner in self.owners.items():
             self._hook(owner.module, self._begin(name))
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
