@@ -127,11 +127,6 @@ def label(block: str, layer: int, index: int) -> str:
     return f"{block} layer {layer}, head {index}"
 
 
-def layer_key(block: str, layer: int, *, several: bool) -> str:
-    """The name of a layer in logs: `layer_03`, or `encoder/layer_03` in a model with several kinds of attention."""
-    return f"{block}/layer_{layer:02d}" if several else f"layer_{layer:02d}"
-
-
 def count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*batch keys d"]) -> Positions:
     """Positions 0, 1, 2, … for both."""
     return (

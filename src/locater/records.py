@@ -80,3 +80,17 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
+
+
+def layer_key(layer: int, *, block: str = "") -> str:
+    """The name of a layer in logs: `layer_03`; `encoder/layer_03` in a model with several kinds of attention.
+
+    >>> layer_key(3), layer_key(3, block="encoder")
+    ('layer_03', 'encoder/layer_03')
+    """
+    return f"{block}/layer_{layer:02d}" if block else f"layer_{layer:02d}"
+
+
+def head_key(head: int) -> str:
+    """The name of a head below its layer's: `head_05`."""
+    return f"head_{head:02d}"

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..attention import NAMES
 from ..errors import refusal
-from ..head import Block, layer_key
+from ..head import Block
 from ..models import spans
+from ..records import head_key, layer_key
 from .tally import (
     CLUSTERS,
     COUNT,
@@ -160,12 +161,12 @@ class Report:
 def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> Iterator[tuple[str, float]]:
     several = len({layer.block for layer in layers}) > 1
     for layer in layers:
-        place = f"{prefix}/{layer_key(layer.block, layer.layer, several=several)}"
+        place = f"{prefix}/{layer_key(layer.layer, block=layer.block if several else '')}"
         numbers = {name: layer.mean(name) for name in layer.statistics} | layer.ranks
         numbers |= {name: layer.of_weights(name) for name in layer.weights}
         if per_head:
             for name, values in {**layer.statistics, **layer.weights}.items():
-                numbers |= {f"head_{head:02d}/{name}": v for head, v in zip(layer.heads, values, strict=True)}
+                numbers |= {f"{head_key(head)}/{name}": v for head, v in zip(layer.heads, values, strict=True)}
         yield from ((f"{place}/{name}", value) for name, value in numbers.items() if not math.isnan(value))
 
 

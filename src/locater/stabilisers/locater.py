@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
-from ..head import layer_key
 from ..models import Family
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
+from ..records import head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
@@ -88,10 +88,10 @@ class LocAteR(Stabiliser):
         by_layer: dict[str, list[float]] = {}
         single: dict[str, float] = {}
         for number, pair in enumerate(self.pairs):
-            layer = layer_key(pair.block, pair.layer, several=several)
+            layer = layer_key(pair.layer, block=pair.block if several else "")
             for name, values in self._numbers(number).items():
                 by_layer.setdefault(f"qk/{layer}/{name}", []).extend(values)
-                single |= {f"qk/{layer}/head_{pair.first + n:02d}/{name}": value for n, value in enumerate(values)}
+                single |= {f"qk/{layer}/{head_key(pair.first + n)}/{name}": value for n, value in enumerate(values)}
         means = {key: sum(values) / len(values) for key, values in by_layer.items()}
         return means | single if heads else means
 

@@ -14,7 +14,7 @@ from ..theory import closed_form, regimes
 from ..training.data.embedded_text import embedded_text
 from ..training.model import sinusoids
 
-NEAR = 4  # the last tokens that count as near: short texts are used here
+NUM_LAST = 4  # the last tokens that count as near: short texts are used here
 SINK_LOGIT = 4.0
 
 
@@ -105,9 +105,9 @@ def normalised_entropy(weights: Float[Tensor, "*batch n n"]) -> Float[Tensor, ""
 
 
 def near_share(weights: Float[Tensor, "*batch n n"]) -> Float[Tensor, ""]:
-    """Mass on the last `NEAR` tokens, over the queries of the second half, which have a past to choose from."""
+    """Mass on the last `NUM_LAST` tokens, over the queries of the second half, which have a past to choose from."""
     positions = torch.arange(weights.shape[-1])
-    found = statistics.near_mass(weights, positions[:, None] - positions, NEAR)
+    found = statistics.near_mass(weights, positions[:, None] - positions, NUM_LAST)
     return found[..., weights.shape[-1] // 2 :].mean()
 
 

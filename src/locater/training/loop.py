@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import Refusal, refusal
 from ..models.live.tensors import unwrap
+from ..projections import whole
 from .config import Config
 from .data.sources import Data
 from .export import model_settings
@@ -19,7 +20,7 @@ from .health import diagnose
 from .metrics import Metrics, rows_of_run
 from .observe import finite
 from .parts import learning_rate, make_model, make_optimizer, make_stabiliser
-from .processes import Processes, spread, unsynchronised, whole
+from .processes import Processes, spread, unsynchronised
 from .store import Store, optimiser_state, parameters_of
 from .validation import plain_copy, validate
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import refusal
-from ..records import write
+from ..records import head_key, layer_key, write
 
 METRICS = "metrics.jsonl"
 Row = dict[str, Any]
@@ -79,7 +79,7 @@ def flat(row: Row) -> Iterator[tuple[str, float]]:
             yield f"{row['kind']}/{name}", value
     for group, place in (("heads", "attention"), ("layers", "tokens")):
         for part in row.get(group, []):
-            at = f"{place}/layer_{part['layer']:02d}" + (f"/head_{part['head']:02d}" if "head" in part else "")
+            at = f"{place}/{layer_key(part['layer'])}" + (f"/{head_key(part['head'])}" if "head" in part else "")
             numbers = {name: value for name, value in part.items() if name not in ("layer", "head")}
             yield from ((f"{at}/{name}", value) for name, value in numbers.items() if isinstance(value, int | float))
 

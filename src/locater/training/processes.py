@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import refusal
@@ -125,8 +124,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..models.live.tensors import unwrap
+from ..projections import whole
 from .config import Config
 from .data.sources import Data
 from .model import LanguageModel, WalkModel
 from .observe import attention, finite, propagation, spectra
-from .processes import Processes, reshard, whole
+from .processes import Processes, reshard
 
 # What heads are looked at on: small beside the validation itself.
 TOKENS_OBSERVED = 8192

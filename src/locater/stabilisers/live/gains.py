@@ -6,10 +6,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...errors import refusal
 from ...models.live import sites
+from ...projections import whole
 from .pairs import Pair
 
 
@@ -56,5 +56,5 @@ class Normalised:
             if norms[0] is not norms[1]:
                 raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
             gain = norms[0].gain if norms[0] else None
-            gain = gain.full_tensor() if isinstance(gain, DTensor) else gain
+            gain = whole(gain)
             yield (layer.block, layer.number), gain

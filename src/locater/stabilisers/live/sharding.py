@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...projections import widen
+from ...projections import whole, widen
 from ...spectra import Grams
 from .pairs import Pair
 from .weights import Rows
@@ -124,7 +124,7 @@ def shard_of(pair: Pair, weights: Sequence[Tensor]) -> HeadShard:
         groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
         local = [weight.to_local() for weight in weights]  # type: ignore
         return _shard(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
-    return _shard(pair, weights, [w.full_tensor() if isinstance(w, DTensor) else w for w in weights])
+    return _shard(pair, weights, [whole(weight) for weight in weights])
 
 
 def _shard(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> HeadShard:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...attention.calls import AttentionCall
+from ...attention.calls import AttentionCall, in_backward
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser, non_negative
@@ -38,7 +38,7 @@ class AttentionLoss(Stabiliser):
             some = (logits > -torch.inf).any(-1)
             mean = self.number(logits).where(some, 0.0).sum() / some.sum()
             # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
-            if torch._C._current_graph_task_id() == -1:
+            if not in_backward():
                 self.gathered.setdefault(name, []).append(mean)
         return call.finish(logits)
 

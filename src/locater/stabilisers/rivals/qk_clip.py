@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...attention.calls import AttentionCall
 from ...errors import refusal
-from ...head import layer_key
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
+from ...records import head_key, layer_key
 from ..base import Stabiliser
 from ..live.interception import Slots, Watcher
 from ..live.pairs import Pair, find_pairs
@@ -73,10 +73,11 @@ class QKClip(Stabiliser):
         several = len({pair.block for pair in self.pairs}) > 1
         found: dict[str, float] = {}
         for pair in (pair for pair in self.pairs if pair.name in self.last):
-            key, values = layer_key(pair.block, pair.layer, several=several), self._of(pair).flatten().tolist()
+            key = layer_key(pair.layer, block=pair.block if several else "")
+            values = self._of(pair).flatten().tolist()
             found[f"qk/{key}/max_logit"] = max(found.get(f"qk/{key}/max_logit", -math.inf), *values)
             for number, value in enumerate(values if heads else ()):
-                found[f"qk/{key}/head_{pair.first + number:02d}/max_logit"] = value
+                found[f"qk/{key}/{head_key(pair.first + number)}/max_logit"] = value
         return found
 
     def _of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
