@@ -12,6 +12,11 @@ from .errors import refusal
 
 STANDARD_OUTPUT = Path("-")
 
+# A JSON object as `json.loads` gives it: a config, a result, a row. Its values are checked where they are read, hence
+# `Any`. The second is for documents that are only read.
+Json = dict[str, Any]
+JsonMapping = Mapping[str, Any]
+
 
 def cache_folder() -> Path:
     """$LOCATER_CACHE, or the user's cache."""
@@ -20,7 +25,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "locater"
 
 
-def write_json(document: Mapping[str, Any], path: Path) -> None:
+def write_json(document: JsonMapping, path: Path) -> None:
     """The document at `path`, or on standard output for `-`."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if path == STANDARD_OUTPUT:
@@ -29,7 +34,7 @@ def write_json(document: Mapping[str, Any], path: Path) -> None:
         write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write(path: Path, save: Callable[[Path], Any]) -> None:
+def write(path: Path, save: Callable[[Path], object]) -> None:
     """Let `save` write a neighbouring file of the same suffix, then rename it: readers see the old or the new whole."""
     if path.is_dir():
         raise refusal("a file to write", f"the directory {path}", "name a file in it")
@@ -51,7 +56,7 @@ def write(path: Path, save: Callable[[Path], Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:
     """A table as CSV, with a heading; lists are written as JSON."""
     import csv
 
@@ -65,7 +70,7 @@ def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     write(path, save)
 
 
-def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def write_parquet(rows: Sequence[JsonMapping], path: Path) -> None:
     """A table as Parquet; needs pyarrow."""
     try:
         import pyarrow

@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import Refusal, refusal, within
+from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
@@ -80,7 +80,7 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
     return open_one(first)
 
 
-def _reader(file: str, config: dict[str, Any], *, allow_pickle: bool) -> Callable[[ByteSource], Checkpoint]:
+def _reader(file: str, config: Json, *, allow_pickle: bool) -> Callable[[ByteSource], Checkpoint]:
     kind = file.removesuffix(INDEX)
     if kind.endswith(SAFETENSORS):
         return lambda source: SafetensorsFile(source, config=config)

@@ -2,15 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import Refusal, refusal
+from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder
 from .document import read_object
@@ -40,7 +39,7 @@ class Pair:
 class Adapted(Checkpoint):
     """A base with an adapter: reading a changed weight costs its rows and both factors."""
 
-    def __init__(self, base: Checkpoint, adapter: Checkpoint, settings: Mapping[str, Any]) -> None:
+    def __init__(self, base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> None:
         self.base, self.adapter, self.format = base, adapter, base.format
         self.pairs, self.replaced = _match(base, adapter, settings)
         entries = dict(base.entries) | {name: adapter.entries[stored] for name, stored in self.replaced.items()}
@@ -66,7 +65,7 @@ class Adapted(Checkpoint):
         self.adapter.close()
 
 
-def read_settings(folder: Folder) -> dict[str, Any] | None:
+def read_settings(folder: Folder) -> Json | None:
     """`adapter_config.json`, or nothing where there is none; fails on what is not plain LoRA."""
     source = folder.find(CONFIG)
     if source is None:
@@ -91,9 +90,7 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
     return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
 
 
-def _match(
-    base: Checkpoint, adapter: Checkpoint, settings: Mapping[str, Any]
-) -> tuple[dict[str, Pair], dict[str, str]]:
+def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tuple[dict[str, Pair], dict[str, str]]:
     factors: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     for stored in adapter.names:
@@ -115,7 +112,7 @@ def _match(
 
 
 def _pair(
-    base: Checkpoint, adapter: Checkpoint, settings: Mapping[str, Any], name: str, module: str, sides: dict[str, str]
+    base: Checkpoint, adapter: Checkpoint, settings: JsonMapping, name: str, module: str, sides: dict[str, str]
 ) -> Pair:
     down, up, weight = adapter.entries[sides["A"]], adapter.entries[sides["B"]], base.entries[name]
     straight = _product_shape(up, down)
@@ -134,7 +131,7 @@ def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
     return up.shape[0], down.shape[1]
 
 
-def _scale(settings: Mapping[str, Any], module: str, *, rank: int) -> float:
+def _scale(settings: JsonMapping, module: str, *, rank: int) -> float:
     """alpha / r, or alpha / √r for rank-stabilised adapters; alpha may depend on the module."""
     alpha = settings.get("lora_alpha", 8)
     patterns = settings.get("alpha_pattern") or {}

@@ -5,7 +5,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
@@ -13,6 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import refusal
+from ..records import Json
 from .bytes import ByteSource, check_range
 
 Rows = tuple[int, int]
@@ -35,7 +35,7 @@ class Checkpoint(ABC):
     format: str
     metadata: Mapping[str, str] = {}  # what the header of a safetensors file says beside its tensors
 
-    def __init__(self, entries: Mapping[str, Entry], *, config: dict[str, Any], place: str) -> None:
+    def __init__(self, entries: Mapping[str, Entry], *, config: Json, place: str) -> None:
         self.entries = entries
         self.config = config
         self.place = place

@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import refusal
+from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
 from .sharded import check_beside
@@ -68,7 +69,7 @@ class Distributed(Checkpoint):
 
     format = "distributed"
 
-    def __init__(self, folder: Folder, metadata: ByteSource, *, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Folder, metadata: ByteSource, *, config: Json) -> None:
         self.tensors = find_weights(read_metadata(metadata), Chunked)
         self.sources = {file: _open_file(folder, file) for file in sorted(self._files())}
         for tensor in self.tensors.values():

@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 from ..errors import Refusal, refusal
+from ..records import Json
 from .bytes import ByteSource, Folder
 
 # Python objects take some 25 times the room of the shortest JSON that makes them: this keeps hostile files below 1 GB.
 MAX_BYTES = 24 * 2**20
 
 
-def parse_object(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
+def parse_object(data: bytes | bytearray, *, name: str) -> Json:
     """The JSON object in `data`; fails on anything else, and on keys that occur twice."""
     if len(data) > MAX_BYTES:
         raise refusal(f"at most {MAX_BYTES} bytes of JSON in {name}", len(data))
@@ -26,20 +27,20 @@ def parse_object(data: bytes | bytearray, *, name: str) -> dict[str, Any]:
     return value
 
 
-def read_object(source: ByteSource) -> dict[str, Any]:
+def read_object(source: ByteSource) -> Json:
     """The JSON object that a whole file holds."""
     if source.size > MAX_BYTES:
         raise refusal(f"at most {MAX_BYTES} bytes of JSON in {source.name}", source.size)
     return parse_object(source.read(0, source.size), name=source.name)
 
 
-def read_config(folder: Folder) -> dict[str, Any]:
+def read_config(folder: Folder) -> Json:
     """`config.json` of a folder, or nothing."""
     source = folder.find("config.json")
     return read_object(source) if source else {}
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()

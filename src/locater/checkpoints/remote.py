@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import Refusal, refusal
+from ..records import Json
 from .bytes import Folder, LocalFolder, check_range
 from .document import read_object
 from .locate import INDEX, METADATA, WEIGHTS, choose
@@ -135,7 +136,7 @@ def _is_complete(folder: LocalFolder) -> bool:
         return False
 
 
-def _web_settings(address: str) -> dict[str, Any]:
+def _web_settings(address: str) -> Json:
     aiohttp = _import("aiohttp", address, extra="remote")
     return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)}}
 

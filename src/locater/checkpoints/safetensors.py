@@ -2,13 +2,14 @@
 
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import refusal
+from ..records import Json
 from .base import Checkpoint, Entry, Rows, read_tensor, row_span
 from .bytes import ByteSource, check_range
 from .document import MAX_BYTES, parse_object
@@ -52,7 +53,7 @@ class SafetensorsFile(Checkpoint):
 
     format = "safetensors"
 
-    def __init__(self, source: ByteSource, *, config: dict[str, Any]) -> None:
+    def __init__(self, source: ByteSource, *, config: Json) -> None:
         self.source = source
         items, self.metadata = read_header(source)
         self.stored = {item.name: item for item in items}

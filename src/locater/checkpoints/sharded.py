@@ -2,12 +2,12 @@
 
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
 
 from ..errors import Refusal, refusal
+from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder
 from .document import read_object
@@ -18,7 +18,7 @@ OpenShard = Callable[[ByteSource], Checkpoint]
 class Sharded(Checkpoint):
     """Several checkpoints as one; each name is read from the shard that has it."""
 
-    def __init__(self, shards: Mapping[str, Checkpoint], *, config: dict[str, Any], place: str) -> None:
+    def __init__(self, shards: Mapping[str, Checkpoint], *, config: Json, place: str) -> None:
         self.shards = shards
         self.format = next(iter(shards.values())).format
         distinct = {id(shard): shard for shard in shards.values()}.values()
@@ -34,7 +34,7 @@ class Sharded(Checkpoint):
             shard.close()
 
 
-def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, config: dict[str, Any]) -> Sharded:
+def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, config: Json) -> Sharded:
     """All shards that the index names, each opened once; fails on a shard or a tensor that is missing."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -50,7 +50,7 @@ def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, conf
     return Sharded({name: opened[file] for name, file in weight_map.items()}, config=config, place=folder.place)
 
 
-def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, config: dict[str, Any]) -> Sharded:
+def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, config: Json) -> Sharded:
     """Files that belong together without an index; fails when two hold the same name."""
     shards: dict[str, Checkpoint] = {}
     for file in files:

@@ -1,12 +1,13 @@
 """`locater demo`: the theory on one head and on the whole plane, then two models, with pictures and plain words."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..records import Json
 from ..theory.words import WORDS
 from .demo_models import say, show_models
 from .output import console_for
@@ -103,7 +104,7 @@ def _show_theory(console: Console, out: Path) -> None:
     say(console, PLANE.format(picture=escape(str(plane)), **_plane_words(diagram["summary"])))
 
 
-def _one_head_words(document: dict[str, Any]) -> dict[str, Any]:
+def _one_head_words(document: Json) -> Json:
     simulated = document["profiles"]["monte-carlo"]["mean"]
 
     def worst(name: str) -> float:
@@ -120,7 +121,7 @@ def _one_head_words(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plane_words(summary: dict[str, Any]) -> dict[str, str]:
+def _plane_words(summary: Json) -> dict[str, str]:
     def share(region: str, kind: str) -> str:
         return f"{summary[region][kind]} of {summary[region]['points']}"
 

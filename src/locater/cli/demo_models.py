@@ -2,12 +2,12 @@
 
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..records import Json
 from .output import FittedTable, aside, table
 
 TRAINING = """\
@@ -80,7 +80,7 @@ def _train(console: Console, out: Path, picture: Path) -> None:
             raise typer.Exit(128 + outcome.signal)
 
 
-def validation_table(document: dict[str, Any]) -> FittedTable:
+def validation_table(document: Json) -> FittedTable:
     """The last validations."""
     last = {name: model["validations"][-1] for name, model in document["models"].items()}
     rows = {
@@ -92,7 +92,7 @@ def validation_table(document: dict[str, Any]) -> FittedTable:
     return _side_by_side(f"On held-out text, after {document['num_steps']} steps", body)
 
 
-def scan_table(document: dict[str, Any]) -> FittedTable:
+def scan_table(document: Json) -> FittedTable:
     """What the weights alone say."""
     scans = [model["scan"] for model in document["models"].values()]
     rows = {
@@ -105,7 +105,7 @@ def scan_table(document: dict[str, Any]) -> FittedTable:
     return _side_by_side("Scanned from the files", [*body, ["regime", *(scan["regime"] for scan in scans)]])
 
 
-def attention_table(document: dict[str, Any]) -> FittedTable:
+def attention_table(document: Json) -> FittedTable:
     """How much of the attention lies on the most recent tokens."""
     columns = [*(model["within"] for model in document["models"].values()), document["even_within"]]
     numbers = [number for number in RECENT if number < document["length"]]
@@ -121,7 +121,7 @@ def _side_by_side(title: str, body: list[list[str]], *, further: list[str] | Non
     return table(["", *LABELS.values(), *(further or [])], body, words=[""], title=title)
 
 
-def conclusions(document: dict[str, Any]) -> list[str]:
+def conclusions(document: Json) -> list[str]:
     """What the numbers say, whichever way they fell, and what they are worth."""
     models = document["models"]
     last = {name: model["validations"][-1] for name, model in models.items()}
@@ -152,7 +152,7 @@ def _word(numbers: dict[str, float], less: str, more: str, alike: str) -> str:
     return less if numbers["with"] < numbers["without"] else more
 
 
-def _course(model: dict[str, Any]) -> str:
+def _course(model: Json) -> str:
     """Where the entropy of attention has gone since it was highest."""
     highest, last = max(model["validations"], key=lambda row: row["entropy"]), model["validations"][-1]
     if last["entropy"] >= (1 - ABOUT) * highest["entropy"]:

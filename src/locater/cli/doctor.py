@@ -2,11 +2,12 @@
 
 import platform
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..records import Json
 from .output import JsonPath, console_for, table
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
@@ -83,7 +84,7 @@ def devices() -> list[str]:
     return names
 
 
-def show(document: dict[str, Any], console: Console) -> None:
+def show(document: Json, console: Console) -> None:
     """The document as a person reads it: what is there, then what is missing and the line that brings it."""
     console.print(f"locater {document['locater']}, Python {document['python']}, {document['platform']}", markup=False)
     console.print(f"devices: {'; '.join(document['devices']) or 'torch is not installed'}\n", markup=False)

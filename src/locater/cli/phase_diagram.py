@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from ..records import Json
 from ..theory.words import WORDS
 from .output import console_for, table
 
@@ -32,7 +33,7 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
         write_json(document, json)
 
 
-def _map(document: dict[str, Any]) -> str:
+def _map(document: Json) -> str:
     """The theory's regimes, a letter per point."""
     rows = ["regime by eigenvalue mean (→, tr W/λ) and spread (↑, √d·deviation/λ):", ""]
     for deviation, regimes in reversed(
@@ -47,7 +48,7 @@ def _map(document: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def _counts(document: dict[str, Any]) -> Any:
+def _counts(document: Json) -> Any:
     rows = [
         [KINDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
         for name, count in document["summary"].items()

@@ -6,12 +6,13 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from ..errors import refusal
+from ..records import Json
 from .output import console_for
 
 HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page to look at there.")]
@@ -40,7 +41,7 @@ def report(
         save_all(documents, figures)
 
 
-def read(source: str) -> dict[str, Any]:
+def read(source: str) -> Json:
     """The document of one source: read where a command wrote it, else made by scanning."""
     from ..report.reading import METRICS, is_record, read_record
 
@@ -58,9 +59,7 @@ def read(source: str) -> dict[str, Any]:
     return scan_with_progress(source, {"eigenvalues": True, "curves": True}).to_json()
 
 
-def save_html(
-    documents: list[dict[str, Any]], path: Path, *, title: str | None = None, when: float | None = None
-) -> None:
+def save_html(documents: list[Json], path: Path, *, title: str | None = None, when: float | None = None) -> None:
     """Write the page and say where; `when` is the date of what it shows, by default now."""
     from ..report.page import save_page
 

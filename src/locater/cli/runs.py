@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..records import Json
 from .output import JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
 
@@ -16,7 +17,7 @@ NAME_WIDTH = 24
 MOST_NAMED = 6
 ABSENT = "–"
 
-Arm = dict[str, Any]
+Arm = Json
 
 
 def runs(
@@ -51,7 +52,7 @@ def runs(
         save_html([document], html)
 
 
-def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
+def _print(console: Console, document: Json, *, chosen: bool) -> None:
     from ..studies.runs import QUANTITIES
 
     arms, score = document["arms"], QUANTITIES[document["score"]].heading
@@ -69,7 +70,7 @@ def _print(console: Console, document: dict[str, Any], *, chosen: bool) -> None:
         console.print(f"[red]![/red] {escape(sentence)}")
 
 
-def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
+def _columns(document: Json) -> dict[str, list[str]]:
     """All headings with their cells; what no arm has is left out."""
     from ..report.terminal import sparkline
     from ..studies.runs import QUANTITIES, SCORES
@@ -97,7 +98,7 @@ def _columns(document: dict[str, Any]) -> dict[str, list[str]]:
     return columns
 
 
-def _warnings(document: dict[str, Any]) -> list[str]:
+def _warnings(document: Json) -> list[str]:
     """What the means are not made of."""
     found = []
     if left_out := document["left_out"]:
@@ -120,7 +121,7 @@ def _reached(step: int | None) -> str:
     return "no validation yet" if step is None else f"reached {step}"
 
 
-def _with_error(found: dict[str, Any], form: str) -> str:
+def _with_error(found: Json, form: str) -> str:
     error = found["standard_error"]
     return _number(found["mean"], form) + ("" if error is None else f" ± {_number(error, form.lstrip('+'))}")
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import BadArguments
+from ..records import Json
 from .output import JsonPath, console_for, table
 from .report import HtmlPath, save_html
 
@@ -84,7 +85,7 @@ def measure_all(sweep: Any, *, jobs: int, retry: bool = False) -> None:
         local(sweep, measure_for(sweep), jobs=jobs, tell=lambda done, total: progress.update(task, completed=done))
 
 
-def _show(console: Console, found: dict[str, Any], folder: Path) -> None:
+def _show(console: Console, found: Json, folder: Path) -> None:
     console.print(f"[bold]{escape(found['question'])}[/bold]")
     for sentence in found["answer"]:
         console.print(f"· {escape(sentence)}")
@@ -95,7 +96,7 @@ def _show(console: Console, found: dict[str, Any], folder: Path) -> None:
     console.print(f"[dim]{len(found['rows'])} rows in {escape(str(folder))}[/dim]", soft_wrap=True)
 
 
-def _save(found: dict[str, Any], folder: Path) -> None:
+def _save(found: Json, folder: Path) -> None:
     """`study.json`, and the figure where matplotlib is installed."""
     from ..errors import Refusal
     from ..records import write_json

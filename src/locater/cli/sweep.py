@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import BadArguments, refusal
+from ..records import Json
 from .output import JsonPath, console_for, table
 from .study import Jobs, measure_all
 
@@ -70,7 +71,7 @@ def _work(found: Any, task: int | None) -> None:
         raise typer.Exit(128 + signal.SIGTERM) from None
 
 
-def _points(file: Path | None, grid: str | None, preset: str) -> list[dict[str, Any]]:
+def _points(file: Path | None, grid: str | None, preset: str) -> list[Json]:
     """One for each combination, named for what varies; refuses options that train does not have."""
     from ..training.config import PRESETS, make_config
 
@@ -117,7 +118,7 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Json:
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import BadArguments, refusal
+from ..records import Json
 from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, aside, console_for, table
 
@@ -87,7 +88,7 @@ def theory(
     return _show(document, plot, json)
 
 
-def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict[str, Any]) -> dict[str, Any]:
+def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict[str, Any]) -> Json:
     from ..studies.profile import profile_of_moments
 
     given = [moment for moment in moments if moment is not None]
@@ -103,7 +104,7 @@ def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict
     return profile_of_moments(*given, **options)
 
 
-def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> dict[str, Any]:
+def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> Json:
     from ..studies.profile import METHODS, profile_of_weights
 
     methods = METHODS if method is Method.all else [method.value]
@@ -180,7 +181,7 @@ def _covariance(given: str) -> "float | Tensor":
         return _load(Path(given))
 
 
-def _show(document: dict[str, Any], plot: Path | None, json: Path | None) -> None:
+def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     from ..records import write_json
     from ..report.terminal import draw
 
@@ -209,11 +210,11 @@ def _show(document: dict[str, Any], plot: Path | None, json: Path | None) -> Non
         write_json(document, json)
 
 
-def _best(profiles: dict[str, Any]) -> list[float]:
+def _best(profiles: Json) -> list[float]:
     return profiles.get("exact") or profiles.get("closed") or profiles["monte-carlo"]["mean"]
 
 
-def _profile_table(document: dict[str, Any]) -> FittedTable:
+def _profile_table(document: Json) -> FittedTable:
     profiles, length = document["profiles"], document["length"]
     step = max(1, (length - 1) / (min(NUM_ROWS, length) - 1)) if length > 1 else 1
     positions = sorted({round(1 + step * row) for row in range(min(NUM_ROWS, length))})

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..errors import BadArguments
+from ..records import Json
 from ..training.config import GROUPS, PRESETS, Config, make_config
 from ..training.data.options import WALK
 from ..training.shape import Shape
@@ -85,7 +86,7 @@ def train(
     raise typer.Exit(code)
 
 
-def _check_walk(config: Config, given: dict[str, Any]) -> None:
+def _check_walk(config: Config, given: Json) -> None:
     """The theory's own model has a width and a length, and nothing else to choose."""
     ignored = sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"})
     if config.data.data == WALK and ignored:
@@ -115,7 +116,7 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
         write_json(outcome.to_json(), json)
 
 
-def _heads(rows: list[dict[str, Any]]) -> FittedTable:
+def _heads(rows: list[Json]) -> FittedTable:
     columns = {"tr W/λ": "trace", "η/λ": "eta", "ξ": "xi", "local": "localisation", "entropy": "normalised_entropy"}
     per_unit = ("trace", "eta")
     body = []

@@ -12,13 +12,14 @@ from typing import Any, Literal
 from ..errors import refusal
 from ..head import Block
 from ..positions import Rotary
+from ..records import JsonMapping
 
 
 @dataclass(frozen=True)
 class Config:
     """`config["a|b.c"]` is the first of `a` and `b → c` that is there and not null."""
 
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: JsonMapping = field(default_factory=dict)
 
     def get(self, keys: str, default: Any = None) -> Any:
         for key in keys.split("|"):

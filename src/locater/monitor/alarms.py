@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..head import Block
 from ..models import spans
+from ..records import Json
 from .report import AHEAD, LayerReport
 from .trends import Trends
 
@@ -46,7 +47,7 @@ class Alarm:
         trend = f", {self.trend}" if self.trend else ""
         return f"{self.kind}: {where}, {self.meaning}{trend}; try {self.remedy}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
 

@@ -9,7 +9,7 @@ from ..attention import NAMES
 from ..errors import refusal
 from ..head import Block
 from ..models import spans
-from ..records import head_key, layer_key
+from ..records import Json, head_key, layer_key
 from .tally import (
     CLUSTERS,
     COUNT,
@@ -93,7 +93,7 @@ class LayerReport:
             return math.nan
         return max(known) if name in LARGEST else sum(known) / len(known)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         plain = {name: value for name, value in vars(self).items() if not isinstance(value, dict)}
         return {
             **plain,
@@ -122,7 +122,7 @@ class Report:
         found |= dict(_metrics(self.evaluation, "attn_eval", self.per_head))
         return found | {"attn/alarms": float(len(self.alarms))}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "schema": "locater.monitor/1",
             "step": self.step,
@@ -132,7 +132,7 @@ class Report:
             "notes": list(self.notes),
         }
 
-    def worst(self, name: str = "max_logit", count: int = 5) -> list[dict[str, Any]]:
+    def worst(self, name: str = "max_logit", count: int = 5) -> list[Json]:
         """The heads with the largest value of a statistic (the smallest of an entropy), a row each."""
         rows = [row for row in self._rows() if not math.isnan(row.get(name, math.nan))]
         return sorted(rows, key=lambda row: row[name] if "entropy" in name else -row[name])[:count]
@@ -145,7 +145,7 @@ class Report:
             raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
         return pandas.DataFrame(list(self._rows()))
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
+    def _rows(self) -> Iterator[Json]:
         for mode, layers in (("training", self.training), ("evaluation", self.evaluation)):
             for layer in layers:
                 for position, head in enumerate(layer.heads):

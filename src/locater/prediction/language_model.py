@@ -19,6 +19,7 @@ from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
 from ..models import Layer, live
 from ..models.live.tensors import named_modules
+from ..records import Json
 from ..training.data import vocabulary as own_vocabulary
 from ..training.export import load as load_own
 from ..training.model import LanguageModel
@@ -110,7 +111,7 @@ class OwnTokenizer:
         return {"input_ids": self.vocabulary.encode(text).tolist()}
 
 
-def _place(source: str | PathLike[str]) -> tuple[str, dict[str, Any]]:
+def _place(source: str | PathLike[str]) -> tuple[str, Json]:
     """What transformers wants to be told: the folder and the GGUF file in it, or the hub id and its revision."""
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
@@ -176,7 +177,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_input_embeddings")
 
 
-def _arguments(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+def _arguments(model: nn.Module, ids: Tensor) -> Json:
     """What a text is for this model; a model with two sides reads it on both."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):

@@ -17,6 +17,7 @@ from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
 from ..models import Layer
+from ..records import Json
 from .language_model import Source, load_model, load_tokenizer, self_attention
 from .numbers import Numbers
 from .predict import measure, wanted_layers
@@ -35,7 +36,7 @@ class HeadProbe:
     head: int
     numbers: Numbers
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         place = {"block": self.block, "layer": self.layer, "head": self.head}
         return place | {"probed": self.numbers.to_json(), "attention_profile": {"probed": list(self.numbers.profile)}}
 
@@ -50,7 +51,7 @@ class Probe:
     heads: tuple[HeadProbe, ...]
     left_out: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The document that `locater predict --no-text --json` writes."""
         return {
             "schema": "locater.probe/1",

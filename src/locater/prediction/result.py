@@ -8,6 +8,7 @@ from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
 from ..errors import refusal
+from ..records import Json
 from ..report.shown import Shown
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
 
@@ -30,7 +31,7 @@ class HeadPrediction:
     predicted: Numbers
     measured: Numbers
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         document = {"block": self.block, "layer": self.layer, "head": self.head}
         document |= {"predicted": self.predicted.to_json(), "measured": self.measured.to_json()}
         profiles = {"predicted": list(self.predicted.profile), "measured": list(self.measured.profile)}
@@ -55,7 +56,7 @@ class Prediction(Shown):
         """Predicted and measured values of one number, head by head."""
         return [getattr(h.predicted, name) for h in self.heads], [getattr(h.measured, name) for h in self.heads]
 
-    def agreement(self, measure: Callable[[list[float], list[float]], Any]) -> dict[str, Any]:
+    def agreement(self, measure: Callable[[list[float], list[float]], Any]) -> Json:
         return {name: measure(*self.pairs(name)) for name in NAMES}
 
     @property
@@ -80,7 +81,7 @@ class Prediction(Shown):
             if rho is not None and rho < TRUSTED
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The document that `locater predict --json` writes."""
         return {
             "schema": "locater.predict/2",

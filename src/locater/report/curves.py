@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..records import Json
 from .figures import canvas
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ LATE_FROM = 0.6  # of all steps: what the range of the score is chosen for
 LOG_FROM = 3.0  # highest over lowest: from here on a logarithmic axis
 
 
-def curves(document: dict[str, Any]) -> "Figure":
+def curves(document: Json) -> "Figure":
     """Six panels over the steps; a band of one standard error where an arm has several seeds."""
     figure, axes = canvas(6, size=(14.5, 7))
     figure.set_layout_engine("constrained")

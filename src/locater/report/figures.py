@@ -2,10 +2,10 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import refusal
-from ..records import write
+from ..records import Json, write
 from ..theory.words import LOCALIZED, WORDS
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def save(figure: "Figure", path: Path) -> None:
     write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
 
 
-def profile(document: dict[str, Any]) -> "Figure":
+def profile(document: Json) -> "Figure":
     """ρ_t over t, a line per method; Monte Carlo as a band of two standard errors."""
     figure, (axes,) = canvas(1, size=(7.2, 3.8))
     t = range(1, document["length"] + 1)
@@ -54,7 +54,7 @@ def profile(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def phase_diagram(document: dict[str, Any]) -> "Figure":
+def phase_diagram(document: Json) -> "Figure":
     """Two panels of theory above two of measurement, over the same plane."""
     figure, axes = canvas(4, size=(10, 7.6))
     _regimes(axes[0], document)
@@ -76,7 +76,7 @@ def phase_diagram(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _regimes(panel: "Axes", document: dict[str, Any]) -> None:
+def _regimes(panel: "Axes", document: Json) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -90,12 +90,12 @@ def _regimes(panel: "Axes", document: dict[str, Any]) -> None:
     panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
-def _outline(panel: "Axes", document: dict[str, Any]) -> None:
+def _outline(panel: "Axes", document: Json) -> None:
     inside = [[float(regime in LOCALIZED) for regime in row] for row in document["regime"]]
     panel.contour(inside, levels=[0.5], colors="white", linewidths=1.4)
 
 
-def _plane(panel: "Axes", document: dict[str, Any]) -> None:
+def _plane(panel: "Axes", document: Json) -> None:
     """Round ticks, at their place between the points. Along x equal steps are equal factors but for the innermost."""
     traces, deviations = document["trace_over_temperature"], document["deviation_over_temperature"]
     columns = [one for one in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1) if traces[0] <= one <= traces[-1]]

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ..records import Json
 from ..theory.words import WORDS
 from .quantities import COLD, HOT
 from .views import Key, View
@@ -28,11 +29,11 @@ class Sentence:
     heads: tuple[int, ...] = ()
     tone: str = "plain"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
 
-def headline(views: list[View], others: list[dict[str, Any]]) -> list[Sentence]:
+def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     """All sentences of a page: view by view, then those of runs and studies."""
     found = [sentence for number, view in enumerate(views) for sentence in _of_view(number, view)]
     for document in others:
@@ -40,7 +41,7 @@ def headline(views: list[View], others: list[dict[str, Any]]) -> list[Sentence]:
     return found
 
 
-def _of_study(document: dict[str, Any]) -> Iterable[Sentence]:
+def _of_study(document: Json) -> Iterable[Sentence]:
     """Its own sentences, made from its rows."""
     yield Sentence(document["question"])
     yield from (Sentence(answer, tone="good") for answer in document["answer"])
@@ -147,12 +148,12 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
         yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
 
 
-def _alarmed(alarm: dict[str, Any]) -> list[int]:
+def _alarmed(alarm: Json) -> list[int]:
     """The heads of an alarm; older monitors named one, or none for a whole layer."""
     return alarm["heads"] if "heads" in alarm else [alarm["head"]] * (alarm.get("head") is not None)
 
 
-def _of_runs(document: dict[str, Any]) -> Iterable[Sentence]:
+def _of_runs(document: Json) -> Iterable[Sentence]:
     arms, score = document["arms"], document["score"]
     scored = [arm for arm in arms if score in arm["quantities"]]
     runs = sum(len(arm["seeds"]) for arm in arms)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy
 
+from ..records import Json
+
 ALIGNMENT = 8
 HALF_RANGE = 32_767
 
@@ -18,7 +20,7 @@ class Pack:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def add(self, values: Any, kind: str) -> dict[str, Any]:
+    def add(self, values: Any, kind: str) -> Json:
         """Kinds as NumPy spells them, little-endian: f8, f4, i2, u2, u1."""
         data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
         place = {"kind": kind, "at": self.size, "count": len(data) // int(kind[1])}
@@ -27,14 +29,14 @@ class Pack:
         self.size += len(padded)
         return place
 
-    def add_scaled(self, rows: Any) -> dict[str, Any]:
+    def add_scaled(self, rows: Any) -> Json:
         """Rows of numbers in 16 bits: each is off by at most 1/65534 of its row's largest magnitude."""
         table = numpy.atleast_2d(numpy.asarray(rows, dtype=numpy.float64))
         largest = numpy.abs(table).max(axis=1, initial=0)
         unit = numpy.where(largest > 0, largest, 1) / HALF_RANGE
         return {"values": self.add(numpy.rint(table / unit[:, None]), "i2"), "units": self.add(unit, "f8")}
 
-    def text(self, document: dict[str, Any]) -> str:
+    def text(self, document: Json) -> str:
         """Length of the JSON, the JSON padded, the columns; gzip without a date; base64."""
         head = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
         head += b" " * (-len(head) % ALIGNMENT)

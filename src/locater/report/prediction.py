@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..records import Json
 from .figures import canvas
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ TITLES = {
 }
 
 
-def prediction(document: dict[str, Any]) -> "Figure":
+def prediction(document: Json) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
     figure, axes = canvas(4, size=(9.6, 8.4))
     figure.set_layout_engine("constrained")
@@ -37,7 +38,7 @@ def prediction(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _panel(panel: "Axes", document: dict[str, Any], name: str) -> Any:
+def _panel(panel: "Axes", document: Json, name: str) -> Any:
     heads = document["heads"]
     predicted, measured = ([head[side][name] for head in heads] for side in ("predicted", "measured"))
     top = max(*predicted, *measured) if name == "mean_distance" else 1.0

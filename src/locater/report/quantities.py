@@ -1,7 +1,8 @@
 """Every number that a page can show of a head: its letter, its words, what high and low mean, where health ends."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from ..records import Json
 
 THEORY = "the paper's random walk of tokens, not a text"
 WEIGHTS = "the weights alone"
@@ -33,7 +34,7 @@ class Quantity:
     basis: str = WEIGHTS
     limits: tuple[Limit, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
 

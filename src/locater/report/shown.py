@@ -2,7 +2,9 @@
 
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..records import Json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,7 +16,7 @@ MOST_CHARACTERS = 6_000_000  # of a page within a notebook's file
 class Shown:
     """For results with `to_json`: they are shown as the page of that document."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         raise NotImplementedError
 
     def to_html(self, path: str | Path | None = None, *, title: str | None = None) -> str:

@@ -2,8 +2,9 @@
 
 from itertools import groupby
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..records import Json
 from .figures import canvas
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 MOST_PANELS = 6
 
 
-def study_figure(document: dict[str, Any]) -> "Figure":
+def study_figure(document: Json) -> "Figure":
     """Lines of means over x, one for each value of `by`, a panel for each value of `panel`."""
     spec, rows = document["figure"], document["rows"]
     panels = list(dict.fromkeys(row.get(spec["panel"]) for row in rows))[:MOST_PANELS]
@@ -26,7 +27,7 @@ def study_figure(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _panel(axes: "Axes", rows: list[dict[str, Any]], spec: dict[str, Any]) -> None:
+def _panel(axes: "Axes", rows: list[Json], spec: Json) -> None:
     for name in dict.fromkeys(row[spec["by"]] for row in rows):
         line = [row for row in rows if row[spec["by"]] == name and spec["y"] in row and spec["x"] in row]
         if not line:

@@ -1,13 +1,13 @@
 """Curves, sparklines and heat maps drawn with characters, for a terminal of any width."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
+from ..records import JsonMapping
 from .quantities import quantity
 from .text import all_shown
 from .views import views_of
@@ -69,7 +69,7 @@ class HeatMap:
     diverging: bool = False
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], name: str) -> "HeatMap":
+    def of(cls, document: JsonMapping, name: str) -> "HeatMap":
         """One quantity of a document's last frame."""
         view = views_of([all_shown(document)])[0]
         layers = list(dict.fromkeys(key[:2] for key in view.heads))

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..records import Json
 from .figures import canvas
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ EVEN_COLOUR = "#777777"
 MOST = 16
 
 
-def training(document: dict[str, Any]) -> "Figure":
+def training(document: Json) -> "Figure":
     """While they learn: perplexity and entropy on held-out text; and the eigenvalues in the end."""
     figure, (perplexity, entropy, eigenvalues) = canvas(3, size=(13.5, 4.2))
     for name, model in document["models"].items():
@@ -34,7 +35,7 @@ def training(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _eigenvalues(panel: "Axes", document: dict[str, Any]) -> None:
+def _eigenvalues(panel: "Axes", document: Json) -> None:
     for name, model in document["models"].items():
         scan = model["scan"]
         real, imaginary = ([value[part] / scan["temperature"] for value in scan["eigenvalues"]] for part in (0, 1))
@@ -46,7 +47,7 @@ def _eigenvalues(panel: "Axes", document: dict[str, Any]) -> None:
     panel.set(xlabel="real part", ylabel="imaginary part")
 
 
-def attention(document: dict[str, Any]) -> "Figure":
+def attention(document: Json) -> "Figure":
     """What each really attends to: two maps in one scale of colour, the share of recent tokens, and one example."""
     figure, axes = canvas(4, size=(11.5, 9.6))
     figure.set_layout_engine("constrained")
@@ -63,7 +64,7 @@ def attention(document: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _map(panel: "Axes", document: dict[str, Any], name: str) -> Any:
+def _map(panel: "Axes", document: Json, name: str) -> Any:
     """Each row over its even share, 1/(tokens so far): else the first rows would outshine all others."""
     from matplotlib.colors import LogNorm
 
@@ -81,7 +82,7 @@ def _map(panel: "Axes", document: dict[str, Any], name: str) -> Any:
     return panel.imshow(shares, cmap="RdBu_r", norm=scale, extent=(first, last, last, first), interpolation="nearest")
 
 
-def _within(panel: "Axes", document: dict[str, Any]) -> None:
+def _within(panel: "Axes", document: Json) -> None:
     numbers = range(1, document["length"] + 1)
     for name, model in document["models"].items():
         panel.plot(numbers, model["within"], color=COLOURS[name], lw=2, label=_label(name))
@@ -92,7 +93,7 @@ def _within(panel: "Axes", document: dict[str, Any]) -> None:
     panel.legend(frameon=False, loc="lower right")
 
 
-def _example(panel: "Axes", document: dict[str, Any]) -> None:
+def _example(panel: "Axes", document: Json) -> None:
     """The last tokens of one text as they are read, a pair of bars each."""
     # Between two dollars matplotlib would set mathematics.
     words = [repr(word)[1:-1].replace("$", r"\$") for word in document["words"]]

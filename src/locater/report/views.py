@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import refusal
+from ..records import Json
 
 Key = tuple[str, int, int]
-Document = dict[str, Any]
+Document = Json
 # Columns that are no quantity: names, shapes, and what another column says better.
 GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics"}
 APART = {"block", "layer", "head", "key_head", "d_model", "d_head", "regime", "eigenvalues", "curves", "kind"}

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import refusal
+from ..records import Json
 from ..report.shown import Shown
 from .rows import HeadRow
 from .scan import Scan, scan
@@ -39,7 +40,7 @@ class Movement:
     def path(self) -> float:
         return sum(_distance(before, after, unit=self.rows[0].eta) for before, after in pairwise(self.rows))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         columns = ("trace", "eta", "xi", "localisation", "regime")
         return {
             "block": self.block,
@@ -61,7 +62,7 @@ class Comparison(Shown):
     def most_moved(self, count: int) -> list[Movement]:
         return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "schema": "locater.compare/1",
             "sources": [one.source for one in self.scans],

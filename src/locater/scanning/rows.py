@@ -1,7 +1,8 @@
 """What a scan says of one head."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+
+from ..records import Json
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class HeadRow:
 
         return BLOCKS.index(self.block), self.layer, self.head  # pyright: ignore[reportArgumentType]
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> Json:
         """All columns, for tables; eigenvalues only where they were kept."""
         record = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "curves"}
         if self.eigenvalues is None:
             del record["eigenvalues"]
         return record
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The columns of the schema locater.scan/1, and curves where they were kept."""
         return self.to_record() | (self.curves or {})

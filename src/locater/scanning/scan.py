@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import Refusal, refusal
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
+from ..records import Json
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
@@ -33,7 +34,7 @@ class Scan(Shown):
     refused: tuple[str, ...] = ()
     length: int = DEFAULT_LENGTH
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The document that `locater scan --json` writes."""
         refused = {"refused": list(self.refused)} if self.refused else {}
         return {

@@ -1,10 +1,10 @@
 """Rank and entropy collapse over the plane of mean and variance: walks and text, depth, norms and sinks."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..records import Json
 from ..theory.words import LOCALIZED
 from .reconcile import ENTROPY_COLLAPSE, RANK_COLLAPSE
 from .statistics import compared, holm, paired
@@ -27,7 +27,7 @@ def grid(quick: bool) -> list[Point]:
     ]
 
 
-def measure(point: Point, place: Path) -> list[dict[str, Any]]:
+def measure(point: Point, place: Path) -> list[Json]:
     found = []
     for step in range(point["rows"]):
         deviation = 10 ** (-2 + 3 * step / (point["rows"] - 1))
@@ -42,7 +42,7 @@ def measure(point: Point, place: Path) -> list[dict[str, Any]]:
     return found
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     """The share of collapsed points, where the theory localises with |tr W| ≤ λ against elsewhere, seed by seed."""
     found = {}
     for variant in dict.fromkeys(map(_variant, rows)):
@@ -55,12 +55,12 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
     return [*sentences, "Intervals are corrected by Holm's method: those that it no longer supports take in zero."]
 
 
-def _variant(row: dict[str, Any]) -> str:
+def _variant(row: Json) -> str:
     parts = [row["tokens"], f"{row['layers']} layer{'s' if row['layers'] > 1 else ''}"]
     return ", ".join(parts + ["residual and norm"] * row["norm"] + ["sink"] * row["sink"])
 
 
-def _collapsed(rows: list[dict[str, Any]], *, inside: bool) -> dict[int, float]:
+def _collapsed(rows: list[Json], *, inside: bool) -> dict[int, float]:
     shares = {}
     for seed in {row["seed"] for row in rows}:
         some = [row for row in rows if row["seed"] == seed and _is_inside(row) == inside]
@@ -69,11 +69,11 @@ def _collapsed(rows: list[dict[str, Any]], *, inside: bool) -> dict[int, float]:
     return shares
 
 
-def _is_inside(row: dict[str, Any]) -> bool:
+def _is_inside(row: Json) -> bool:
     return row["regime"] in LOCALIZED and abs(row["trace"]) <= 1
 
 
-def is_collapsed(row: dict[str, Any]) -> bool:
+def is_collapsed(row: Json) -> bool:
     return row["entropy"] < ENTROPY_COLLAPSE or row["residual"] < RANK_COLLAPSE
 
 

@@ -1,7 +1,6 @@
 """The paper's model to the end: validation every 500 steps until none has improved for 3,000."""
 
-from typing import Any
-
+from ..records import Json
 from ..training.data.text import WIKITEXT
 from .mechanism import QUICK
 from .statistics import FEWEST
@@ -21,14 +20,14 @@ WANTED = 0.95
 
 
 def grid(quick: bool) -> list[Point]:
-    full: dict[str, Any] = dict(data=WIKITEXT, tokenizer="bpe", bpe_size=4096, steps=60_000, patience=3000)
+    full: Json = dict(data=WIKITEXT, tokenizer="bpe", bpe_size=4096, steps=60_000, patience=3000)
     common = QUICK | {"steps": 400, "patience": 120, "learning_rate": 1e-2} if quick else full
     arms = {name: ARMS[name] for name in ("none", "locater-1e-2")} if quick else ARMS
     conditions = {"": {}} if quick else {"": {}, "dropout 0.1": {"dropout": 0.1}}
     return points(arms, seeds=range(3), preset="paper", common=common, conditions=conditions)
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     said = []
     if not all(row.get("is_done", True) for row in rows):
         step, rows = at_common_step(rows)

@@ -1,7 +1,6 @@
 """LocAteR over depth: 1 to 8 layers, with and without a warm-up of the learning rate."""
 
-from typing import Any
-
+from ..records import Json
 from .mechanism import QUICK
 from .study import Figure, Study
 from .sweep.folder import Point
@@ -11,7 +10,7 @@ ARMS = {"none": {}, "locater": {"strength": 1e-2}}
 
 
 def grid(quick: bool) -> list[Point]:
-    full: dict[str, Any] = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000, d_feedforward=512)
+    full: Json = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000, d_feedforward=512)
     common = QUICK | {"steps": 60} if quick else full
     warm = common.get("warmup", 200)
     conditions = {
@@ -22,7 +21,7 @@ def grid(quick: bool) -> list[Point]:
     return points(ARMS, seeds=range(3), preset="small", common=common | {"num_heads": 4}, conditions=conditions)
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     return [*sentences(rows, "best_loss", "best validation loss"), *sentences(rows, "entropy", "entropy")]
 
 

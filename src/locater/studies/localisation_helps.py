@@ -1,7 +1,6 @@
 """Intervene on localisation itself: the mean of the spectrum held at several places, at one strength of shrinking."""
 
-from typing import Any
-
+from ..records import Json
 from .mechanism import QUICK
 from .statistics import Estimate, compared, correlated, paired, spearman
 from .study import Figure, Study
@@ -10,7 +9,7 @@ from .trained import by_seed, measure, points, sentences
 
 SHRUNK = {"strength": 1e-2}
 # tr W in units of λ; the scale is at least |tr W|/√d_h, so the far ones have a larger η at the same strength.
-ARMS: dict[str, dict[str, Any]] = {
+ARMS: dict[str, Json] = {
     "none": {},
     "free": SHRUNK,
     "mean 0": SHRUNK | {"mean": "0"},
@@ -23,12 +22,12 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def grid(quick: bool) -> list[Point]:
-    full: dict[str, Any] = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
+    full: Json = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
     common = QUICK | {"mean_warmup": 20} if quick else full
     return points(ARMS, seeds=range(3), preset="paper", common=common, conditions={"": {}})
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     """Whether the loss follows localisation among arms that differ in it: by rank, for each seed, against 0."""
     held = [row for row in rows if row["arm"].startswith("mean") and "localisation" in row]
     said = sentences(rows, "best_loss", "best validation loss", against="free")
@@ -45,11 +44,11 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def _follows(rows: list[dict[str, Any]]) -> Estimate:
+def _follows(rows: list[Json]) -> Estimate:
     return spearman([row["localisation"] for row in rows], [row["best_loss"] for row in rows])
 
 
-def _entropy(rows: list[dict[str, Any]]) -> Estimate:
+def _entropy(rows: list[Json]) -> Estimate:
     some = [row for row in rows if "entropy" in row]
     return spearman([row["localisation"] for row in some], [row["entropy"] for row in some])
 

@@ -1,7 +1,6 @@
 """What LocAteR does to the spectrum while a model trains, beside weight decay of queries and keys."""
 
-from typing import Any
-
+from ..records import Json
 from .study import Figure, Study
 from .sweep.folder import Point
 from .trained import measure, points, sentences
@@ -18,11 +17,11 @@ QUICK |= dict(steps=120, warmup=20, batch=8, validate_every=60, validation_windo
 
 
 def grid(quick: bool) -> list[Point]:
-    full: dict[str, Any] = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
+    full: Json = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
     return points(ARMS, seeds=range(3), preset="paper", common=QUICK if quick else full, conditions={"": {}})
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     return [
         *sentences(rows, "eta_over_temperature", "η/λ"),
         *sentences(rows, "trace_over_temperature", "tr W/λ"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..records import write
+from ..records import Json, write
 from .study import STUDIES, document
 from .sweep.folder import Row
 
@@ -50,7 +50,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
-def documents(folder: Path) -> dict[str, dict[str, Any]]:
+def documents(folder: Path) -> dict[str, Json]:
     """What the kept rows say, study by study."""
     found = {}
     for name in STUDIES:
@@ -66,7 +66,7 @@ def page(folder: Path, *, pictures: str) -> str:
     return HEAD + "".join(_section(name, found, pictures) for name, found in documents(folder).items()) + SWEEPS
 
 
-def _section(name: str, found: dict[str, Any], pictures: str) -> str:
+def _section(name: str, found: Json, pictures: str) -> str:
     command = f"locater study {name}"
     small = ["- A miniature (`--quick`): small models and few steps, which say little of larger and longer ones."]
     answer = [f"- {said}" for said in found["answer"]]

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import ranks, statistics
+from ..records import Json
 from ..spectra import Moments
 from ..theory import closed_form, regimes
 from ..theory.words import LOCALIZED
@@ -27,9 +28,7 @@ TRACES = tuple(sign * 10 ** (step / 4) for sign in (-1, 1) for step in range(-9,
 DEVIATIONS = tuple(10 ** (step / 4) for step in range(-10, 4))
 
 
-def phase_diagram(
-    *, length: int = 48, d_model: int = 64, num_walks: int = 32, generator: torch.Generator
-) -> dict[str, Any]:
+def phase_diagram(*, length: int = 48, d_model: int = 64, num_walks: int = 32, generator: torch.Generator) -> Json:
     """Both views at every point of the plane; a symmetric W with Gaussian eigenvalues, λ = √d. Seconds."""
     traces = torch.tensor(sorted((*TRACES, 0.0)), dtype=torch.float64)
     deviations = torch.tensor(DEVIATIONS, dtype=torch.float64)
@@ -50,7 +49,7 @@ def phase_diagram(
     return document | {"summary": _summary(document)}
 
 
-def _theory(traces: Tensor, deviations: Tensor, *, length: int, d_model: int) -> dict[str, Any]:
+def _theory(traces: Tensor, deviations: Tensor, *, length: int, d_model: int) -> Json:
     temperature = math.sqrt(d_model)
     trace = (traces * temperature).expand(len(deviations), -1)
     square = trace.square() / d_model + (deviations[:, None] * temperature).square()
@@ -93,7 +92,7 @@ def _measured(
     return entropy.mean((-2, -1)), residual.mean(-1)
 
 
-def _summary(document: dict[str, Any]) -> dict[str, dict[str, int]]:
+def _summary(document: Json) -> dict[str, dict[str, int]]:
     """How often each region collapses: the claim in numbers."""
     counts = {region: {"points": 0, "entropy_collapse": 0, "rank_collapse": 0} for region in REGIONS}
     for row, names in enumerate(document["regime"]):

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import refusal
+from ..records import Json
 from ..spectra import Covariance, Moments, moments, whiten
 from ..theory import closed_form, exact, monte_carlo, regimes
 
@@ -33,11 +34,11 @@ def profile_of_weights(
     num_walks: int = 20_000,
     seed: int = 0,
     limit: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Moments, regime and the profiles of a head given by its weights."""
     temperature = math.sqrt(query.shape[-2]) if temperature is None else temperature
     options: dict[str, Any] = dict(length=length, temperature=temperature, covariance=covariance)
-    profiles: dict[str, Any] = {}
+    profiles: Json = {}
     if "closed" in methods:
         profiles["closed"] = closed_form.profile(query, key, **options)
     if "exact" in methods:
@@ -56,7 +57,7 @@ def profile_of_moments(
     length: int,
     temperature: float,
     limit: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """The same from three moments, which fix the closed form only."""
     if not frobenius_squared >= abs(trace_of_square):
         raise refusal("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
@@ -66,11 +67,11 @@ def profile_of_moments(
     return _document(found, length, temperature, {"closed": profile}, limit)
 
 
-def _document(found: Moments, length: int, temperature: float, profiles: dict[str, Any], limit: bool) -> dict[str, Any]:
+def _document(found: Moments, length: int, temperature: float, profiles: Json, limit: bool) -> Json:
     # The most faithful profile at hand decides the words.
     name = next(name for name in ("exact", "closed", "monte-carlo") if name in profiles)
     best = profiles[name].mean if name == "monte-carlo" else profiles[name]
-    document: dict[str, Any] = {
+    document: Json = {
         "schema": "locater.theory/1",
         "length": length,
         "temperature": temperature,

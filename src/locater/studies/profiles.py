@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..records import Json
 from ..spectra import Moments
 from ..theory import closed_form, exact, regimes
 from .study import Figure, Study
@@ -23,7 +23,7 @@ def grid(quick: bool) -> list[Point]:
     return [{"xi": xi, "eta": eta, "length": 32 if quick else 128} for xi in XI for eta in ETA]
 
 
-def measure(point: Point, place: Path) -> list[dict[str, Any]]:
+def measure(point: Point, place: Path) -> list[Json]:
     """ρ at some positions; exact needs a d×d matrix with ξ² ≤ d."""
     xi, eta, length = point["xi"], point["eta"], point["length"]
     trace, square = (torch.tensor(value, dtype=torch.float64) for value in (xi * eta, eta**2))
@@ -47,8 +47,8 @@ def measure(point: Point, place: Path) -> list[dict[str, Any]]:
     ]
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
-    curves: dict[tuple[float, float, str], list[dict[str, Any]]] = {}
+def conclude(rows: list[Json]) -> list[str]:
+    curves: dict[tuple[float, float, str], list[Json]] = {}
     for row in rows:
         curves.setdefault((row["xi"], row["eta"], row["method"]), []).append(row)
     words = Counter(curve[0]["regime"] for (_, _, method), curve in curves.items() if method == "closed")

@@ -9,6 +9,7 @@ from typing import Any
 from ..prediction.predict import predict
 from ..prediction.probe import probe
 from ..prediction.result import mean_absolute_error, spearman
+from ..records import Json
 from ..scanning.findings import looks
 from ..scanning.rows import HeadRow
 from ..scanning.scan import scan
@@ -21,7 +22,7 @@ REGIMES = {"late": "near", "early": "far"}
 Numbers = Sequence[Sequence[float]]  # per head, in the order of MEASURED
 
 
-def evidence(source: str, *, text: str | PathLike[str] | None = None) -> dict[str, Any]:
+def evidence(source: str, *, text: str | PathLike[str] | None = None) -> Json:
     """One model: scanned, probed with random ids, predicted from moments, and measured on text."""
     found = predict(source, text=text)
     places = [(head.block, head.layer, head.head) for head in found.heads]
@@ -38,7 +39,7 @@ def evidence(source: str, *, text: str | PathLike[str] | None = None) -> dict[st
 
 def compared(
     name: str, rows: Sequence[HeadRow], *, measured: Numbers, probed: Numbers | None, predicted: Numbers | None
-) -> dict[str, Any]:
+) -> Json:
     """Rank correlations of every column with what was measured, errors, and how often each word was right."""
     near = [numbers[0] for numbers in measured]
     estimated = [row.estimated_near_mass for row in rows]
@@ -73,12 +74,12 @@ def _agreement(words: Sequence[str | None], near: Sequence[float], word: str) ->
     return right, len(called)
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
+def page(rows: Sequence[Json]) -> str:
     """The tables of `docs/evidence.md`."""
     return "\n\n".join([_ranks_table(rows), _words_table(rows)])
 
 
-def _ranks_table(rows: Sequence[dict[str, Any]]) -> str:
+def _ranks_table(rows: Sequence[Json]) -> str:
     heading = (
         "| model | heads | ξ | localisation | estimate (error) | random ids: near, entropy, sink "
         "| text: near, entropy, sink |\n|---|---|---|---|---|---|---|"
@@ -96,7 +97,7 @@ def _ranks_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([heading, *lines, f"| **median** | | | | {medians[0]} | {medians[1]} | {medians[2]} |"])
 
 
-def _words_table(rows: Sequence[dict[str, Any]]) -> str:
+def _words_table(rows: Sequence[Json]) -> str:
     kinds = [("words", "near"), ("words", "far"), ("regimes", "late"), ("regimes", "early")]
     heading = (
         "| model | probably near | probably far | theory: late = near? | theory: early = far? |\n|---|---|---|---|---|"

@@ -1,10 +1,10 @@
 """Rank and entropy together while the eigenvalues' variance falls, in depth: do the collapses exclude each other?"""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..records import Json
 from .statistics import correlated, holm, spearman
 from .study import Figure, Study
 from .sweep.folder import Point
@@ -26,7 +26,7 @@ def grid(quick: bool) -> list[Point]:
     ]
 
 
-def measure(point: Point, place: Path) -> dict[str, Any]:
+def measure(point: Point, place: Path) -> Json:
     generator = torch.Generator().manual_seed(point["seed"])
     x = tokens("walk", count=COUNT, length=LENGTH, d_model=D_MODEL, generator=generator)
     spectrum = Spectrum(point["trace"], point["deviation"])
@@ -34,7 +34,7 @@ def measure(point: Point, place: Path) -> dict[str, Any]:
     return layers(x, matrices, has_norm=point["norm"])
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     found = {}
     for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
         some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
@@ -48,7 +48,7 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
     return [*sentences, f"Neither collapse by number of layers: {shares}. p values are corrected by Holm's method."]
 
 
-def _share(some: list[dict[str, Any]], rows: list[dict[str, Any]], depth: int) -> float:
+def _share(some: list[Json], rows: list[Json], depth: int) -> float:
     return sum(row["layers"] == depth for row in some) / sum(row["layers"] == depth for row in rows)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import StatisticsError, fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import refusal
+from ..records import Json
 from ..training.metrics import METRICS, Row, read_rows
 
 CONFIG = "config.json"
@@ -68,7 +69,7 @@ def compare_runs(
     arms: Collection[str] | None = None,
     seeds: Collection[int] | None = None,
     against: str | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """The document of all arms, or of some, at one step, by default the last that every run with a validation has."""
     runs = _chosen(read_runs(folder), arms, seeds)
     at = _common_step(runs) if step is None else _known_step(runs, step)
@@ -196,9 +197,9 @@ def _some(things: Iterable[object], most: int = 16) -> str:
     return ", ".join(names if len(names) <= most else [*names[: most // 2], "…", *names[-most // 2 :]])
 
 
-def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> dict[str, Any]:
+def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> Json:
     """One arm: its means, its differences to another if there is one, and its course over the steps."""
-    found: dict[str, Any] = {"arm": runs[0].arm, "seeds": [run.seed for run in runs]}
+    found: Json = {"arm": runs[0].arm, "seeds": [run.seed for run in runs]}
     found["quantities"] = _each(lambda name: _at(runs, step, name))
     if other is not None:
         found["differences"] = _each(lambda name: _difference(_at(runs, step, name), _at(other, step, name)))
@@ -209,7 +210,7 @@ def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> dict[st
     return found
 
 
-def _each(values: Callable[[str], Mapping[int, float]]) -> dict[str, Any]:
+def _each(values: Callable[[str], Mapping[int, float]]) -> Json:
     return {name: estimate(of_seed) for name in QUANTITIES if (of_seed := values(name))}
 
 
@@ -253,7 +254,7 @@ def _course(values: Mapping[int, Mapping[int, float]]) -> dict[str, list]:
     return {"step": list(points)} | columns
 
 
-def estimate(values: Mapping[int, float]) -> dict[str, Any]:
+def estimate(values: Mapping[int, float]) -> Json:
     """Mean and standard error over seeds, s/√n with the n − 1 of a sample; a single seed has no error.
 
     >>> estimate({0: 1.0, 1: 3.0})

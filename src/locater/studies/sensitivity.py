@@ -1,14 +1,13 @@
 """LocAteR's gain over width, heads, learning rate, positions, norm placement and batch, one at a time."""
 
-from typing import Any
-
+from ..records import Json
 from .mechanism import QUICK
 from .study import Figure, Study
 from .sweep.folder import Point
 from .trained import measure, points, sentences
 
 ARMS = {"none": {}, "locater": {"strength": 1e-2}}
-FACTORS: dict[str, dict[str, Any]] = {
+FACTORS: dict[str, Json] = {
     "as it is": {},
     "half the width": {"d_model": 64, "d_feedforward": 64},
     "four heads": {"num_heads": 4},
@@ -21,14 +20,14 @@ FACTORS: dict[str, dict[str, Any]] = {
 
 
 def grid(quick: bool) -> list[Point]:
-    full: dict[str, Any] = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
+    full: Json = dict(data="embedded", tokenizer="bpe", bpe_size=4096, steps=2000)
     chosen = ("as it is", "learning rate × 4", "pre-LN") if quick else tuple(FACTORS)
     conditions = {name: FACTORS[name] for name in chosen}
     common = QUICK | {"steps": 60} if quick else full
     return points(ARMS, seeds=range(3), preset="paper", common=common, conditions=conditions)
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     return sentences(rows, "best_loss", "best validation loss")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..records import Json
 from ..theory import clipped_softmax, monte_carlo, regimes
 from .statistics import correlated, spearman
 from .study import Figure, Study
@@ -29,7 +30,7 @@ def grid(quick: bool) -> list[Point]:
     ]
 
 
-def measure(point: Point, place: Path) -> dict[str, Any]:
+def measure(point: Point, place: Path) -> Json:
     """Distance of the two softmaxes over walks, and the regime of each one's share of walks with a gradient."""
     generator = torch.Generator().manual_seed(1)
     length, walks = point["length"], point["walks"]
@@ -65,7 +66,7 @@ def lateness(profile: torch.Tensor) -> torch.Tensor:
     return (profile * positions).sum() / total if total > 0 else torch.tensor(0.5)
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     close = [row for row in rows if row["distance"] < CLOSE]
     agree = [row for row in rows if row["regime"] == row["softmax_regime"]]
     agree_close = [row for row in close if row["regime"] == row["softmax_regime"]]
@@ -81,7 +82,7 @@ def conclude(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def scale_and_distance(rows: list[dict[str, Any]]):
+def scale_and_distance(rows: list[Json]):
     return spearman([row["eta"] * math.sqrt(row["length"]) for row in rows], [row["distance"] for row in rows])
 
 

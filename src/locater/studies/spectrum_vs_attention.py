@@ -1,10 +1,10 @@
 """Set ξ and η by construction, measure the attention that comes of it: on walks, and on words of a text."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..records import Json
 from .statistics import correlated, holm, spearman
 from .study import Figure, Study
 from .sweep.folder import Point
@@ -26,14 +26,14 @@ def grid(quick: bool) -> list[Point]:
     ]
 
 
-def measure(point: Point, place: Path) -> dict[str, Any]:
+def measure(point: Point, place: Path) -> Json:
     generator = torch.Generator().manual_seed(point["seed"])
     x = tokens(point["tokens"], count=COUNT, length=LENGTH, d_model=D_MODEL, generator=generator)
     matrix = of_xi_and_eta(point["xi"], point["eta"], d_model=D_MODEL).matrix(D_MODEL, generator)
     return layers(x, [matrix], has_norm=False)
 
 
-def conclude(rows: list[dict[str, Any]]) -> list[str]:
+def conclude(rows: list[Json]) -> list[str]:
     found = {}
     for kind in dict.fromkeys(row["tokens"] for row in rows):
         some = [row for row in rows if row["tokens"] == kind]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ..errors import BadArguments
+from ..records import Json
 from .sweep.folder import Measure, Point, Row, Sweep
 
 STUDIES = (
@@ -46,7 +46,7 @@ class Study:
     question: str
     grid: Callable[[bool], Sequence[Point]]  # whether it is to be quick
     measure: Measure
-    conclude: Callable[[list[dict[str, Any]]], list[str]]
+    conclude: Callable[[list[Json]], list[str]]
     figure: Figure
     budget: str
     doubt: str  # what would change our mind
@@ -59,7 +59,7 @@ def find(name: str) -> Study:
     return import_module(f".{name.replace('-', '_')}", __package__).STUDY
 
 
-def flat(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def flat(rows: Sequence[Row]) -> list[Json]:
     """What was measured, without the failures; a point with several results gives several."""
     found = []
     for row in rows:
@@ -69,7 +69,7 @@ def flat(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def document(name: str, rows: Sequence[Row], *, num_points: int) -> dict[str, Any]:
+def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     """What a study found so far, as the page and the documentation read it."""
     study = find(name)
     measured = flat(rows)

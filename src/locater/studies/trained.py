@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..errors import refusal
+from ..records import Json, JsonMapping
 from ..training import run
 from ..training.config import make_config
 from ..training.export import load
@@ -17,11 +17,11 @@ from .runs import QUANTITIES
 from .statistics import Estimate, compared, holm, paired
 from .sweep.folder import Point
 
-Rows = list[dict[str, Any]]
-Options = Mapping[str, Any]
+Rows = list[Json]
+Options = JsonMapping
 
 
-def measure(point: Point, place: Path) -> dict[str, Any]:
+def measure(point: Point, place: Path) -> Json:
     """Train, or go on, in the point's folder; SIGTERM saves, and ends the worker without a row."""
     quiet: Callable[[str], None] = lambda sentence: None  # noqa: E731
     if (place / run.CONFIG).exists():
@@ -33,13 +33,13 @@ def measure(point: Point, place: Path) -> dict[str, Any]:
     return result(place)
 
 
-def result(folder: Path, *, is_done: bool = True) -> dict[str, Any]:
+def result(folder: Path, *, is_done: bool = True) -> Json:
     """What a run came to: its best and its last validation, and how many directions its W has left."""
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     if not rows:
         raise refusal(f"a validation in {folder / METRICS}", "none")
     best, last = min(rows, key=lambda row: row["loss"]), rows[-1]
-    found: dict[str, Any] = {"step": last["step"], "best_step": best["step"], "best_loss": best["loss"]}
+    found: Json = {"step": last["step"], "best_step": best["step"], "best_loss": best["loss"]}
     found |= {"is_done": is_done, "course": {str(row["step"]): row["loss"] for row in rows}}
     for name, quantity in QUANTITIES.items():
         try:

@@ -6,7 +6,6 @@ One seed each: an illustration of what LocAteR does, not evidence for it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +15,7 @@ from ..attention import NEAR
 from ..attention.capture import inputs_of
 from ..errors import Refusal, refusal
 from ..models import live
+from ..records import Json
 from ..scanning.scan import scan
 from ..training.config import Config, make_config
 from ..training.data.sources import Data, open_data
@@ -26,7 +26,7 @@ from ..training.model import LanguageModel
 from ..training.run import CONFIG, MODEL, Outcome, Say, read_config, resume, start
 
 # Small enough that both models train in about a minute on two cores.
-OPTIONS: dict[str, Any] = dict(
+OPTIONS: Json = dict(
     data="embedded",
     tokenizer="bpe",
     bpe_size=1024,
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = dict(
     save_every=100,
     device="cpu",
 )
-STABILISERS: dict[str, dict[str, Any]] = {"without": {}, "with": {"strength": 2.5e-3}}
+STABILISERS: dict[str, Json] = {"without": {}, "with": {"strength": 2.5e-3}}
 NAMES = tuple(STABILISERS)
 NUM_TEXTS = 128
 NUM_WORDS = 12  # of the one example
@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(out: Path) -> dict[str, Any]:
+def compare(out: Path) -> Json:
     """What the two finished runs in a folder show, as one document."""
     config = read_config(out / NAMES[0])
     length = config.shape.context
@@ -105,7 +105,7 @@ def compare(out: Path) -> dict[str, Any]:
     }
 
 
-def _model(folder: Path, texts: Int[Tensor, "batch tokens"], example: int) -> dict[str, Any]:
+def _model(folder: Path, texts: Int[Tensor, "batch tokens"], example: int) -> Json:
     """One run: its validations, the scan of its file, and its attention on the texts."""
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
     (row,) = scan(folder / MODEL, length=texts.shape[1], eigenvalues=True).heads
@@ -121,7 +121,7 @@ def _model(folder: Path, texts: Int[Tensor, "batch tokens"], example: int) -> di
     }
 
 
-def _validation(row: dict[str, Any]) -> dict[str, float]:
+def _validation(row: Json) -> dict[str, float]:
     (head,) = row["heads"]
     found = {name: row[name] for name in ("step", "perplexity", "entropy")}
     return found | {name: head[name] for name in ("near_mass", "trace", "eta")}

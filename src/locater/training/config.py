@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from ..errors import BadArguments, refusal
+from ..records import Json
 from .data.options import DataOptions
 from .shape import SHAPES, Shape, check_fields, option
 
@@ -107,11 +108,11 @@ class Config:
     stabiliser: StabiliserOptions = field(default_factory=StabiliserOptions)
     loop: LoopOptions = field(default_factory=LoopOptions)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> "Config":
+    def from_dict(cls, document: Json) -> "Config":
         """What `to_dict` gave; refuses fields of another version."""
         try:
             groups = {name: _group(kind, document[name]) for name, kind in GROUPS.items()}
@@ -129,7 +130,7 @@ GROUPS: dict[str, type] = {
 }
 
 
-def _group(kind: type, values: dict[str, Any]) -> Any:
+def _group(kind: type, values: Json) -> Any:
     return kind(**{name: value for name, value in values.items() if name != "model_type"})
 
 

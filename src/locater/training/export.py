@@ -3,12 +3,11 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ..records import write, write_json
+from ..records import Json, write, write_json
 from .data.vocabulary import Vocabulary
 from .model import LanguageModel, WalkModel, WalkShape
 from .shape import Shape
@@ -23,7 +22,7 @@ def export(model: nn.Module, folder: Path, vocabulary: Vocabulary | None = None)
         vocabulary.save(folder)
 
 
-def model_settings(model: nn.Module) -> dict[str, Any]:
+def model_settings(model: nn.Module) -> Json:
     """The config as it is stored beside weights."""
     shape = model.config
     return shape.to_dict() if isinstance(shape, Shape) else asdict(shape)  # type: ignore

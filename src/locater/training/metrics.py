@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..errors import refusal
-from ..records import head_key, layer_key, write
+from ..records import Json, head_key, layer_key, write
 
 METRICS = "metrics.jsonl"
-Row = dict[str, Any]
+Row = Json
 
 
 def read_rows(path: Path) -> list[Row]:

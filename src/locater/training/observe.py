@@ -3,7 +3,6 @@ on random walks, how often a gradient passes token t, against ρ_t.
 """
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..attention import mean_over_queries, observe, rank
 from ..attention.capture import inputs_of
 from ..models import live
+from ..records import Json
 from ..scanning.scan import scan
 from ..theory import closed_form, exact
 from ..theory.clipped_softmax import clipped_linear
@@ -35,7 +35,7 @@ SPECTRUM = (
 
 
 @torch.no_grad()
-def spectra(model: nn.Module, *, length: int) -> list[dict[str, Any]]:
+def spectra(model: nn.Module, *, length: int) -> list[Json]:
     """A row per head, from the weights; gains of norms folded in, as a scan does."""
     rows = scan(model, length=length).heads
     return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
@@ -65,7 +65,7 @@ def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tupl
     return heads, layers
 
 
-def finite(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def finite(rows: list[Json]) -> list[Json]:
     """Without numbers that JSON cannot hold."""
     return [
         {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import refusal, within
-from ..records import write_json
+from ..records import Json, write_json
 from .config import Config
 from .data.sources import open_data
 from .data.text import would_read
@@ -36,13 +36,13 @@ class Outcome:
     folder: Path
     step: int
     num_steps: int
-    validation: dict[str, Any] | None
+    validation: Json | None
     is_done: bool
     signal: int | None = None
     is_first: bool = True
     num_processes: int = 1
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The document that `locater train --json` writes."""
         row = {"validation": self.validation, "step": self.step, "num_steps": self.num_steps, "done": self.is_done}
         return {"schema": "locater.train/1", "folder": str(self.folder)} | row

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from ..errors import refusal
+from ..records import Json
 
 
 def option(default: Any, help: str) -> Any:
@@ -75,12 +76,12 @@ class Shape:
     def d_head(self) -> int:
         return self.d_model // self.num_heads
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """As stored; the key heads are written out, since a reader need not know what 0 means."""
         return asdict(self) | {"num_key_heads": self.key_heads}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Shape":
+    def from_dict(cls, values: Json) -> "Shape":
         return cls(**{name: value for name, value in values.items() if name != "model_type"})
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..checkpoints.distributed import check_harmless
 from ..errors import refusal
-from ..records import write_json
+from ..records import Json, write_json
 from .processes import Processes
 
 INDEX, SMALL = "index.json", "state.json"
@@ -43,7 +43,7 @@ def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict
 class Store:
     """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read."""
 
-    def __init__(self, folder: Path, processes: Processes, model_config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, processes: Processes, model_config: Json) -> None:
         self.folder, self.processes, self.model_config = folder, processes, model_config
 
     def names(self) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Loss and perplexity on held-out texts, and what the heads do there."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..models.live.tensors import unwrap
 from ..projections import whole
+from ..records import Json
 from .config import Config
 from .data.sources import Data
 from .model import LanguageModel, WalkModel
@@ -20,7 +20,7 @@ TOKENS_OBSERVED = 8192
 
 
 @torch.no_grad()
-def validate(model: nn.Module, config: Config, data: Data, processes: Processes, at_once: int) -> dict[str, Any]:
+def validate(model: nn.Module, config: Config, data: Data, processes: Processes, at_once: int) -> Json:
     """The row of one validation, the same on every process; heads and layers are looked at by the first only.
 
     Where the loss is not finite, the row holds nothing else.
@@ -28,7 +28,7 @@ def validate(model: nn.Module, config: Config, data: Data, processes: Processes,
     was_training = model.training
     model.eval()
     loss = _loss(model, config, data, processes, at_once)
-    row: dict[str, Any] = {"loss": loss}
+    row: Json = {"loss": loss}
     if not math.isfinite(loss):
         return row
     plain = plain_copy(model, processes)

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any
 
 from ...errors import refusal
+from ...records import Json
 from .names import ARCHITECTURES, COMMON, Architecture
 
-Settings = dict[str, Any]
+Settings = Json
 Names = Collection[str]
 
 
@@ -21,13 +21,13 @@ def architecture_of(settings: Settings) -> str:
     return name
 
 
-def make_config(settings: Settings, names: Names) -> dict[str, Any]:
+def make_config(settings: Settings, names: Names) -> Json:
     """Settings by the names of the model's own code; those that tensors imply (biases, tied embeddings) included."""
     name, prefix = architecture_of(settings), f"{settings['general.architecture']}."
     row = ARCHITECTURES.get(name, Architecture(name))
     own = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     _check_counts(own)
-    config: dict[str, Any] = {"model_type": row.model_type, **row.defaults}
+    config: Json = {"model_type": row.model_type, **row.defaults}
     for key, renamed in (COMMON | dict(row.settings)).items():
         if renamed is not None and key in own:
             config[renamed] = own[key]
@@ -72,7 +72,7 @@ def _head_dim(own: Settings) -> int | None:
     return width // heads if type(width) is int and type(heads) is int and heads else None
 
 
-def _add_rotary(config: dict[str, Any], own: Settings, row: Architecture) -> None:
+def _add_rotary(config: Json, own: Settings, row: Architecture) -> None:
     turned, head_dim = own.get("rope.dimension_count"), _head_dim(own)
     if row.partial_rotary and type(turned) is int and head_dim:
         config[row.partial_rotary] = turned / head_dim
@@ -83,23 +83,23 @@ def _add_rotary(config: dict[str, Any], own: Settings, row: Architecture) -> Non
         config["rope_scaling"] = scaling | ({"original_max_position_embeddings": original} if original else {})
 
 
-def _fill_head_dim(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _fill_head_dim(config: Json, own: Settings, names: Names) -> None:
     config.setdefault("head_dim", own.get("rope.dimension_count"))
 
 
-def _mixtral(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _mixtral(config: Json, own: Settings, names: Names) -> None:
     if config.pop("num_experts", 0):
         config |= {"model_type": "mixtral", "num_local_experts": own["expert_count"]}
 
 
-def _attention_bias(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _attention_bias(config: Json, own: Settings, names: Names) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in names
 
 
-def _query_scale(largest: int) -> Callable[[dict[str, Any], Settings, Names], None]:
+def _query_scale(largest: int) -> Callable[[Json, Settings, Names], None]:
     """Gemma scales by the head's size, except its largest model (known by its layers) by width over heads."""
 
-    def finish(config: dict[str, Any], own: Settings, names: Names) -> None:
+    def finish(config: Json, own: Settings, names: Names) -> None:
         width, heads = own.get("embedding_length"), own.get("attention.head_count")
         is_largest = own.get("block_count") == largest and type(heads) is int and heads
         config["query_pre_attn_scalar"] = width // heads if is_largest and width else _head_dim(own)
@@ -107,7 +107,7 @@ def _query_scale(largest: int) -> Callable[[dict[str, Any], Settings, Names], No
     return finish
 
 
-def _latent(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _latent(config: Json, own: Settings, names: Names) -> None:
     key = own.get("attention.key_length_mla", own.get("attention.key_length"))
     value = own.get("attention.value_length_mla", own.get("attention.value_length"))
     turned = own.get("rope.dimension_count")
@@ -118,7 +118,7 @@ def _latent(config: dict[str, Any], own: Settings, names: Names) -> None:
         config["model_type"] = "deepseek_v3"
 
 
-def _falcon(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _falcon(config: Json, own: Settings, names: Names) -> None:
     keys = own.get("attention.head_count_kv", own.get("attention.head_count"))
     config |= {
         "num_kv_heads": keys,
@@ -128,22 +128,22 @@ def _falcon(config: dict[str, Any], own: Settings, names: Names) -> None:
     }
 
 
-def _stablelm(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _stablelm(config: Json, own: Settings, names: Names) -> None:
     config["use_qkv_bias"] = "blk.0.attn_q.bias" in names
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
 
 
-def _neox(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _neox(config: Json, own: Settings, names: Names) -> None:
     config["attention_bias"] = "blk.0.attn_qkv.bias" in names
 
 
-def _mpt(config: dict[str, Any], own: Settings, names: Names) -> None:
+def _mpt(config: Json, own: Settings, names: Names) -> None:
     slope = own.get("attention.max_alibi_bias", 0)
     is_real = isinstance(slope, float) and math.isfinite(slope) and slope > 0
     config["attn_config"] = {"alibi": is_real, "clip_qkv": own.get("attention.clamp_kqv"), "qk_ln": False}
 
 
-FINISH: dict[str, tuple[Callable[[dict[str, Any], Settings, Names], None], ...]] = {
+FINISH: dict[str, tuple[Callable[[Json, Settings, Names], None], ...]] = {
     "llama": (_fill_head_dim, _mixtral, _attention_bias),
     "mistral": (_fill_head_dim, _mixtral),
     "gemma2": (_query_scale(46),),

@@ -10,6 +10,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
@@ -48,7 +49,7 @@ class GGUFFile(Checkpoint):
 
     format = "gguf"
 
-    def __init__(self, sources: list[ByteSource], *, config: dict[str, Any]) -> None:
+    def __init__(self, sources: list[ByteSource], *, config: Json) -> None:
         self.sources = sources
         headers = [read_header(source) for source in sources]
         self.places = _places(sources, headers)
@@ -105,7 +106,7 @@ class GGUFFile(Checkpoint):
             source.close()
 
 
-def open_gguf(folder: Folder, files: list[str], *, config: dict[str, Any]) -> GGUFFile:
+def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
     """A file, or all parts of a split one; naming the first part is enough."""
     part = PART.match(files[0])
     if len(files) == 1 and part is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import refusal
+from ...records import Json
 from ..bytes import ByteSource, check_range
 
 BLOCK = 256 * 2**10
@@ -30,7 +31,7 @@ class Stored:
 class Header:
     """What stands before the data; long lists are kept as their length only."""
 
-    settings: dict[str, Any]
+    settings: Json
     tensors: dict[str, Stored]
 
 
@@ -98,8 +99,8 @@ def read_header(source: ByteSource) -> Header:
     return Header(settings, tensors)
 
 
-def _read_settings(cursor: Cursor, number: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+def _read_settings(cursor: Cursor, number: int) -> Json:
+    settings: Json = {}
     for _ in range(number):
         key = cursor.text()
         if key in settings:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from ...records import JsonMapping
 
 # Settings, without the architecture in front. A row of `ARCHITECTURES` may rename them again, or drop them with None.
 COMMON: dict[str, str | None] = {
@@ -94,7 +95,7 @@ class Architecture:
     layer: str = "model.layers.{}."
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     settings: Mapping[str, str | None] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: JsonMapping = field(default_factory=dict)
     # The setting that holds rotary dimensions over head dimensions, if the model has it.
     partial_rotary: str | None = None
     is_permuted: bool = False

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...records import Json
+
 # Llama 3's settings; only the factor differs between its releases.
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 
-def add_factors(config: dict[str, Any], names: Collection[str], read: Callable[[str], Tensor]) -> None:
+def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Put `rope_scaling` into the configuration where the file holds factors and the settings said nothing."""
     if "rope_scaling" in config:
         return
@@ -24,7 +25,7 @@ def add_factors(config: dict[str, Any], names: Collection[str], read: Callable[[
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
 
 
-def llama3_settings(factors: Float[Tensor, "..."], *, theta: object) -> dict[str, Any] | None:
+def llama3_settings(factors: Float[Tensor, "..."], *, theta: object) -> Json | None:
     """The settings whose factors these are; none if Llama 3's rule does not give them."""
     largest = factors.max().item() if factors.numel() else 0.0
     if factors.ndim != 1 or not isinstance(theta, float | int) or not theta > 0 or not 1 < largest < math.inf:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import Refusal
+from ...records import Json
 from .changes import Change, Joined, Permuted, Regrouped, Shape, Shifted, Transposed
 from .config import architecture_of, num_heads
 from .names import ARCHITECTURES, Architecture
@@ -23,7 +24,7 @@ class Translated(NamedTuple):
     change: Change | None
 
 
-def translate(settings: dict[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Translated]:
+def translate(settings: Json, shapes: Mapping[str, Shape]) -> dict[str, Translated]:
     """The model's tensors by name; a tensor that the tables do not know keeps its stored name and layout."""
     name = architecture_of(settings)
     row = ARCHITECTURES.get(name)
@@ -37,7 +38,7 @@ def translate(settings: dict[str, Any], shapes: Mapping[str, Shape]) -> dict[str
 
 
 def _translate_one(
-    row: Architecture, settings: dict[str, Any], shapes: Mapping[str, Shape], stored: str
+    row: Architecture, settings: Json, shapes: Mapping[str, Shape], stored: str
 ) -> tuple[str, tuple[str, ...], Change | None]:
     if top := TOP.fullmatch(stored):
         change = Shifted() if row.has_shifted_norms and stored == "output_norm.weight" else None
@@ -59,7 +60,7 @@ def _translate_one(
     return f"{prefix}{names[stem]}{ending}", (stored,), _change(row, settings, layer, stem, suffix)
 
 
-def _change(row: Architecture, settings: dict[str, Any], layer: int, stem: str, suffix: str | None) -> Change | None:
+def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: str | None) -> Change | None:
     if row.is_permuted and stem in ("attn_q", "attn_k"):
         return Permuted(num_heads(settings, layer)[stem == "attn_k"])
     if row.is_regrouped and stem == "attn_qkv":

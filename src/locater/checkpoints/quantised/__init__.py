@@ -1,25 +1,25 @@
 """Quantised checkpoints, read as if they were not: each weight under its plain name, computed when it is asked for."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import Json, JsonMapping
 from ..base import Checkpoint, Entry, Rows
 from . import awq, bitsandbytes, compressed, floating, gptq, hqq, mlx, quanto, torchao
 from .weight import REMEDY, Find, Weight, unknown, word
 
 
-def _modelopt(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def _modelopt(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     algorithm = word(settings, "quant_algo")
     if algorithm not in ("fp8", "nvfp4", "mxfp8"):
         raise unknown(f"modelopt {algorithm or 'without quant_algo'}")
     yield from (floating.find_four_bits if algorithm == "nvfp4" else floating.find_eight_bits)(store, settings)
 
 
-def _nothing(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def _nothing(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     return iter(())
 
 
@@ -107,7 +107,7 @@ def dequantised(store: Checkpoint) -> Checkpoint:
     return Dequantised(store, weights) if weights else store
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(config: JsonMapping) -> Json:
     """What the config says of quantisation; MLX gives bits and groups and no name."""
     inner = config.get("text_config")
     places = [part.get(key) for part in (config, inner) if isinstance(part, Mapping) for key in KEYS]

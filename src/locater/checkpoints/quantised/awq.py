@@ -1,13 +1,13 @@
 """AWQ (its `gemm` layout): four-bit codes packed along the outputs, interleaved. W[o, i] = s·(q − z) by group."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import REMEDY, Shape, Weight, modules_with, number, parts_of, unpack_bits, word
 
@@ -40,7 +40,7 @@ class AWQ(Weight):
         return ((codes.int() - zeros[groups].int()) * scales[groups]).T.contiguous()
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     bits = settings.get("bits", settings.get("w_bit", 4))
     version = word(settings, "version", "gemm")
     if bits != 4 or version != "gemm":

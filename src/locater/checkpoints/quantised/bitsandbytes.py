@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import REMEDY, Shape, Weight, modules_with, number, parts_of
 
@@ -23,7 +23,7 @@ class FourBits(Weight):
     """Codes into a table of 16, two per byte, the upper half first; W = table[q]·max of the block."""
 
     @cached_property
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> JsonMapping:
         data = bytes(self.part("state").flatten().tolist())
         try:
             state = json.loads(data)
@@ -92,7 +92,7 @@ class EightBits(Weight):
         return self.part("weight", rows).float() * self.part("SCB", rows).float()[:, None] / 127
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for name in store.names:
         module, found, kind = name.partition(f".{STATE}")
         if found:

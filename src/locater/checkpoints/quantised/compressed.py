@@ -4,13 +4,13 @@ Its floating-point kinds are those of `floating`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import declared_blocks, find_eight_bits, find_four_bits, weight_arguments
 from .weight import Shape, Weight, grid, modules_with, parts_of, spread_over, unpack_bits
@@ -96,7 +96,7 @@ def spread(scale: Tensor, weight: Whole, block: Shape, rows: Rows | None) -> Ten
     return (scale if rows is None else scale[rows[0] : rows[1]])[:, groups]
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     yield from find_eight_bits(store, settings)
     four_bits = {weight.name: weight for weight in find_four_bits(store, settings)}
     yield from four_bits.values()

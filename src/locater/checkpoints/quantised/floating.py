@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import Shape, Weight, exponents, grid, modules_with, parts_of, spread_over, unpack_bits, word
 
@@ -86,7 +87,7 @@ class FourBits(Weight):
         return 1 / scale if roles[0] == "weight_global_scale" else scale
 
 
-def find_eight_bits(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "weight"):
         entry = store.entries[f"{module}.weight"]
         if entry.dtype in EIGHT_BITS and len(entry.shape) == 2:
@@ -96,7 +97,7 @@ def find_eight_bits(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[
             yield EightBits(store, f"{module}.weight", parts, settings)
 
 
-def find_four_bits(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find_four_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for ending in ("weight_packed", "weight"):
         for module in modules_with(store, ending):
             parts = parts_of(store, module, (ending, "weight_scale", "weight_global_scale", "weight_scale_2"))
@@ -104,7 +105,7 @@ def find_four_bits(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[W
                 yield FourBits(store, f"{module}.weight", parts, settings)
 
 
-def declared_blocks(settings: Mapping[str, Any]) -> list[Shape]:
+def declared_blocks(settings: JsonMapping) -> list[Shape]:
     """The blocks, height × width, that a config speaks of; a huge size stands for "all"."""
     block = settings.get("weight_block_size")
     if block is not None:
@@ -114,7 +115,7 @@ def declared_blocks(settings: Mapping[str, Any]) -> list[Shape]:
     return [found for arguments in weight_arguments(settings) if (found := _block_of(arguments)) is not None]
 
 
-def weight_arguments(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def weight_arguments(settings: JsonMapping) -> list[JsonMapping]:
     """`config_groups.*.weights` of compressed-tensors."""
     groups = settings.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
@@ -122,7 +123,7 @@ def weight_arguments(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [arguments for arguments in inner if isinstance(arguments, Mapping)]
 
 
-def _block_of(arguments: Mapping[str, Any]) -> Shape | None:
+def _block_of(arguments: JsonMapping) -> Shape | None:
     strategy, group = word(arguments, "strategy"), arguments.get("group_size")
     if not strategy:  # as compressed-tensors infers it
         strategy = "tensor" if group is None else "channel" if group == -1 else "group"

@@ -3,14 +3,14 @@
 The first format stores z − 1, word by word; the second (`gptq_v2`) stores z.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import REMEDY, Shape, Weight, modules_with, number, parts_of, unpack_bits, word
 
@@ -76,7 +76,7 @@ class GPTQ(Weight):
         return (words.long() + ONES[self.bits]).to(torch.int32)  # wraps, as the writer's did
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "qweight"):
         parts = parts_of(store, module, PARTS)
         if store.entries[parts["qweight"]].dtype != torch.int32 or len(store.entries[parts["qweight"]].shape) != 2:

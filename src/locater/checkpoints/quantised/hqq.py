@@ -1,14 +1,14 @@
 """HQQ: codes stacked by halves or quarters of the rows of a regrouped weight. W = (q − z)·s, then its own shape."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import Shape, Weight, modules_with, parts_of
 
@@ -55,6 +55,6 @@ class HQQ(Weight):
         return torch.cat([(packed >> shift) & (2**self.bits - 1) for shift in range(8 - self.bits, -1, -self.bits)])
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "W_q"):
         yield HQQ(store, f"{module}.weight", parts_of(store, module, PARTS), settings)

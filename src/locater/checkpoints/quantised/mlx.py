@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import FOUR_BITS
 from .weight import Shape, Weight, exponents, grid, modules_with, number, parts_of, spread_over, unpack_bits, word
@@ -65,7 +65,7 @@ class MLX(Weight):
         return torch.tensor([sign * value for sign in (1, -1) for value in FOUR_BITS])[codes.long()]
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "weight"):
         if store.entries[f"{module}.weight"].dtype == torch.uint32 and f"{module}.scales" in store.entries:
             own = settings.get(module)

@@ -1,12 +1,12 @@
 """quanto: int8, int4, int2 and FP8 weights as the tensors inside its own. W = s·q − shift by row or group."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, cat
 
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import EIGHT_BITS
 from .weight import Shape, Weight, modules_with, parts_of, word
@@ -68,7 +68,7 @@ class Packed(Weight):
         return whole if rows is None else whole[rows[0] : rows[1]].clone()
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "weight._data"):
         yield Bytes(store, f"{module}.weight", parts_of(store, module, PARTS), settings)
     for module in modules_with(store, "weight._data._data"):

@@ -4,13 +4,13 @@ The header of the file says each weight's kind and block. W = s·(q − z), for 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ...errors import refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import REMEDY, Shape, Weight, grid, modules_with, parts_of, spread_over
 
@@ -49,7 +49,7 @@ class TorchAO(Weight):
         return spread_over(self.part(role).float().reshape(counts), self.shape, block, rows)
 
 
-def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
+def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for module in modules_with(store, "_weight_qdata"):
         kind, data = _description(store, f"{module}.weight")
         if kind not in KINDS:
@@ -57,7 +57,7 @@ def find(store: Checkpoint, settings: Mapping[str, Any]) -> Iterator[Weight]:
         yield TorchAO(store, f"{module}.weight", parts_of(store, module, PARTS), data)
 
 
-def _description(store: Checkpoint, name: str) -> tuple[str, Mapping[str, Any]]:
+def _description(store: Checkpoint, name: str) -> tuple[str, JsonMapping]:
     try:
         found = json.loads(store.metadata.get(name, "null"))
     except (ValueError, RecursionError):

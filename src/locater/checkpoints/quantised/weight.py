@@ -7,13 +7,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from ...errors import Refusal, refusal
+from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 
 REMEDY = "convert the checkpoint to 16 bits with the tool that quantised it"
@@ -27,7 +27,7 @@ class Weight(ABC):
     store: Checkpoint
     name: str
     parts: Mapping[str, str]
-    settings: Mapping[str, Any]
+    settings: JsonMapping
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class Weight(ABC):
 
 
 # From the stored names to the weights of a method.
-Find = Callable[[Checkpoint, Mapping[str, Any]], Iterator[Weight]]
+Find = Callable[[Checkpoint, JsonMapping], Iterator[Weight]]
 
 
 def modules_with(store: Checkpoint, ending: str) -> Iterator[str]:
@@ -78,7 +78,7 @@ def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[s
     return {ending: name for ending, name in names if name in store.entries}
 
 
-def number(settings: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+def number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number that the config must hold."""
     value = settings.get(key, default)
     if type(value) is not int or not least <= value < 2**31:
@@ -86,7 +86,7 @@ def number(settings: Mapping[str, Any], key: str, default: int | None = None, *,
     return value
 
 
-def word(settings: Mapping[str, Any], key: str, default: str = "") -> str:
+def word(settings: JsonMapping, key: str, default: str = "") -> str:
     value = settings.get(key, default)
     return value.lower() if isinstance(value, str) else default
 

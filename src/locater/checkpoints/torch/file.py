@@ -1,12 +1,12 @@
 """Files written by `torch.save`: state dicts, bare or inside what training scripts save around them."""
 
 import warnings
-from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from ...errors import refusal
+from ...records import Json
 from ..base import Checkpoint, Entry, Rows
 from ..bytes import ByteSource
 from .archive import load_trusted, open_archive
@@ -20,7 +20,7 @@ class TorchFile(Checkpoint):
 
     format = "torch"
 
-    def __init__(self, source: ByteSource, *, config: dict[str, Any]) -> None:
+    def __init__(self, source: ByteSource, *, config: Json) -> None:
         self.archive = open_archive(source)
         self.views = find_weights(self.archive.tree, View)
         entries = {name: view.entry for name, view in self.views.items()}
@@ -39,7 +39,7 @@ class LoadedFile(Checkpoint):
 
     format = "torch"
 
-    def __init__(self, source: ByteSource, *, config: dict[str, Any]) -> None:
+    def __init__(self, source: ByteSource, *, config: Json) -> None:
         tree = load_trusted(source)
         tree = tree.state_dict() if isinstance(tree, nn.Module) else tree
         self.tensors = find_weights(tree, Tensor)
@@ -52,7 +52,7 @@ class LoadedFile(Checkpoint):
         return (tensor if rows is None else tensor[rows[0] : rows[1]]).clone()
 
 
-def open_torch(source: ByteSource, *, config: dict[str, Any], allow_pickle: bool) -> Checkpoint:
+def open_torch(source: ByteSource, *, config: Json, allow_pickle: bool) -> Checkpoint:
     """The weights of a file. A pickle that needs code is refused, nothing of it executed, unless that is allowed."""
     try:
         return TorchFile(source, config=config)

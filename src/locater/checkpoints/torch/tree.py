@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from ...records import Json
+
 Leaf = TypeVar("Leaf")
 
 WRAPPERS = ("model_state_dict", "state_dict", "model", "module", "model_state", "app")
@@ -22,7 +24,7 @@ def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
     return clean_names(dict(_flatten(tree, kind)))
 
 
-def find_settings(tree: Any) -> dict[str, Any]:
+def find_settings(tree: Any) -> Json:
     """Settings saved beside the weights, such as nanoGPT's `model_args`; only plain values."""
     if not isinstance(tree, Mapping):
         return {}

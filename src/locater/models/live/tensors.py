@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import refusal
+from ...records import Json
 
 # What compilation, checkpointing of activations and sharding put between a module and its name.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -103,7 +104,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     return named
 
 
-def settings(model: nn.Module) -> dict[str, Any]:
+def settings(model: nn.Module) -> Json:
     """The model's config as a table, whatever kind of object it is; empty where it has none."""
     config: Any = getattr(unwrap(model), "config", None)
     if hasattr(config, "to_dict"):

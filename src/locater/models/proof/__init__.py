@@ -4,12 +4,13 @@ Proven means: the logits of every head in every layer of the twin are those of t
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from ...errors import Refusal
+from ...records import Json, JsonMapping
 from ..schema import Config, Family
 from .recipes import row_of
 
@@ -24,7 +25,7 @@ class Proof:
 
     model_type: str
     transformers: str
-    rows: tuple[Mapping[str, Any], ...] = ()
+    rows: tuple[JsonMapping, ...] = ()
     error: float = 0.0
     notes: tuple[str, ...] = ()  # what the rows leave out
     reason: str | None = None
@@ -40,16 +41,16 @@ class Proof:
         """The rows in words."""
         return " and ".join(dict.fromkeys(_name(row) for row in self.rows))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "Proof":
+    def from_json(cls, document: JsonMapping) -> "Proof":
         lists = {key: tuple(document[key]) for key in ("rows", "notes", "inputs", "tensors")}
         return cls(**{**document, **lists})
 
 
-def _name(row: Mapping[str, Any]) -> str:
+def _name(row: JsonMapping) -> str:
     sink = ["learned sinks"] if row.get("sink") else []
     if "row" in row:
         return ", ".join([str(row["family"]), *sink])
@@ -72,7 +73,7 @@ def version() -> str:
     return transformers.__version__
 
 
-def prove(model_type: str, values: Mapping[str, Any] | None = None) -> Proof:
+def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     """Build the twin, watch one pass of it, and look for a row for each of its stacks of attention."""
     from . import twin
     from .observe import observe
@@ -94,7 +95,7 @@ class _Outcome:
 
     pattern: str
     block: str | None
-    recipe: Mapping[str, Any]
+    recipe: JsonMapping
     error: float
     notes: tuple[str, ...]
     reason: str | None
@@ -170,7 +171,7 @@ def takes(model: Any) -> tuple[str, ...]:
     return tuple(name for name in known if name in inspect.signature(model.forward).parameters)
 
 
-def expanded(config: Any) -> dict[str, Any]:
+def expanded(config: Any) -> Json:
     """A config object as a table with every default filled in, also under transformers' common names."""
     values = config.to_dict()
     for part in (key for key, value in vars(config).items() if hasattr(value, "to_dict")):
@@ -195,7 +196,7 @@ def unseen(proof: Proof, names: Collection[str]) -> list[str]:
     return sorted(name for name in further if not name.endswith(BESIDE))
 
 
-def family_of(proof: Proof, values: Mapping[str, Any], further: Sequence[str] = ()) -> tuple[Family, Config]:
+def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) -> tuple[Family, Config]:
     """The proven rows as a family, and the model's own config with every default filled in."""
     from . import twin
 

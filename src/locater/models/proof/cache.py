@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from ...errors import Refusal
-from ...records import cache_folder, write_json
+from ...records import JsonMapping, cache_folder, write_json
 from ..registry import find_family, is_in_tables
 from ..schema import Config, Family
 from . import Proof, family_of, prove, unseen, version
@@ -51,7 +50,7 @@ def is_known(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING
 
 
-def recall(model_type: str, values: Mapping[str, Any] | None = None, *, again: bool = False) -> Proof:
+def recall(model_type: str, values: JsonMapping | None = None, *, again: bool = False) -> Proof:
     """The proof from the cache, or made now and kept."""
     path = path_of_proof(model_type, values)
     if not again and (kept := read(path)) is not None:
@@ -61,7 +60,7 @@ def recall(model_type: str, values: Mapping[str, Any] | None = None, *, again: b
     return proof
 
 
-def path_of_proof(model_type: str, values: Mapping[str, Any] | None = None) -> Path:
+def path_of_proof(model_type: str, values: JsonMapping | None = None) -> Path:
     relevant = {key: value for key, value in (values or {}).items() if key not in IRRELEVANT}
     text = json.dumps([SEARCH, version(), model_type, relevant], sort_keys=True, default=str)
     identity = hashlib.sha256(text.encode()).hexdigest()[:16]

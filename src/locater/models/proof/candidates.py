@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...records import Json
 from ..places import Places
 from ..reader import build_layer
 from ..schema import Config, resolve
@@ -35,7 +36,7 @@ DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth",
     "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers",
 )  # fmt: skip
-Recipe = dict[str, Any]
+Recipe = Json
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...records import JsonMapping
 from ..schema import Attention
 from .evidence import Evidence, Stack, same
 from .observe import Call
@@ -80,7 +81,7 @@ def _is_taken(merged: Tensor, call: Call, evidence: Evidence) -> bool:
     return isinstance(evidence.modules.get(call.module), nn.MultiheadAttention)
 
 
-def later(values: Mapping[str, Any]) -> Iterator[str]:
+def later(values: JsonMapping) -> Iterator[str]:
     """Entries of the config, at any depth, whose effect a short text does not show."""
     for key, value in values.items():
         if isinstance(value, Mapping):

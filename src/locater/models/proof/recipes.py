@@ -1,10 +1,11 @@
 """A row as plain words and numbers, so that it can be kept in JSON: cells that are functions go by their names here."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ...records import JsonMapping
 from ..schema import Attention, Cell, Config, NormAt, RotaryAt
 
 Rule = Callable[[Config, int], Any]
@@ -100,7 +101,7 @@ AHEAD: dict[str, Cell] = {"causal": 0, "both ways": None, "as far as back": None
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping", "logit_softcap")
 
 
-def _layer_type(config: Config, layer: int) -> Mapping[str, Any]:
+def _layer_type(config: Config, layer: int) -> JsonMapping:
     return config["rope_parameters"][_kind(config, layer)]
 
 
@@ -108,7 +109,7 @@ PARAMETERS: dict[str, Cell] = {"one": None, "by layer type": _layer_type}
 FRACTIONS = ("", "partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
 
 
-def norm_cell(recipe: Mapping[str, Any] | None) -> Any:
+def norm_cell(recipe: JsonMapping | None) -> Any:
     """A norm that all layers have, or those of a rule."""
     if recipe is None:
         return None
@@ -122,7 +123,7 @@ def norm_cell(recipe: Mapping[str, Any] | None) -> Any:
     )
 
 
-def rotary_cell(recipe: Mapping[str, Any] | None) -> RotaryAt | None:
+def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
     if recipe is None:
         return None
     key = recipe.get("fraction", "")
@@ -138,7 +139,7 @@ def rotary_cell(recipe: Mapping[str, Any] | None) -> RotaryAt | None:
     )
 
 
-def row_of(recipe: Mapping[str, Any]) -> Attention:
+def row_of(recipe: JsonMapping) -> Attention:
     """The table row that a recipe spells: a row of the tables under this model's prefix, or one of its own."""
     if "row" in recipe:
         from ..registry import FAMILIES

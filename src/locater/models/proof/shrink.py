@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ...records import Json, JsonMapping
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -47,7 +49,7 @@ LAYERS = re.compile(
 INNER = re.compile(r"(\w*intermediate_size|\w*ffn_dim|d_ff|n_inner|ffn_hidden_size|\w*mlp_dim|feed_forward_\w+_size)$")
 EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts)$")
 CHOSEN = re.compile(r"(num_experts_per_tok|moe_k|moe_top_?k|top_k|num_experts_per_token|top_k_experts)$")
-EXACT: dict[str, Any] = {
+EXACT: Json = {
     "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "qk_head_dim": 20, "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "image_size": 32,
     "patch_size": 8, "n_group": 1, "topk_group": 1, "sliding_window": WINDOW, "attention_chunk_size": CHUNK,
@@ -62,7 +64,7 @@ EXACT: dict[str, Any] = {
     "num_mtp_layers": 0,
 }  # fmt: skip
 # What a config class leaves null although its model does not run so.
-UNSAID: dict[str, Any] = {
+UNSAID: Json = {
     "num_experts_per_tok": 2,
     "n_routed_experts": 4,
     "n_group": 1,
@@ -74,11 +76,11 @@ CHOICE = re.compile(r"\w*(layers|indices|indexes|_idx|_ids)$")  # lists of some 
 PERIODS = re.compile(r"\w*(interval|period|every_n\w*|_pattern|_freq|_step)$")
 
 
-def shrink(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+def shrink(values: JsonMapping, sizes: Sizes) -> Json:
     """The config's values with every size made small, parts of a composite config one by one."""
     num_layers = _num_layers(values, sizes)
     depth = next((v for k, v in values.items() if LAYERS.match(k) and isinstance(v, int)), None)
-    small: dict[str, Any] = {}
+    small: Json = {}
     ids = iter(range(VOCABULARY - 1, 4, -1))
     for key, value in (UNSAID | dict(values)).items():
         if key in STAGES or (key in UNSAID and key not in values):
@@ -133,7 +135,7 @@ def _is_choice(value: Any, depth: int | None) -> TypeGuard[list[int]]:
     return all(isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < depth for layer in value)
 
 
-def _num_layers(values: Mapping[str, Any], sizes: Sizes) -> int:
+def _num_layers(values: JsonMapping, sizes: Sizes) -> int:
     """Enough that every kind of layer is there."""
     kinds, needed = values.get("layer_types"), sizes.least_layers
     if isinstance(kinds, list) and kinds:
@@ -156,9 +158,9 @@ def _types(kinds: list, num_layers: int) -> list:
     return taken[: num_layers - len(missing)] + missing
 
 
-def _rope(entries: Mapping[str, Any], values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _rope(entries: JsonMapping, values: JsonMapping, sizes: Sizes) -> Json:
     d_head = values.get("head_dim") or sizes.width // sizes.heads
-    small: dict[str, Any] = {}
+    small: Json = {}
     for key, value in entries.items():
         if isinstance(value, Mapping):
             small[key] = _rope(value, values, sizes)

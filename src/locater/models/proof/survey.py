@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...records import Json
 from ..registry import FAMILIES
 from . import Proof, version
 from .cache import keep, path_of_proof, read, recall
@@ -34,7 +35,7 @@ class Entry:
         """Whether images or sound are among its inputs."""
         return any(name in MEDIA for name in self.inputs)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         lists = {"notes": list(self.notes), "inputs": list(self.inputs)}
         return (
             {"model_type": self.model_type, "how": self.how, "row": self.row, "error": self.error}

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import Refusal
+from ...records import JsonMapping
 from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
 
 NUM_TOKENS, BATCH, MOST_PARAMETERS, MOST_SECONDS = 12, 2, 12_000_000, 8.0
@@ -27,7 +28,7 @@ AUTO_CLASSES = (
 )  # fmt: skip
 
 
-def config_of(model_type: str, values: Mapping[str, Any] | None = None) -> Any:
+def config_of(model_type: str, values: JsonMapping | None = None) -> Any:
     """The config object that transformers makes of a stored config, all defaults filled in."""
     from transformers import CONFIG_MAPPING
 

@@ -1,8 +1,8 @@
 """Gemma: gains stored as gain − 1, soft-capped logits, local layers between global ones."""
 
 from dataclasses import replace
-from typing import Any
 
+from ...records import Json
 from ..schema import Config, Family, NormAt, RotaryAt, all_but_every, entry, window
 from .llama import LLAMA, RMS_EPSILON
 
@@ -21,7 +21,7 @@ def gemma2_softcap(config: Config, layer: int) -> float | None:
 gemma3_slides = all_but_every(6)
 
 
-def gemma3_rotary(config: Config, layer: int) -> dict[str, Any]:
+def gemma3_rotary(config: Config, layer: int) -> Json:
     """Local layers have a base of their own, and only global ones are stretched."""
     kind = "sliding_attention" if gemma3_slides(config, layer) else "full_attention"
     if (stated := config.get(f"rope_parameters.{kind}")) is not None:

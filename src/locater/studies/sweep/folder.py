@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import Refusal, refusal
-from ...records import write_json
+from ...records import Json, write_json
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-Point = dict[str, Any]  # what is to be measured, as JSON
-Row = dict[str, Any]  # the point, what came of it under `result`, or what went wrong under `error`
+Point = Json  # what is to be measured, as JSON
+Row = Json  # the point, what came of it under `result`, or what went wrong under `error`
 Measure = Callable[[Point, Path], Any]  # the folder is the point's own, and survives a worker that dies
 LIST, ROWS, RUNS = "sweep.json", "rows", "runs"
 # A point whose worker died this often is a failure: a model that fills the memory would go on killing them.
