@@ -17,14 +17,14 @@ from .pairs import Pair
 class Inputs(Protocol):
     """The gain that multiplies the columns of each pair's weights; None for none."""
 
-    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: Any) -> None: ...
+    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: object) -> None: ...
     def gain(self, number: int) -> Float[Tensor, " d_model"] | None: ...
 
 
 class Raw:
     """The weights as they are."""
 
-    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: Any) -> None:
+    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: object) -> None:
         """Nothing to find."""
 
     def gain(self, number: int) -> None:
@@ -56,5 +56,4 @@ class Normalised:
             if norms[0] is not norms[1]:
                 raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
             gain = norms[0].gain if norms[0] else None
-            gain = whole(gain)
-            yield (layer.block, layer.number), gain
+            yield (layer.block, layer.number), None if gain is None else whole(gain)
