@@ -16,6 +16,8 @@ STANDARD_OUTPUT = Path("-")
 # `Any`. The second is for documents that are only read.
 Json = dict[str, Any]
 JsonMapping = Mapping[str, Any]
+# What `state_dict` gives and `torch.save` keeps, typed as torch types its own.
+State = dict[str, Any]
 
 
 def cache_folder() -> Path:

@@ -56,7 +56,7 @@ class AttentionCall:
     modules: tuple[nn.Module, ...] = ()  # whose methods were running, the innermost first
     x: Float[Tensor, "texts tokens d_model"] | None = None  # what the innermost one's forward was given
 
-    def changed(self, **parts: Any) -> "AttentionCall":
+    def changed(self, **parts: object) -> "AttentionCall":
         return replace(self, **parts)
 
     def attend(self) -> Float[Tensor, "*batch heads queries d_value"]:
@@ -135,7 +135,7 @@ class Interception(TorchFunctionMode):
         output = self.handle(replace(call, modules=modules, x=x))
         return func(*args, **kwargs) if output is None else output
 
-    def _read(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> AttentionCall | None:
+    def _read(self, func: object, args: tuple, kwargs: dict[str, object]) -> AttentionCall | None:
         if func is functional.scaled_dot_product_attention:
             return AttentionCall(*args, **kwargs)
         if func is attend:
@@ -146,7 +146,7 @@ class Interception(TorchFunctionMode):
             return _flex(*args, **kwargs)
         return _flash(func, args, kwargs) if _name(func) in FLASH else None
 
-    def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
+    def _multi_head(self, *args: object, **kwargs: object) -> Any:
         """torch's function with its kernel replaced in a copy: a mode does not reach into it by itself."""
         original = functional.multi_head_attention_forward
         names = {
@@ -159,7 +159,7 @@ class Interception(TorchFunctionMode):
         copy.__kwdefaults__ = original.__kwdefaults__
         return copy(*args, **kwargs)
 
-    def _by_name(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_name(self, func: object, *args: object, **kwargs: object) -> Any:
         return self._hand_over(func, args, kwargs)
 
 
@@ -184,7 +184,7 @@ class Eagerly:
             self.mode.__enter__()
         return self
 
-    def __exit__(self, *reason: Any) -> None:
+    def __exit__(self, *reason: object) -> None:
         if self.mode is not None:
             self.mode.__exit__(None, None, None)
         with Eagerly.lock:
@@ -238,7 +238,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> AttentionCall | None:
+def _softmax(input: Tensor, dim: int | None = None, *args: object, **kwargs: object) -> AttentionCall | None:
     if dim not in (-1, input.dim() - 1) or input.dim() < 3:
         return None
     none = input.new_empty(0)
@@ -258,7 +258,7 @@ def _flex(
     )  # fmt: skip
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     schema = getattr(func, "_schema", None)
     return getattr(func, "_qualified_op_name", "") if schema is None else schema.name
 

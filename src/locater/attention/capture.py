@@ -20,7 +20,7 @@ class Hook:
     def __init__(self, module: nn.Module, function: Callable[..., None]) -> None:
         self.module, self.function = weakref.ref(module), function
 
-    def __call__(self, module: nn.Module, *given: Any) -> None:
+    def __call__(self, module: nn.Module, *given: object) -> None:
         self.function(self.module, module, *given)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,7 +59,7 @@ def inputs_of(
 
 
 def _receive(name: str, waiting: list[int], take: Take) -> Callable[..., None]:
-    def receive(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def receive(module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         if not waiting:
             remedy = "name its projections, a layer for every call"
             raise refusal(f"one call of `{name}` for each of its layers", "more calls than layers", remedy)
@@ -70,5 +70,5 @@ def _receive(name: str, waiting: list[int], take: Take) -> Callable[..., None]:
     return receive
 
 
-def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> object:
+def first_argument(args: tuple, kwargs: Mapping[str, object]) -> object:
     return args[0] if args else next(iter(kwargs.values()), None)

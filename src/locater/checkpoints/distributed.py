@@ -154,14 +154,14 @@ def read_metadata(source: ByteSource) -> dict[str, Any]:
     return tree
 
 
-def _mapping(metadata: Any, key: str) -> Mapping[Any, Any]:
+def _mapping(metadata: object, key: str) -> Mapping[Any, Any]:
     value = metadata.get(key) if isinstance(metadata, Record) else None
     if not isinstance(value, Mapping):
         raise refusal(f"a mapping {key} in .metadata", type(value).__name__, "save again with dcp.save")
     return value
 
 
-def _plant(tree: dict[str, Any], path: tuple[Any, ...], leaf: Chunked) -> None:
+def _plant(tree: dict[str, Any], path: tuple[object, ...], leaf: Chunked) -> None:
     for key in path[:-1]:
         inner = tree.setdefault(str(key) if isinstance(key, str | int) else "", {})
         if not isinstance(inner, dict):
@@ -170,7 +170,7 @@ def _plant(tree: dict[str, Any], path: tuple[Any, ...], leaf: Chunked) -> None:
     tree[str(path[-1]) if isinstance(path[-1], str | int) else ""] = leaf
 
 
-def _index_key(index: Any) -> tuple[str, tuple[int, ...]]:
+def _index_key(index: object) -> tuple[str, tuple[int, ...]]:
     name, offset = (index.get("fqn"), index.get("offset")) if isinstance(index, IndexRecord) else (None, None)
     return (name if isinstance(name, str) else "", _counts(offset or (), "the offset of a chunk"))
 
@@ -208,7 +208,7 @@ def _share(one: Chunk, other: Chunk) -> bool:
     return all(low < start + size and start < low + length for low, length, start, size in sides)
 
 
-def _parse_chunk(name: str, record: Any, entry: Entry, places: Mapping[Any, Any]) -> Chunk:
+def _parse_chunk(name: str, record: object, entry: Entry, places: Mapping[Any, Any]) -> Chunk:
     offsets, sizes = (
         _counts(record.get(key) if isinstance(record, Record) else None, f"the {key} of a chunk")
         for key in ("offsets", "sizes")

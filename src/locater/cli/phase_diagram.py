@@ -1,13 +1,12 @@
 """`locater theory --phase-diagram`: where attention localises, and what a softmax layer does there."""
 
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from ..records import Json
 from ..theory.words import WORDS
-from .output import console_for, table
+from .output import FittedTable, console_for, table
 
 KINDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
 
@@ -48,7 +47,7 @@ def _map(document: Json) -> str:
     return "\n".join(rows)
 
 
-def _counts(document: Json) -> Any:
+def _counts(document: Json) -> FittedTable:
     rows = [
         [KINDS[name], str(count["points"]), str(count["entropy_collapse"]), str(count["rank_collapse"])]
         for name, count in document["summary"].items()

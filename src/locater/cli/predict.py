@@ -16,6 +16,7 @@ from .report import HtmlPath, save_html
 from .scan import Layers
 
 if TYPE_CHECKING:
+    from ..prediction.numbers import Numbers
     from ..prediction.predict import Effort, HeadPrediction, Prediction
 
 COLUMNS = {
@@ -148,11 +149,11 @@ def _pair(heads: "list[HeadPrediction]", name: str) -> str:
     return " → ".join(f"{value:.{places}f}" for value in values)
 
 
-def _sides(heads: "list[HeadPrediction]") -> tuple[list[Any], list[Any]]:
+def _sides(heads: "list[HeadPrediction]") -> "tuple[list[Numbers], list[Numbers]]":
     return [head.predicted for head in heads], [head.measured for head in heads]
 
 
-def _agreement(found: "Prediction") -> Any:
+def _agreement(found: "Prediction") -> FittedTable:
     ranked, errors = found.spearman, found.calibration_error
     body = []
     for name, meaning in MEANINGS.items():

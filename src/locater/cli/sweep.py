@@ -58,7 +58,7 @@ def _work(found: Any, task: int | None) -> None:
 
     from ..studies.study import measure_for
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
@@ -113,7 +113,7 @@ def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {name: [typed(known[name], value) for value in values] for name, values in options.items()}
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value as part of a folder's name."""
     return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
@@ -31,23 +31,34 @@ class StabiliserCallback(TrainerCallback):
         self.make = make
         self.stabiliser = Stabiliser()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.stabiliser = self.make(kwargs["model"], kwargs["optimizer"])
         saved = _folder(args, state) / FILE
         if state.global_step and saved.exists():
             self.stabiliser.load_state_dict(torch.load(saved, weights_only=True))
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if not getattr(kwargs["optimizer"], "step_was_skipped", False):
             self.stabiliser.step()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if logs is not None and "loss" in logs:
             metrics = self.stabiliser.metrics()
             logs.update(metrics)
             state.log_history[-1].update(metrics)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero and (folder := _folder(args, state)).exists():
             torch.save(self.stabiliser.state_dict(), folder / FILE)
 
@@ -59,7 +70,7 @@ class LocAteRCallback(StabiliserCallback):
         super().__init__(lambda model, optimizer: LocAteR(model, optimizer=optimizer, **options))
 
 
-def _folder(args: Any, state: Any) -> Path:
+def _folder(args: Any, state: TrainerState) -> Path:
     """Where the Trainer keeps the checkpoint of the present step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
@@ -92,7 +103,9 @@ class AttentionCallback(TrainerCallback):
         self.monitor: AttentionMonitor | None = None
         self.report: Report | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         assert isinstance(kwargs["model"], nn.Module)
         self.monitor = AttentionMonitor(kwargs["model"], **self.options).attach()
         saved = _folder(args, state) / MONITOR
@@ -100,7 +113,7 @@ class AttentionCallback(TrainerCallback):
             self.monitor.load_state_dict(torch.load(saved, weights_only=True))
         self.monitor.num_steps = state.global_step
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.monitor is not None
         self.monitor.host = _Host(control, kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
         report = self.monitor.step(state.global_step)
@@ -113,11 +126,13 @@ class AttentionCallback(TrainerCallback):
             for alarm in report.alarms:
                 print(f"step {report.step}: {alarm}", flush=True)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.monitor is not None and state.is_world_process_zero and (folder := _folder(args, state)).exists():
             torch.save(self.monitor.state_dict(), folder / MONITOR)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self.monitor is not None:
             self.monitor.__exit__(None, None, None)
             self.monitor = None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..errors import refusal
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
+from ..records import State
 from ..stabilisers import LocAteR, Stabiliser
 
 Make = Callable[[nn.Module, Optimizer], Stabiliser]
@@ -27,7 +28,7 @@ class StabiliserCallback(Callback):
     def __init__(self, make: Make, *, model: str = "") -> None:
         self.make, self.path = make, model
         self.stabiliser = Stabiliser()
-        self.pending: dict[str, Any] = {}
+        self.pending: State = {}
         self.steps_seen = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -36,7 +37,7 @@ class StabiliserCallback(Callback):
         if self.pending:
             self.stabiliser.load_state_dict(self.pending)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object, **kwargs: object) -> None:
         if trainer.global_step == self.steps_seen:
             return  # gradients are still being gathered
         self.steps_seen = trainer.global_step
@@ -44,10 +45,10 @@ class StabiliserCallback(Callback):
         if trainer.global_step % getattr(trainer, "log_every_n_steps", 50) == 0:
             pl_module.log_dict(self.stabiliser.metrics())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.stabiliser.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         self.pending = state_dict  # Lightning restores callbacks before the optimiser exists
 
 
@@ -90,7 +91,7 @@ class AttentionCallback(Callback):
         self.path, self.options = model, options
         self.monitor: AttentionMonitor | None = None
         self.report: Report | None = None
-        self.state: dict[str, Any] | None = None
+        self.state: State | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor = AttentionMonitor(self._model(pl_module), **self.options).attach()
@@ -98,7 +99,7 @@ class AttentionCallback(Callback):
         if self.state is not None:
             self.monitor.load_state_dict(self.state)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object, **kwargs: object) -> None:
         # Accumulated batches leave the number of optimiser steps as it was.
         if self.monitor is None or trainer.global_step == self.monitor.num_steps:
             return
@@ -118,10 +119,10 @@ class AttentionCallback(Callback):
             self.monitor.__exit__(None, None, None)
             self.monitor = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return (self.state or {}) if self.monitor is None else self.monitor.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         self.state = state_dict or None
 
     def _model(self, module: nn.Module) -> nn.Module:

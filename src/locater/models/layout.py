@@ -42,7 +42,7 @@ def read_layout(path: str | PathLike[str]) -> Family:
         return Family(str(document.get("family", "layout")), (), rows)
 
 
-def _row(kind: type, entry: Any, place: str) -> Any:
+def _row(kind: type, entry: object, place: str) -> Any:
     """One row of the given kind, refusing columns that it does not have."""
     columns = {field.name: field for field in fields(kind) if field.name not in NOT_IN_FILES}
     if not isinstance(entry, dict):
@@ -55,7 +55,7 @@ def _row(kind: type, entry: Any, place: str) -> Any:
     return kind(**{name: _cell(name, value, f"{place}.{name}") for name, value in entry.items()})
 
 
-def _cell(name: str, value: Any, place: str) -> Any:
+def _cell(name: str, value: object, place: str) -> Any:
     if name in NESTED and value is not None:
         return _row(NESTED[name], value, place)
     if name == "prefixes" and isinstance(value, list):

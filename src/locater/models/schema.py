@@ -21,7 +21,7 @@ class Config:
 
     values: JsonMapping = field(default_factory=dict)
 
-    def get(self, keys: str, default: Any = None) -> Any:
+    def get(self, keys: str, default: object = None) -> Any:
         for key in keys.split("|"):
             value: Any = self.values
             for part in key.split("."):
@@ -74,7 +74,7 @@ def count(cell: Cell, config: Config, what: str) -> int:
     return value
 
 
-def entry(keys: str, default: Any) -> Callable[[Config, int], Any]:
+def entry(keys: str, default: object) -> Callable[[Config, int], Any]:
     """A cell: the config's entry, or what the family's own config class takes where it is silent."""
     return lambda config, layer: config.get(keys, default)
 

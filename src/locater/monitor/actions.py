@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..records import State
 from .report import AHEAD, Report
 
 if TYPE_CHECKING:
@@ -68,10 +69,10 @@ class Action:
     def __call__(self, event: Event) -> None: ...
     def good(self, event: Event) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: State) -> None: ...
 
 
 class Stop(Action):
@@ -92,10 +93,10 @@ class Checkpoint(Action):
             self.is_done = True
             event.host.save(None if self.path is None else Path(str(self.path).format(step=event.report.step)))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"is_done": self.is_done}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.is_done = state["is_done"]
 
 
@@ -111,7 +112,7 @@ class RollBack(Action):
             raise refusal("a factor within (0, 1] and `most` of at least 1", f"{factor} and {most}")
         self.factor, self.most, self.scheduler = factor, most, scheduler
         self.num_done = 0
-        self.last: tuple[dict[str, Any], dict[str, Any]] | None = None
+        self.last: tuple[State, State] | None = None
 
     def good(self, event: Event) -> None:
         self.last = copy.deepcopy(event.model.state_dict()), copy.deepcopy(self._optimizer(event).state_dict())
@@ -141,10 +142,10 @@ class RollBack(Action):
             raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
         return event.host.optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"num_done": self.num_done, "last": self.last}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.num_done, self.last = state["num_done"], state["last"]
 
 
@@ -155,10 +156,10 @@ class Attach(Action):
     the loss, cannot come in the middle of a run like this.
     """
 
-    def __init__(self, make: "Callable[..., Stabiliser]", **options: Any) -> None:
+    def __init__(self, make: "Callable[..., Stabiliser]", **options: object) -> None:
         self.make, self.options = make, options
         self.stabiliser: Stabiliser | None = None
-        self.pending: dict[str, Any] | None = None
+        self.pending: State | None = None
 
     def __call__(self, event: Event) -> None:
         if self.stabiliser is not None:
@@ -172,10 +173,10 @@ class Attach(Action):
         if self.pending:
             self.stabiliser.load_state_dict(self.pending)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {} if self.stabiliser is None else {"stabiliser": self.stabiliser.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.pending = state.get("stabiliser")
 
 
@@ -213,11 +214,11 @@ class Responses:
                     action.good(event)
 
 
-def _several(entry: Any) -> list[Any]:
+def _several(entry: object) -> list[Any]:
     return list(entry) if isinstance(entry, Iterable) else [entry]
 
 
-def _action(entry: Any) -> Action:
+def _action(entry: object) -> Action:
     if isinstance(entry, Action):
         return entry
     if isinstance(entry, type) or not callable(entry):

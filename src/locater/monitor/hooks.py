@@ -28,7 +28,7 @@ class OutsideHook(Hook):
     """A hook that a compiled model steps out of its graph for."""
 
     @torch.compiler.disable
-    def __call__(self, module: nn.Module, *given: Any) -> None:  # type: ignore
+    def __call__(self, module: nn.Module, *given: object) -> None:  # type: ignore
         super().__call__(module, *given)
 
 
@@ -149,7 +149,7 @@ class Hooks:
             run.modes.close()
 
     def _begin(self, name: str) -> Callable[..., None]:
-        def begin(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def begin(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
             config = getattr(module, "config", None)
             is_flash = "flash" in str(getattr(config, "_attn_implementation", ""))
             run.running[name] = inputs = Inputs(arguments(module, args, kwargs), is_flash)
@@ -159,7 +159,7 @@ class Hooks:
         return begin
 
     def _capture(self, name: str, attributes: Iterable[str]) -> Callable[..., None]:
-        def capture(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def capture(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
             given = first_argument(args, kwargs)
             if name in run.running and isinstance(given, Tensor):
                 for attribute in attributes:

@@ -18,7 +18,7 @@ SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask",
 CACHES = ("past_key_values", "past_key_value")
 
 
-def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> dict[str, Any]:
     """A call's arguments by name, as far as the signature tells."""
     try:  # the class's own signature: wrappers put in front of a single module often hide it
         bound = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
@@ -56,14 +56,14 @@ class WholeTensors(ModuleTensors):
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
-def has_cached_keys(run: Mapping[str, Any]) -> bool:
+def has_cached_keys(run: Mapping[str, object]) -> bool:
     """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the model's call."""
     cache: Any = next((run[name] for name in CACHES if run.get(name) is not None), None)
     return int(cache.get_seq_length()) > 0 if hasattr(cache, "get_seq_length") else cache is not None
 
 
 def read_mask(
-    call: Inputs, run: Mapping[str, Any], block: Block, heads: tuple[int, ...], *, is_causal: bool
+    call: Inputs, run: Mapping[str, object], block: Block, heads: tuple[int, ...], *, is_causal: bool
 ) -> tuple[Mask, Positions | None]:
     """Everything but causality and window, which the heads know. `run` are the arguments of the model's own call.
 
@@ -126,7 +126,7 @@ def _says_what_is_forbidden(dense: Tensor) -> bool:
     return bool(dense[..., 0, -1].all() & ~dense.diagonal(dim1=-2, dim2=-1).all()) and dense.shape[-1] > 1
 
 
-def padding(run: Mapping[str, Any], block: Block) -> tuple[object, object]:
+def padding(run: Mapping[str, object], block: Block) -> tuple[object, object]:
     """The model's masks of the queries' and of the keys' tokens."""
     two_sided = any(name.startswith("decoder_") for name in run)
     own, encoder = run.get("attention_mask"), run.get("encoder_attention_mask")
@@ -146,7 +146,7 @@ def fitting(padding: object, batch: int, num_tokens: int) -> Tensor | None:
     return padding.bool()
 
 
-def _positions(call: Inputs, run: Mapping[str, Any], block: Block) -> Tensor | None:
+def _positions(call: Inputs, run: Mapping[str, object], block: Block) -> Tensor | None:
     """Position ids that were given; the models count from 0 where none are."""
     given = call.given.get("position_ids", run.get("position_ids"))
     if block == "cross" or not isinstance(given, Tensor):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ..attention import NEAR, Blocks
 from ..errors import Refusal, refusal
 from ..models.live.explicit import Explicit
+from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
 from .alarms import Thresholds, find_alarms
 from .hooks import Hooks
@@ -145,7 +146,7 @@ class AttentionMonitor:
         """Whether an action asked a loop of yours to end."""
         return bool(getattr(self.host, "should_stop", False))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Where the count of steps stands, trends and actions; what was seen since the last report is not kept."""
         return {
             "num_steps": self.num_steps,
@@ -154,7 +155,7 @@ class AttentionMonitor:
             "actions": [action.state_dict() for action in self.responses.all()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.num_steps = state["num_steps"]
         self.seen.generator.set_state(state["generator"])
         self.trends.load_state_dict(state.get("trends", {"moments": {}}))

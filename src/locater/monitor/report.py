@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..attention import NAMES
 from ..errors import refusal
@@ -26,6 +26,10 @@ from .tally import (
     WITHOUT_KEYS,
     Tally,
 )
+
+if TYPE_CHECKING:
+    import pandas
+
 
 UNSEEN = (
     "no forward pass was seen: give the monitor what torch.compile gave; a model that is compiled around its hooks is "
@@ -137,7 +141,7 @@ class Report:
         rows = [row for row in self._rows() if not math.isnan(row.get(name, math.nan))]
         return sorted(rows, key=lambda row: row[name] if "entropy" in name else -row[name])[:count]
 
-    def to_frame(self) -> Any:
+    def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head: mode, block, layer, head, statistics and numbers of the weights."""
         try:
             import pandas

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..records import State
 from .report import LayerReport
 
 KEPT = 3  # reports whose numbers are remembered
@@ -57,10 +58,10 @@ class Trends:
         fastest = max(known, default=0.0)
         return f"growing by {math.expm1(min(7.0, 100 * fastest)):+.0%} in 100 steps" if fastest > 0 else ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"moments": self.moments}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.moments = {key: [(step, values) for step, values in kept] for key, kept in state["moments"].items()}
 
 

@@ -23,6 +23,7 @@ from ..records import Json
 from ..training.data import vocabulary as own_vocabulary
 from ..training.export import load as load_own
 from ..training.model import LanguageModel
+from .windows import Tokenizer
 
 INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
@@ -72,7 +73,7 @@ def _is_own(source: str | PathLike[str]) -> bool:
         return False
 
 
-def load_tokenizer(source: Source) -> Any:
+def load_tokenizer(source: Source) -> Tokenizer:
     """The tokenizer that lies beside or within the source; a GGUF file says whether a text begins with BOS."""
     if isinstance(source, nn.Module):
         raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
@@ -107,7 +108,7 @@ class OwnTokenizer:
     def __len__(self) -> int:
         return self.vocabulary.size
 
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
         return {"input_ids": self.vocabulary.encode(text).tolist()}
 
 
@@ -189,7 +190,7 @@ def _first_line(reason: Exception) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
 
 
-def next_token_losses(output: Any, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
+def next_token_losses(output: object, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
     """The mean cross entropy of the next token of each window; none where the model does not predict it."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     rows = 0 if logits is None else logits.shape[-1]

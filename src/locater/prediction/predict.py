@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -18,7 +17,7 @@ from .numbers import Gatherer, Numbers
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Windows, check_vocabulary, cut, given, vocabulary_size
+from .windows import Tokenizer, Windows, check_vocabulary, cut, given, vocabulary_size
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
@@ -34,7 +33,7 @@ def predict(
     text: str | PathLike[str] | None = None,
     tokens: Int[Tensor, "windows tokens"] | None = None,
     special: Sequence[int] = (),
-    tokenizer: Any = None,
+    tokenizer: Tokenizer = None,
     layers: Iterable[int] | None = None,
     effort: Effort | None = None,
     terms: Terms | None = None,
@@ -133,7 +132,7 @@ def _windows(
     *,
     text: str | PathLike[str] | None,
     tokens: tuple[Tensor | None, Sequence[int]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     effort: Effort,
 ) -> tuple[Windows, str]:
     if tokens[0] is not None:
@@ -155,7 +154,7 @@ def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
     return given(tokens, num_test=num_test, special=special)
 
 
-def _is_name(tokenizer: Any) -> bool:
+def _is_name(tokenizer: Tokenizer) -> bool:
     return tokenizer is None or isinstance(tokenizer, str | PathLike)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scipy.stats import spearmanr
 
@@ -11,6 +11,10 @@ from ..errors import refusal
 from ..records import Json
 from ..report.shown import Shown
 from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
+
+if TYPE_CHECKING:
+    import pandas
+
 
 TRUSTED = 0.9  # rank correlations below it are warned of
 WORDS = {
@@ -102,7 +106,7 @@ class Prediction(Shown):
             "heads": [head.to_json() for head in self.heads],
         }
 
-    def to_frame(self) -> Any:
+    def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head, with columns such as `predicted_near_mass_beyond_first`."""
         try:
             import pandas

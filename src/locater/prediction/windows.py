@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import refusal
 
+# One of transformers, or `OwnTokenizer`: called on a text it gives `input_ids`. Most of its names are
+# optional and asked for one by one, so no protocol says more than this.
+Tokenizer = Any
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
 MOST_UNKNOWN = 0.1  # of a text's tokens
 SMALLEST_SHARE = 0.25  # of the model's rows that a tokenizer found beside it must know
@@ -49,7 +52,7 @@ def given(tokens: Int[Tensor, "windows tokens"], *, num_test: int, special: Iter
     return Windows(tokens[~for_test], tokens[for_test], special=tuple(sorted({place % length for place in special})))
 
 
-def cut(text: str, tokenizer: Any, *, length: int, num_calibration: int, num_test: int) -> Windows:
+def cut(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, num_test: int) -> Windows:
     """Part the text into equal stretches and take one window from the start of each, between special tokens.
 
     The windows to measure are spread evenly among the others, so that both see all of the text and share none of it.
@@ -78,7 +81,7 @@ def spread(total: int, chosen: int) -> Tensor:
     return torch.arange(1, total + 1) * chosen // total > torch.arange(total) * chosen // total
 
 
-def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and behind a text of its own accord, BOS where it says so."""
     bare = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     full = tokenizer(SAMPLE)["input_ids"]
@@ -90,7 +93,7 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return before, after
 
 
-def check_known(windows: Sequence[Sequence[int]], tokenizer: Any) -> None:
+def check_known(windows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
     """Refuse a text that the tokenizer cannot read: unknown tokens say nothing of any head."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     total = sum(map(len, windows))
@@ -100,7 +103,7 @@ def check_known(windows: Sequence[Sequence[int]], tokenizer: Any) -> None:
         raise refusal(f"a text with at most {MOST_UNKNOWN:.0%} unknown tokens", f"{share:.0%}", remedy)
 
 
-def check_vocabulary(tokenizer: Any, model: nn.Module, *, named: bool) -> None:
+def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, *, named: bool) -> None:
     """Refuse a tokenizer of another model, such as the empty one that transformers makes up where a folder has none.
 
     One that was `named` may be smaller than the model's vocabulary, never larger.
@@ -148,7 +151,7 @@ def random_windows(
     return windows
 
 
-def _some_tokens(stretch: str, tokenizer: Any, count: int) -> list[int]:
+def _some_tokens(stretch: str, tokenizer: Tokenizer, count: int) -> list[int]:
     """The first tokens of a stretch, from its first new line or word on; usually a few characters per token suffice."""
     start = max(stretch[:200].find("\n"), stretch[:40].find(" "), -1) + 1
     for characters in (8 * count, len(stretch)):

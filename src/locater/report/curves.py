@@ -60,7 +60,7 @@ def _styles(arms: list[str], against: str | None) -> dict[str, dict[str, Any]]:
     return found | ({against: dict(color=BLACK, linestyle="-", marker=".")} if against is not None else {})
 
 
-def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[str, Any]]) -> None:
+def _training(panel: "Axes", document: Json, styles: dict[str, dict[str, Any]]) -> None:
     """The loss, or better its difference to the arm compared with: on the same texts it is far quieter."""
     against = document["against"]
     kind = "loss" if against is None else "difference"
@@ -74,7 +74,7 @@ def _training(panel: "Axes", document: dict[str, Any], styles: dict[str, dict[st
     panel.set_title(title, loc="left", fontsize=10)
 
 
-def _draw(panel: "Axes", document: dict[str, Any], curve_of: dict[str, dict], styles: dict[str, dict]) -> None:
+def _draw(panel: "Axes", document: Json, curve_of: dict[str, dict], styles: dict[str, dict]) -> None:
     drawn = [(curve, styles[arm]) for arm, curve in curve_of.items()]
     for curve, style in drawn:
         every = max(1, len(curve["step"]) // 8)
@@ -114,7 +114,7 @@ def _logarithmic(panel: "Axes") -> None:
     panel.yaxis.set_minor_locator(NullLocator())
 
 
-def _handle(arm: dict[str, Any], style: dict[str, Any]) -> Any:
+def _handle(arm: Json, style: dict[str, Any]) -> Any:
     from matplotlib.lines import Line2D
 
     count = len(arm["seeds"])

@@ -61,7 +61,7 @@ def explorer(phase: Document, scan: Document | None = None, *, facts: dict[str, 
     return assemble("explore.html", SCRIPTS, parts)
 
 
-def _heads(view: View) -> list[list[Any]]:
+def _heads(view: View) -> list[list[str | float]]:
     """Name, tr W/λ, spread √(η² − (tr W)²/d)/λ, symmetry and d of every head: what sets the sliders to it."""
     found = []
     for record in view.records[:MOST_HEADS]:
@@ -95,7 +95,7 @@ def exact_grid(pack: Pack) -> Document:
     }
 
 
-def _plane(traces: list[float], deviations: list[float], length: int) -> Any:
+def _plane(traces: list[float], deviations: list[float], length: int) -> numpy.ndarray:
     """ρ as (deviations, traces, positions). Only means from 0 on are computed: ρ_t of −W is ρ_{T+1−t} of W."""
     middle = len(traces) // 2
     points = [(trace, deviation) for deviation in deviations for trace in traces[middle:]]
@@ -103,7 +103,7 @@ def _plane(traces: list[float], deviations: list[float], length: int) -> Any:
     return numpy.concatenate([found[:, :0:-1, ::-1], found], axis=1)
 
 
-def exact_profiles(points: Sequence[tuple[float, float]], length: int) -> Any:
+def exact_profiles(points: Sequence[tuple[float, float]], length: int) -> numpy.ndarray:
     """The exact ρ of symmetric heads of width WIDTH, λ = 1, whose eigenvalues are evenly normal around their mean.
 
     A direction of eigenvalue w adds w (Σc ± √(T‖c‖²))/2 to the eigenvalues of the logit's quadratic form.
@@ -131,7 +131,7 @@ def eigenvalues(trace: float, deviation: float) -> list[float]:
     return (trace / WIDTH + deviation / math.sqrt(WIDTH) * shape).tolist()
 
 
-def _worst(values: Any, traces: list[float], deviations: list[float]) -> float:
+def _worst(values: numpy.ndarray, traces: list[float], deviations: list[float]) -> float:
     """The largest difference between the grid, read linearly, and the truth, at points drawn once and for all."""
     draws = numpy.random.default_rng(0)
     bent = [[math.asinh(trace / BEND) for trace in traces], [math.log(deviation) for deviation in deviations]]
@@ -144,7 +144,7 @@ def _worst(values: Any, traces: list[float], deviations: list[float]) -> float:
     return worst
 
 
-def _between(values: Any, bent: list[list[float]], at: list[float]) -> Any:
+def _between(values: numpy.ndarray, bent: list[list[float]], at: list[float]) -> numpy.ndarray:
     (column, x), (row, y) = ((_place(ends, value)) for ends, value in zip(bent, at, strict=True))
     corner = values[row : row + 2, column : column + 2]
     across = corner[:, 0] * (1 - x) + corner[:, 1] * x

@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from typing import Any
 
 import numpy
 
@@ -20,7 +19,7 @@ class Pack:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def add(self, values: Any, kind: str) -> Json:
+    def add(self, values: object, kind: str) -> Json:
         """Kinds as NumPy spells them, little-endian: f8, f4, i2, u2, u1."""
         data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
         place = {"kind": kind, "at": self.size, "count": len(data) // int(kind[1])}
@@ -29,7 +28,7 @@ class Pack:
         self.size += len(padded)
         return place
 
-    def add_scaled(self, rows: Any) -> Json:
+    def add_scaled(self, rows: object) -> Json:
         """Rows of numbers in 16 bits: each is off by at most 1/65534 of its row's largest magnitude."""
         table = numpy.atleast_2d(numpy.asarray(rows, dtype=numpy.float64))
         largest = numpy.abs(table).max(axis=1, initial=0)

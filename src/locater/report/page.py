@@ -134,7 +134,7 @@ def _packed(view: View, pack: Pack) -> Document:
     return found | _curves(view.records, pack)
 
 
-def _floats(frames: list[list[float | None]]) -> Any:
+def _floats(frames: list[list[float | None]]) -> numpy.ndarray:
     return numpy.array([[numpy.nan if value is None else value for value in frame] for frame in frames])
 
 
@@ -159,7 +159,7 @@ def _curves(records: list[Document], pack: Pack) -> Document:
     return found
 
 
-def _even(rows: list[list[float] | None]) -> Any:
+def _even(rows: list[list[float] | None]) -> list[list[float]]:
     """Lines of one length; a head without one has zeros throughout."""
     length = max(len(row) for row in rows if row)
     return [row if row else [0.0] * length for row in rows]

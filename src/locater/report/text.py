@@ -20,7 +20,7 @@ def shown(text: str, *, most: int = MOST_CHARACTERS) -> str:
     return "".join(_spelt(character) for character in text)
 
 
-def all_shown(value: Any) -> Any:
+def all_shown(value: object) -> Any:
     """The same for every string in a document, keys included."""
     if isinstance(value, str):
         return shown(value)

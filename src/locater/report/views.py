@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import refusal
 from ..records import Json
@@ -196,7 +195,7 @@ def _columns(frames: Sequence[Sequence[Document]]) -> dict[str, list[list[float 
     return {name: [[_number(record.get(name)) for record in frame] for frame in frames] for name in names}
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

@@ -72,7 +72,7 @@ class Comparison(Shown):
         }
 
 
-def compare(sources: Iterable[str | Path], *, run: Run | None = None, **options: Any) -> Comparison:
+def compare(sources: Iterable[str | Path], *, run: Run | None = None, **options: object) -> Comparison:
     """Scan every source (a run's folder stands for its checkpoints, by step) and follow each head through them.
 
     `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`.

@@ -32,7 +32,7 @@ class Workers:
     def __init__(self, pool: ThreadPoolExecutor | None, count: int) -> None:
         self.pool, self.count = pool, count
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    def map(self, function: Callable[[Any], Any], items: Iterable[object]) -> list[Any]:
         return list((self.pool.map if self.pool else map)(function, items))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Refusal, refusal
 from ..models import Layer, live
@@ -18,6 +18,10 @@ from .estimate import direct_inputs
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow
 from .source import Opened, Source, open_source
+
+if TYPE_CHECKING:
+    import pandas
+
 
 Progress = Callable[[int, int], None]  # attention modules done, and in all
 
@@ -49,7 +53,7 @@ class Scan(Shown):
             "heads": [row.to_json() for row in self.heads],
         }
 
-    def to_frame(self) -> Any:
+    def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head."""
         try:
             import pandas

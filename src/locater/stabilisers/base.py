@@ -3,14 +3,13 @@
 Each method of the base does nothing, so that one loop serves all of them.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..records import State
 
 
 class Stabiliser:
@@ -31,11 +30,11 @@ class Stabiliser:
         """Further parameters that the optimiser must be given."""
         return []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """What a resumed run needs beside the model's own state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         if state:
             raise refusal("an empty state", ", ".join(state))
 

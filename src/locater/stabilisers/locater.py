@@ -1,7 +1,6 @@
 """LocAteR: shrink the scale of each head's eigenspectrum, hold its mean (Bao, Hataya, Karakida, ICML 2024)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,7 +11,7 @@ from ..errors import refusal
 from ..models import Family
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
-from ..records import head_key, layer_key
+from ..records import State, head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
@@ -95,10 +94,10 @@ class LocAteR(Stabiliser):
         means = {key: sum(values) / len(values) for key, values in by_layer.items()}
         return means | single if heads else means
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Refuses the state of a model with other heads."""
         shapes = [tuple(values.shape) for values in state["initial"]]
         if shapes != [pair.shape for pair in self.pairs]:

@@ -42,7 +42,7 @@ def keep_rows(kind: str, rows: Sequence[Row], path: Path, *, num_points: int, qu
     write(path, lambda temporary: temporary.write_text(json.dumps(kept, ensure_ascii=False) + "\n", encoding="utf-8"))
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

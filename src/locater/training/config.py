@@ -153,7 +153,7 @@ PRESETS = {
 }
 
 
-def make_config(preset: str, **overrides: Any) -> Config:
+def make_config(preset: str, **overrides: object) -> Config:
     """A preset with some fields changed, whatever group they stand in."""
     if preset not in PRESETS:
         raise BadArguments(f"--preset expects one of {', '.join(PRESETS)}, got {preset!r}")

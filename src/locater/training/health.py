@@ -26,7 +26,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     broken: list[str] = []
 
     def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+        def note(module: nn.Module, args: object, output: object) -> None:
             if not _is_finite(output):
                 broken.append(name)
 

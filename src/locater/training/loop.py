@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import Refusal, refusal
 from ..models.live.tensors import unwrap
 from ..projections import whole
+from ..records import State
 from .config import Config
 from .data.sources import Data
 from .export import model_settings
@@ -90,7 +90,7 @@ class Trainer:
         }
         self.store.save(self._state(), small, best=best)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> State:
         parameters = parameters_of(self.module)
         moments = optimiser_state(self.optimizer, parameters)
         return {"model": parameters, "optimiser": moments, "stabiliser": self.stabiliser.state_dict()}

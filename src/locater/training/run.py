@@ -178,7 +178,7 @@ def signals() -> Iterator[list[int]]:
     received: list[int] = []
     before: dict[int, Any] = {}
 
-    def note(number: int, frame: Any) -> None:
+    def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
 

@@ -8,7 +8,7 @@ from ..errors import refusal
 from ..records import Json
 
 
-def option(default: Any, help: str) -> Any:
+def option(default: object, help: str) -> Any:
     """A field with the sentence that documents it, which is also the command's help."""
     return field(default=default, metadata={"help": help})
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..checkpoints.distributed import check_harmless
 from ..errors import refusal
-from ..records import Json, write_json
+from ..records import Json, State, write_json
 from .processes import Processes
 
 INDEX, SMALL = "index.json", "state.json"
@@ -28,7 +27,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> dict[str, Any]:
+def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> State:
     """Adam's moments and counts under the parameters' names, made as zero where no step was taken yet.
 
     Learning rates and decays are not stored: the config and the step say them.
@@ -50,12 +49,12 @@ class Store:
         path = self.folder / INDEX
         return _read(path, ("last",)) if path.exists() else {}
 
-    def small(self, which: str = "last") -> dict[str, Any]:
+    def small(self, which: str = "last") -> Json:
         """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
         name = self.names().get(which)
         return _read(self.folder / name / SMALL, FIELDS) if name else {}
 
-    def save(self, state: dict[str, Any], small: dict[str, Any], *, best: bool) -> None:
+    def save(self, state: State, small: Json, *, best: bool) -> None:
         """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one."""
         name = f"step-{small['step']:08d}"
         partial = self.folder / (name + PARTIAL)
@@ -73,7 +72,7 @@ class Store:
             self._publish(partial, name, best=best)
         self.processes.wait()
 
-    def _write(self, partial: Path, state: dict[str, Any], small: dict[str, Any]) -> None:
+    def _write(self, partial: Path, state: State, small: Json) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a single process, which is meant
             state_dict_saver.save(state, checkpoint_id=partial, no_dist=self.processes.count == 1)
@@ -92,7 +91,7 @@ class Store:
             if other.name not in names.values():
                 shutil.rmtree(other, ignore_errors=True)
 
-    def load(self, state: dict[str, Any], *, which: str = "last") -> None:
+    def load(self, state: State, *, which: str = "last") -> None:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]
         check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
@@ -104,7 +103,7 @@ class Store:
                 raise refusal(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
 
 
-def _read(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def _read(path: Path, names: tuple[str, ...]) -> Json:
     """A small document with at least these names in it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ a scale that fits no declared block is refused, since most shapes could mean sev
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +133,7 @@ def _block_of(arguments: JsonMapping) -> Shape | None:
     return {"tensor": (ALL, ALL), "channel": (1, ALL)}.get(strategy)
 
 
-def _pair(value: Any) -> Shape:
+def _pair(value: object) -> Shape:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
         raise refusal("two positive whole numbers as the block of a scale in config.json", f"{value!r:.60}")
     return tuple(value)

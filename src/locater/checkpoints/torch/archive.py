@@ -128,7 +128,7 @@ def _open_legacy(source: ByteSource) -> Archive:
     return Archive(source, tree, places)
 
 
-def _note(used: dict[str, Storage], pid: Any) -> Storage:
+def _note(used: dict[str, Storage], pid: object) -> Storage:
     storage = storage_from(pid)
     if used.setdefault(storage.key, storage) != storage:
         raise refusal(f"one meaning of storage {storage.key[:40]!r}", "two")

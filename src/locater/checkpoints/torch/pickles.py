@@ -44,7 +44,7 @@ class Record:
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
 
-def check_key(key: Any) -> Any:
+def check_key(key: object) -> Any:
     """The key of a dict, if it is plain: a tuple of a tuple of … that shares its parts takes for ever to hash."""
     if isinstance(key, tuple) and len(key) < 100:
         for part in key:
@@ -82,7 +82,7 @@ class Unpickler(pickle._Unpickler):
             raise CodeRefusal(str(refusal("a pickle of plain tensors", f"one that asks for the code {asked!r}")))
         return self.admitted[key]
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> Any:
         if self.persistent is None:
             raise pickle.UnpicklingError("a reference to something outside the pickle")
         return self.persistent(pid)

@@ -66,7 +66,7 @@ class View:
         )
 
 
-def storage_from(pid: Any) -> Storage:
+def storage_from(pid: object) -> Storage:
     """What `("storage", kind, key, device, count, …)` names; a view of a storage (before torch 0.4) is refused."""
     match pid:
         case ("storage", torch.dtype() as dtype, str() | int() as key, _, int() as count, *rest) if count >= 0:
@@ -95,14 +95,14 @@ def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype
     return view
 
 
-def rebuild_typed(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
+def rebuild_typed(storage: object, offset: object, size: object, stride: object, *rest: object) -> View:
     """`_rebuild_tensor_v3`: the dtype stands in the third place after the stride."""
     if len(rest) < 3 or not isinstance(rest[2], torch.dtype):
         raise refusal("a dtype for a tensor", reprlib.repr(rest))
     return rebuild(storage, offset, size, stride, *rest[3:], dtype=rest[2])
 
 
-def unwrap_parameter(data: Any, *_: Any) -> Any:
+def unwrap_parameter(data: object, *_: object) -> Any:
     return data
 
 

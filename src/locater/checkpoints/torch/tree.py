@@ -24,7 +24,7 @@ def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
     return clean_names(dict(_flatten(tree, kind)))
 
 
-def find_settings(tree: Any) -> Json:
+def find_settings(tree: object) -> Json:
     """Settings saved beside the weights, such as nanoGPT's `model_args`; only plain values."""
     if not isinstance(tree, Mapping):
         return {}
@@ -51,11 +51,11 @@ def _without_wrappers(name: str) -> str:
     return name
 
 
-def _holds(tree: Any, key: str, kind: type) -> bool:
+def _holds(tree: object, key: str, kind: type) -> bool:
     return isinstance(tree, Mapping) and isinstance(tree.get(key), Mapping) and any(_flatten(tree[key], kind))
 
 
-def _flatten(tree: Any, kind: type[Leaf]) -> Iterator[tuple[str, Leaf]]:
+def _flatten(tree: object, kind: type[Leaf]) -> Iterator[tuple[str, Leaf]]:
     """Tensors of nested dicts by their joined names, each dict once: a dict may hold itself, many times over."""
     seen: set[int] = set()
     pending = [("", tree)]

@@ -69,7 +69,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrap(inner)
 
 
-def is_adapter(module: Any) -> bool:
+def is_adapter(module: object) -> bool:
     """Whether a module of peft changes what the projection inside it does."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "active_adapters")
 

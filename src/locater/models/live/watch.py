@@ -82,7 +82,7 @@ def _may_be_norm(module: nn.Module) -> bool:
 def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
     weight = f"{name}.weight".lstrip(".")
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if not (inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)):
             return
         if _may_be_norm(module) and output.shape == inputs[0].shape:

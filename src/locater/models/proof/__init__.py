@@ -152,7 +152,7 @@ def path_of(evidence: Any, stack: Any) -> str | None:
     return _path(evidence.model.config, own)
 
 
-def _path(config: Any, own: Any) -> str | None:
+def _path(config: object, own: object) -> str | None:
     if config is own:
         return None
     for key, part in vars(config).items():

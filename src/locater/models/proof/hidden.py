@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -92,7 +91,7 @@ def later(values: JsonMapping) -> Iterator[str]:
             yield f"a window that the twin's {NUM_TOKENS} tokens do not reach (`{key}`)"
 
 
-def _listed(value: Any) -> list:
+def _listed(value: object) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 

@@ -111,7 +111,7 @@ def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
     handles = []
 
     def before(name: str):
-        def hook(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> None:
             stack.append(name)
             tensors = (part for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
             first = next(tensors, None)
@@ -120,7 +120,7 @@ def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
         return hook
 
     def after(name: str):
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
             if stack and stack[-1] == name:
                 stack.pop()
             seen.outputs[name].append(output.detach().clone() if isinstance(output, Tensor) else None)

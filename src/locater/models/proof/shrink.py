@@ -108,7 +108,7 @@ def shrink(values: JsonMapping, sizes: Sizes) -> Json:
     return small
 
 
-def _entry(key: str, value: Any, values: Mapping, sizes: Sizes, num_layers: int, ids: Iterator[int]) -> Any:
+def _entry(key: str, value: object, values: Mapping, sizes: Sizes, num_layers: int, ids: Iterator[int]) -> Any:
     if key == "conv_dim" and isinstance(value, list | tuple):
         return [EXACT[key]] * len(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -129,7 +129,7 @@ def _entry(key: str, value: Any, values: Mapping, sizes: Sizes, num_layers: int,
     return value
 
 
-def _is_choice(value: Any, depth: int | None) -> TypeGuard[list[int]]:
+def _is_choice(value: object, depth: int | None) -> TypeGuard[list[int]]:
     if not isinstance(value, list) or not value or not depth or len(value) == depth:
         return False
     return all(isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < depth for layer in value)

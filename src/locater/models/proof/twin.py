@@ -52,7 +52,7 @@ def model_classes(config: Any) -> Iterator[type]:
             yield found
 
 
-def _of_module(config: Any) -> Iterator[type]:
+def _of_module(config: object) -> Iterator[type]:
     """A part of a composite model has no auto class: the classes beside its config that take this config."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     try:
@@ -129,7 +129,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
-def run(config: Any, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
+def run(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
     """The first twin that can be built and run, and what `watch(model, inputs)` made of its pass."""
     failures: list[str] = []
     start = time.process_time()

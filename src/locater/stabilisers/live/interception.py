@@ -68,7 +68,7 @@ class _Slot:
         self.__signature__ = inspect.signature(module.forward)
 
     @torch.compiler.disable  # the compiler misses some kernels under a function mode, which would bypass the slot
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         calls: list[str] = []
         with ExitStack() as modes:
             for handler in self.handlers:
@@ -116,5 +116,5 @@ def _attach(module: nn.Module, name: str, handler: Handler) -> Callable[[], None
     return remove
 
 
-def _nothing(module: nn.Module, args: Any) -> None:
+def _nothing(module: nn.Module, args: object) -> None:
     """Only there to be a hook."""
