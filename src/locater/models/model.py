@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
-from .neighbours import missing_layers, uneven_layers, unknown_neighbours, unread_queries
+from .neighbours import Surroundings, missing_layers, uneven_layers, unknown_neighbours, unread_queries
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
@@ -49,10 +49,11 @@ def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
     reasons = [reason for one in places for reason in _missing(one)] + ([partial] if partial else [])
     reasons += [reason for one in places if (reason := uneven_layers(one))]
-    if not partial and (unknown := unknown_neighbours(places)):
+    around = Surroundings.of(() if partial else places)
+    if not partial and (unknown := unknown_neighbours(around, places[0].tensors)):
         listed = f"`{unknown[0][:120]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
         reasons.append(f"not in the heads: {listed}")
-    if not partial and (unread := unread_queries(places, names)):
+    if not partial and (unread := unread_queries(around, names)):
         reasons.append(f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`")
     return ", ".join([f"PARTIAL: {stored} of {layers} layers", *reasons]) if reasons else "COMPLETE"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ..errors import refusal
-from .places import Places
+from .places import Places, Tensors
 from .schema import NormAt
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
@@ -27,6 +27,7 @@ QUERY = re.compile(
     r"\.weight$|(^|\.)in_proj_weight$"
 )
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+NUMBER = re.compile(r"(?<!\d)\d{1,6}(?!\d)")
 # The columns of a row that name modules.
 NAMED = ("query", "key", "input_norm", "key_input_norm", "query_norm", "key_norm", "query_low_rank", "key_low_rank")
 NAMED += ("buckets", "sink")
@@ -41,6 +42,14 @@ class Surroundings:
     modules: set[str]
     layers: set[str]
 
+    @classmethod
+    def of(cls, found: Sequence[Places]) -> "Surroundings":
+        around = cls(set(), set(), set())
+        for places in found:
+            for layer in places.layers:
+                _add(around, places, layer)
+        return around
+
     def may_act(self, name: str, num_dimensions: int) -> bool:
         if name in self.read:
             return False
@@ -50,23 +59,14 @@ class Surroundings:
         return not BEHIND.match(inner) and not (MASK.search(inner) and num_dimensions in (0, 4))
 
 
-def unknown_neighbours(found: Sequence[Places]) -> list[str]:
+def unknown_neighbours(around: Surroundings, tensors: Tensors) -> list[str]:
     """The tensors that may act on the logits of these rows and are read by none. Costs one pass over the names."""
-    around = Surroundings(set(), set(), set())
-    for places in found:
-        for layer in places.layers:
-            _add(around, places, layer)
-    tensors = found[0].tensors
     candidates = (name for name in tensors.names if around.may_act(name, 2))
     return [name for name in candidates if around.may_act(name, len(tensors.shape(name)))]
 
 
-def unread_queries(found: Sequence[Places], names: Collection[str]) -> list[str]:
+def unread_queries(around: Surroundings, names: Collection[str]) -> list[str]:
     """Tensors that by their name make queries, in attention that none of these rows is about."""
-    around = Surroundings(set(), set(), set())
-    for places in found:
-        for layer in places.layers:
-            _add(around, places, layer)
     queries = (name for name in names if QUERY.search(name) and name not in around.read)
     return sorted(name for name in queries if not _is_inside(name, around))
 
@@ -106,8 +106,14 @@ def missing_layers(places: Places) -> tuple[list[int], list[int], list[int]]:
         (without if _layer_of(key) in held else absent).append(layer)
     further = places.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own
     first = places.num_layers + (further if isinstance(further, int) else 0)
-    beyond = [layer for layer in range(first, first + 1000) if places.stored(places.name(places.row.query, layer))]
-    return without, absent, [] if places.row.names else beyond
+    return without, absent, [] if places.row.names else _beyond(places, first)
+
+
+def _beyond(places: Places, first: int) -> list[int]:
+    """Stored layers from this one on, among the numbers that stand in any name."""
+    numbers = {int(number) for name in places.tensors.names for number in NUMBER.findall(name)}
+    candidates = sorted(number for number in numbers if first <= number < first + 1000)
+    return [layer for layer in candidates if places.stored(places.name(places.row.query, layer))]
 
 
 def outer_modules(name: str) -> Iterator[str]:

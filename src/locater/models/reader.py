@@ -66,10 +66,16 @@ class Side:
             expected = f"{num_heads} heads of {shape.d_head} rows"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
-        _check_biases(bias, self.input_norm)
+        if not self._has_finite_biases:
+            _check_biases(bias, self.input_norm)
         projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
         norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)
         return self._normed(projection, norm, index)
+
+    @cached_property
+    def _has_finite_biases(self) -> bool:
+        """Of all heads at once; where it is false each is looked at by itself."""
+        return all(bias is None or is_finite(bias) for bias in (self.bias, self.input_norm and self.input_norm.bias))
 
     def _normed(self, projection: Projection, norm: Norm | None, index: int) -> Projection:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""

@@ -35,10 +35,12 @@ def _is_bounded(projection: Projection) -> bool:
 def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor) -> list[float]:
     query_norms, key_norms = (norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams))  # upper bounds
     heads = [head for group in groups for head in group]
+    sides = {id(side): side for head in heads for side in (head.query, head.key)}  # a group's key once
+    bias_lengths = {number: _bias_length(side) for number, side in sides.items()}
     bounds = []
     for head, of_both, of_query, of_key in zip(heads, sigma.flatten().tolist(), query_norms, key_norms, strict=True):
         ours, theirs = (_radius(side.input_norm, head.d_model) for side in (head.query, head.key))
-        query_bias, key_bias = _bias_length(head.query), _bias_length(head.key)
+        query_bias, key_bias = bias_lengths[id(head.query)], bias_lengths[id(head.key)]
         if head.rotary is not None:
             bounds.append((of_query * ours + query_bias) * (of_key * theirs + key_bias))
         else:
@@ -54,10 +56,12 @@ def _radius(norm: Norm | None, d_model: int) -> float:
 def _bias_length(projection: Projection) -> float:
     """‖W b_norm + b‖: what is added to every query or key of the normalised input."""
     bias, norm = projection.bias, projection.input_norm
-    total = torch.zeros(()) if bias is None else widen(bias.detach())
+    total = None if bias is None else widen(bias.detach())
     if norm is not None and norm.bias is not None:
-        total = total + widen(projection.weight.detach()) @ norm.bias.detach().to(widen(projection.weight[:0]).dtype)
-    return float(total.norm())
+        weight = widen(projection.weight.detach())
+        shift = weight @ norm.bias.detach().to(weight)
+        total = shift if total is None else total + shift
+    return 0.0 if total is None else float(torch.linalg.vector_norm(total))
 
 
 def _length(projection: Projection) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention.statistics import FIRST_QUERY, NEAR
 from ..head import Head
 from ..positions import Rotary
-from ..projections import Norm, Projection, widen
+from ..projections import Projection, widen
 from ..spectra import Grams
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
@@ -162,30 +162,48 @@ def _bias(projection: Projection) -> Float[Tensor, " d_head"] | None:
 
 
 def _direct(heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"]) -> list[float]:
-    """The near mass of each head when embeddings and positions come straight into its layer, through its norm."""
+    """The near mass of each head when embeddings and positions come straight into its layer, through its norm.
+
+    What is masked and which keys are near is one for all heads of a layer.
+    """
     positions = torch.arange(len(direct))
     queries = positions[FIRST_QUERY::4]
-    distance = (queries[:, None] - positions).abs()[:, 1:]
-    inputs: dict[int, Tensor] = {}
-    near = []
-    for head in heads:
-        norm = head.query.input_norm
-        x = inputs.setdefault(id(norm), direct if norm is None else _normed(norm, direct))
-        logits = head.logits(x[queries], x, (queries, positions))
-        p = logits.masked_fill(~head.admits(queries, positions), -torch.inf)[:, 1:].softmax(-1)
-        near.append(_extended((p * (distance < NEAR)).sum(-1), both=head.lookahead != 0))
-    return near
+    hidden = ~heads[0].admits(queries, positions)
+    near = (queries[:, None] - positions).abs() < NEAR
+    p = _direct_logits(heads, direct, queries).masked_fill_(hidden, -torch.inf)[..., 1:].softmax(-1)
+    return _extended((p * near[:, 1:]).sum(-1), both=heads[0].lookahead != 0).tolist()
 
 
-def _normed(norm: Norm, x: Tensor) -> Tensor:
-    return norm(x)
+def _direct_logits(
+    heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"], queries: Int[Tensor, " queries"]
+) -> Float[Tensor, "heads queries tokens"]:
+    """`Head.logits`, the input normalised once for all heads that share a norm.
+
+    Where keys are no more than matrices, as (W_K^T q)·x + b_K·q: queries are few and keys are many.
+    """
+    norms = {id(norm): norm for norm in (head.query.input_norm for head in heads)}
+    inputs = {number: direct if norm is None else norm(direct) for number, norm in norms.items()}
+    own = [inputs[id(head.query.input_norm)] for head in heads]
+    if len(inputs) > 1 or not all(map(_is_bilinear, heads)):
+        positions = queries, torch.arange(len(direct))
+        return torch.stack([head.logits(x[queries], x, positions) for head, x in zip(heads, own, strict=True)])
+    x, asking = own[0], own[0][queries]
+    scaled = [head.query(asking) * head.scale for head in heads]
+    reach = torch.stack([query @ head.key.weight.to(x) for head, query in zip(heads, scaled, strict=True)])
+    biases = [head.key.bias for head in heads]
+    constant = [q.new_zeros(len(q)) if bias is None else q @ bias.to(q) for q, bias in zip(scaled, biases, strict=True)]
+    return reach @ x.mT + torch.stack(constant)[..., None]
 
 
-def _extended(near: Float[Tensor, " queries"], *, both: bool) -> float:
+def _is_bilinear(head: Head) -> bool:
+    return head.key.is_linear and head.softcap is None and head.position_bias is None
+
+
+def _extended(near: Float[Tensor, "heads queries"], *, both: bool) -> Float[Tensor, " heads"]:
     """From SEEN tokens to LENGTH: farther keys weigh as the far ones that were seen."""
     seen, whole = (_mean_far(length, both=both) for length in (SEEN, LENGTH))
     far = (1 - near) * whole / seen
-    return float((near / (near + far)).mean())
+    return (near / (near + far)).mean(-1)
 
 
 def _mean_far(length: int, *, both: bool) -> float:
@@ -214,8 +232,9 @@ def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
 
 
 def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens d_model"]:
-    """The first rows of the table, a block that is read once, for the frequent words."""
-    return widen(tensors.read(name, (0, int(ids.max()) + 1)).detach())[ids]
+    """The rows of the table among which the words lie, a block that is read once."""
+    start, stop = int(ids.min()), int(ids.max()) + 1
+    return widen(tensors.read(name, (start, stop)).detach()[ids - start])
 
 
 def _random_ids(num_rows: int) -> Int[Tensor, " tokens"]:
