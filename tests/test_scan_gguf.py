@@ -146,7 +146,8 @@ def test_a_trained_encoder_is_that_which_transformers_loads():
     norm = model.embeddings.LayerNorm
     for number, layer in enumerate(model.encoder.layer):
         gain, attention = norm.weight.double(), layer.attention.self
-        queries, keys = ((side.weight.double() * gain).chunk(12) for side in (attention.query, attention.key))
+        sides = (side.weight.double() * gain for side in (attention.query, attention.key))
+        queries, keys = ((side - side.mean(-1, keepdim=True)).chunk(12) for side in sides)  # a layer norm centres
         for head, (query, key) in enumerate(zip(queries, keys, strict=True)):
             dense, row = key.T @ query, rows["encoder", number, head]
             assert row.frobenius_squared == pytest.approx(float(dense.square().sum()), rel=1e-4)

@@ -21,10 +21,11 @@ def test_a_live_model_gives_the_rows_of_its_file(name, tmp_path):
 
 
 def dense_form(attention: nn.MultiheadAttention, head: int, gain: torch.Tensor, key_gain: torch.Tensor):
-    """W of one head of torch's own attention, whose queries and keys may come from different norms."""
+    """W of one head of torch's own attention, whose queries and keys may come from different norms, which centre."""
     query, key, _ = attention.in_proj_weight.detach().double().chunk(3)
     rows = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    return (key[rows] * key_gain.double()).T @ (query[rows] * gain.double())
+    centring = torch.eye(len(gain), dtype=torch.float64) - 1 / len(gain)
+    return centring @ (key[rows] * key_gain.double()).T @ (query[rows] * gain.double()) @ centring
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
