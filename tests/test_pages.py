@@ -67,7 +67,7 @@ SHOWN = [
 def test_shown_commands_run(command, output, folder, monkeypatch):
     monkeypatch.chdir(folder)
     program, *arguments = shlex.split(command, comments=True)
-    if program in ("git", "cd", "pip"):
+    if program in ("git", "cd", "pip", "source", "ln"):
         return
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -77,7 +77,8 @@ def test_shown_commands_run(command, output, folder, monkeypatch):
     result = locater(*arguments)
     assert result.code == 0, result.err
     printed = [line.rstrip() for line in result.out.splitlines()]
-    assert [line.rstrip() for line in output.splitlines()] == printed[: len(output.splitlines())]
+    shown = [line.rstrip() for line in output.removesuffix("\n…").splitlines()]
+    assert shown == printed[: len(shown)]
 
 
 @pytest.mark.parametrize("page", RUN)
