@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ class Hook:
     def __call__(self, module: nn.Module, *given: object) -> None:
         self.function(self.module, module, *given)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return getattr, (nullcontext(), "__exit__")
 
 

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,10 @@ from ..errors import BadArguments
 from ..records import Json
 from .output import JsonPath, console_for, table
 from .report import HtmlPath, save_html
+
+if TYPE_CHECKING:
+    from ..studies.sweep.folder import Sweep
+
 
 Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
 
@@ -70,7 +74,7 @@ def _real_data(console: Console, models: list[str], *, text: Path | None, json: 
         write_json({"schema": "locater.evidence/1", "models": rows}, json)
 
 
-def measure_all(sweep: Any, *, jobs: int, retry: bool = False) -> None:
+def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False) -> None:
     """By this machine's processes, with a bar on a terminal."""
     from rich.progress import Progress
 

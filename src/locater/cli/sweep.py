@@ -4,7 +4,7 @@ import signal
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -15,6 +15,10 @@ from ..errors import BadArguments, refusal
 from ..records import Json
 from .output import JsonPath, console_for, table
 from .study import Jobs, measure_all
+
+if TYPE_CHECKING:
+    from ..studies.sweep.folder import Sweep
+
 
 GRID = 'Options of train with their values, such as "strength=0,1e-2 seed=0,1,2 steps=500".'
 
@@ -52,7 +56,7 @@ def sweep(
     _show(console_for(json), found, json)
 
 
-def _work(found: Any, task: int | None) -> None:
+def _work(found: "Sweep", task: int | None) -> None:
     """As one of several: SIGTERM leaves the point for another."""
     import torch
 
@@ -154,7 +158,7 @@ def _value(text: str) -> Any:
     return value
 
 
-def _show(console: Console, found: Any, json: Path | None) -> None:
+def _show(console: Console, found: "Sweep", json: Path | None) -> None:
     from ..records import write_json
 
     rows = found.rows()

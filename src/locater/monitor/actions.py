@@ -190,7 +190,7 @@ class Call(Action):
         self.function(event)
 
 
-Actions = Action | Callable[[Event], object] | Iterable[Any] | Mapping[str, Any]
+Actions = Action | Callable[[Event], object] | Iterable[object] | Mapping[str, object]
 
 
 class Responses:
@@ -214,7 +214,7 @@ class Responses:
                     action.good(event)
 
 
-def _several(entry: object) -> list[Any]:
+def _several(entry: object) -> list[object]:
     return list(entry) if isinstance(entry, Iterable) else [entry]
 
 

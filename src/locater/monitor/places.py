@@ -1,7 +1,7 @@
 """Where attention is in a model that nobody described: by the calls that its modules make."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,8 @@ def _sees_ahead(mask: Tensor) -> bool:
     return bool(admitted[..., 0, -1].any()) if admitted.shape[-2] > 1 else True
 
 
-def _unreadable(name: str) -> Any:
-    def build() -> Any:
+def _unreadable(name: str) -> Callable[[], NoReturn]:
+    def build() -> NoReturn:
         raise refusal("heads that a table names", f"those of `{name}`, of which only the calls are known")
 
     return build

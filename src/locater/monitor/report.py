@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..attention import NAMES
 from ..errors import refusal
@@ -29,6 +29,8 @@ from .tally import (
 
 if TYPE_CHECKING:
     import pandas
+
+    from .alarms import Alarm
 
 
 UNSEEN = (
@@ -116,7 +118,7 @@ class Report:
     step: int
     training: tuple[LayerReport, ...]
     evaluation: tuple[LayerReport, ...] = ()
-    alarms: tuple[Any, ...] = ()
+    alarms: "tuple[Alarm, ...]" = ()
     notes: tuple[str, ...] = ()
     per_head: bool = field(default=False, repr=False)
 

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich import box
 from rich.console import Console
@@ -13,6 +13,10 @@ from rich.table import Table
 
 from ..errors import refusal
 from .report import LayerReport, Report
+
+if TYPE_CHECKING:
+    from .alarms import Alarm
+
 
 COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
 
@@ -83,7 +87,7 @@ class _Run:
         for alarm in self._new(report):
             self.run.alert(title=f"attention: {alarm.kind}", text=f"step {report.step}: {alarm}")
 
-    def _new(self, report: Report) -> list[Any]:
+    def _new(self, report: Report) -> "list[Alarm]":
         """An alarm is raised once for a layer, and again only after it has gone."""
         present = {(alarm.kind, alarm.block, alarm.layer): alarm for alarm in report.alarms}
         new = [alarm for key, alarm in present.items() if key not in self.raised]

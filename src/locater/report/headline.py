@@ -4,10 +4,9 @@ Words of behaviour ("looks at near tokens") come from an estimate or a measureme
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 from ..records import Json
 from ..theory.words import WORDS
@@ -177,7 +176,7 @@ def _names(view: View, heads: tuple[int, ...]) -> str:
     return first + (f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else "")
 
 
-def _where(values: list[float | None], met: Any) -> tuple[int, ...]:
+def _where(values: list[float | None], met: Callable[[float], bool]) -> tuple[int, ...]:
     return tuple(n for n, value in enumerate(values) if value is not None and met(value))
 
 

@@ -1,12 +1,13 @@
 """A picture of predicted against measured attention, a point per head; needs matplotlib and no torch."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..records import Json
 from .figures import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
 
 TITLES = {
@@ -38,7 +39,7 @@ def prediction(document: Json) -> "Figure":
     return figure
 
 
-def _panel(panel: "Axes", document: Json, name: str) -> Any:
+def _panel(panel: "Axes", document: Json, name: str) -> "PathCollection":
     heads = document["heads"]
     predicted, measured = ([head[side][name] for head in heads] for side in ("predicted", "measured"))
     top = max(*predicted, *measured) if name == "mean_distance" else 1.0

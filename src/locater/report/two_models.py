@@ -8,6 +8,7 @@ from .figures import canvas
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 # Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
 COLOURS = {"without": "#D55E00", "with": "#0072B2"}
@@ -64,7 +65,7 @@ def attention(document: Json) -> "Figure":
     return figure
 
 
-def _map(panel: "Axes", document: Json, name: str) -> Any:
+def _map(panel: "Axes", document: Json, name: str) -> "AxesImage":
     """Each row over its even share, 1/(tokens so far): else the first rows would outshine all others."""
     from matplotlib.colors import LogNorm
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .estimate import Direct, estimates, nothing
 from .products import Linear, chunks, products
 from .rows import HeadRow
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MOST_WORKERS = 4  # each has a buffer of its own, and memory is bounded
 
 
@@ -32,7 +34,7 @@ class Workers:
     def __init__(self, pool: ThreadPoolExecutor | None, count: int) -> None:
         self.pool, self.count = pool, count
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[object]) -> list[Any]:
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         return list((self.pool.map if self.pool else map)(function, items))
 
 

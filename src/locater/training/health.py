@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -25,7 +24,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     sites = live.sites(model)
     broken: list[str] = []
 
-    def noting(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def noting(name: str) -> Callable[[nn.Module, object, object], None]:
         def note(module: nn.Module, args: object, output: object) -> None:
             if not _is_finite(output):
                 broken.append(name)

@@ -7,12 +7,16 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import Refusal
 from ...records import Json, JsonMapping
 from ..schema import Config, Family
 from .recipes import row_of
+
+if TYPE_CHECKING:
+    from .evidence import Evidence, Stack
+
 
 __all__ = ["Proof", "expanded", "family_of", "inside", "prove", "unseen", "version"]
 
@@ -101,7 +105,7 @@ class _Outcome:
     reason: str | None
 
 
-def _outcome(evidence: Any, stack: Any, whole: Config) -> _Outcome:
+def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     from .candidates import Context
     from .hidden import unread
     from .search import search
@@ -125,7 +129,7 @@ def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
     evidence = Evidence(model, seen)
     known = replace(known, inputs=takes(model))
     outcomes = [_outcome(evidence, stack, Config(expanded(model.config))) for stack in evidence.stacks()]
-    proven: dict[Any, _Outcome] = {}
+    proven: dict[str | None, _Outcome] = {}
     for one in outcomes:
         if one.reason is None:
             proven.setdefault(one.block, one)
@@ -143,7 +147,7 @@ def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
 
 
-def path_of(evidence: Any, stack: Any) -> str | None:
+def path_of(evidence: "Evidence", stack: "Stack") -> str | None:
     """The part of the composite config that the stack's modules were given."""
     name = stack.name(next(iter(stack.calls)))
     while name and not hasattr(evidence.modules[name], "config"):

@@ -63,7 +63,7 @@ class Evidence:
     @cached_property
     def file_names(self) -> dict[str, str]:
         """From a parameter's name in the model to its name in the file, where it is stored as it is."""
-        known: dict[Any, str] = {}
+        known: dict[object, str] = {}
         for name, tensor in self.tensors.tensors.items():
             known.setdefault(_mark(tensor), name)
         own = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}

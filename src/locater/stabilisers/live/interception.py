@@ -49,7 +49,7 @@ class Watcher:
         watch = self.watch()
         return call.attend() if watch is None else watch(self.name, call)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Passing, ()
 
 

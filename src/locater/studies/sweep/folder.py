@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...errors import Refusal, refusal
 from ...records import Json, write_json
@@ -24,7 +23,7 @@ except ImportError:  # Windows
 
 Point = Json  # what is to be measured, as JSON
 Row = Json  # the point, what came of it under `result`, or what went wrong under `error`
-Measure = Callable[[Point, Path], Any]  # the folder is the point's own, and survives a worker that dies
+Measure = Callable[[Point, Path], object]  # the folder is the point's own, and survives a worker that dies
 LIST, ROWS, RUNS = "sweep.json", "rows", "runs"
 # A point whose worker died this often is a failure: a model that fills the memory would go on killing them.
 MOST_DEATHS = 3
