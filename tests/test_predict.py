@@ -195,7 +195,7 @@ def test_command(folder, text, tmp_path):
     assert result.exit_code == 0, result.output
     assert "moments from 576 tokens (6 windows of 96)" in result.output
     assert "measured on 192 others" in result.output
-    assert all(len(line) <= 80 for line in result.output.splitlines() if "/" not in line)
+    assert not [line for line in result.output.splitlines() if "/" not in line and len(line) > 80]
     document = json.loads(json_path.read_text())
     assert document["schema"] == "locater.predict/2"
     assert len(document["heads"]) == 8

@@ -122,7 +122,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print()
     console.print(_agreement(found))
     for sentence in found.warnings:
-        console.print(f"[red]![/red] {sentence}", soft_wrap=True)
+        console.print(f"[red]![/red] {sentence}")
     for sentence in found.left_out:
         console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
 
