@@ -54,7 +54,7 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
     assert "look" not in plain and "In the random-walk theory, 2 of 2 heads are late" in plain
     estimated = " ".join(sentences(scanned(head(0, 0, estimated_near_mass=0.9), head(0, 1, estimated_near_mass=0.1))))
-    assert "1 of 2 heads look mostly at the 16 nearest tokens (by estimate)" in estimated
+    assert "1 of 2 heads probably look mostly at the 16 nearest tokens (by estimate)" in estimated
 
 
 def test_limits_are_those_of_the_scan_and_the_monitor():

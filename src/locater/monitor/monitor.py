@@ -108,6 +108,8 @@ class AttentionMonitor:
 
     def step(self, number: int | None = None) -> Report | None:
         """One optimiser step is done, however many passes it took; `number` says how many are done, if not one more."""
+        if self.hooks is None and self.is_due():
+            raise refusal("an attached monitor", "one that sees nothing", "write `with monitor:`, or call attach()")
         for stabiliser in self.stabilisers[self.num_given :]:
             stabiliser.step()
         report = self.report() if self.is_due() else None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from ..records import Json
-from ..theory.words import WORDS
+from ..theory.words import MOSTLY_NEAR, WORDS
 from .quantities import COLD, HOT
 from .views import Key, View
 
@@ -66,11 +66,10 @@ def _behaviour(number: int, view: View) -> Iterable[Sentence]:
         if near is None:
             continue
         source = SOURCES[side.rstrip("_") or "measured"]
-        close = _where(near[-1], lambda mass: mass > MOSTLY)
-        yield Sentence(
-            f"{len(close)} of {_count(len(view.heads), 'head')} look mostly at the 16 nearest tokens ({source}).",
-            number, close,
-        )  # fmt: skip
+        verb, least = ("probably look", MOSTLY_NEAR) if side == "estimated_" else ("look", MOSTLY)
+        close = _where(near[-1], lambda mass, least=least: mass >= least)
+        heads = _count(len(view.heads), "head")
+        yield Sentence(f"{len(close)} of {heads} {verb} mostly at the 16 nearest tokens ({source}).", number, close)
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
         if sinks:
             yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)

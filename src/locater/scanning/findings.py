@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ..theory.words import MOSTLY_FAR, MOSTLY_NEAR
 from .rows import HeadRow
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 HOT = 5.0
 COLD = 20.0
 MOST_OF_A_KIND = 3
-# Estimates of near mass from which on a head is called near or far: half of its mass, and a fifth to be sure.
-MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
 LOOKS = {"near": "mostly at near tokens", "far": "mostly beyond the nearest tokens"}
 THEORY = "in the random-walk theory"
 
