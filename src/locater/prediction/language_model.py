@@ -40,9 +40,7 @@ def load_model(source: Source) -> nn.Module:
         return load_own(Path(source))
     transformers = _transformers()
     place, options = _place(source)
-    # The name of this argument before version 5 is not its name since.
-    is_new = int(transformers.__version__.partition(".")[0]) >= 5
-    options["dtype" if is_new else "torch_dtype"] = torch.float32
+    options[_dtype_option(transformers.__version__)] = torch.float32
     with quiet(transformers):
         try:
             return (
@@ -50,6 +48,15 @@ def load_model(source: Source) -> nn.Module:
             )
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", _first_line(reason)) from None
+
+
+def _dtype_option(version: str) -> str:
+    """What `from_pretrained` calls the type of the weights: renamed in transformers 5.
+
+    >>> [_dtype_option(version) for version in ("4.57.1", "5.22.2", "10.0.0")]
+    ['torch_dtype', 'dtype', 'dtype']
+    """
+    return "dtype" if int(version.partition(".")[0]) >= 5 else "torch_dtype"
 
 
 def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
