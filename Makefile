@@ -16,12 +16,11 @@ $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
 demo: $(STAMP)  ## the main job, with pictures
 	$(BIN)/locater demo
 
-BROWSER := /usr/bin/chromedriver
-$(BROWSER):  # Debian's Chromium, in which the pages are tested
-	apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null
-
-test: $(STAMP) $(BROWSER)  ## the tests, with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
+# Files are shared out to a process per core, one torch thread each; the long ones begin (tests/conftest.py).
+PARALLEL := -n auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
+test: $(STAMP)  ## the tests, with coverage
+	.ci/browser
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 test-slow: $(STAMP)  ## the long proofs
 	$(BIN)/python -m pytest -m slow
@@ -45,7 +44,8 @@ dist: $(STAMP)  ## wheel and source archive
 studies: $(STAMP)  ## docs/studies.md from kept rows
 	$(BIN)/python runs/studies.py
 
-gallery: $(STAMP) $(BROWSER)  ## pages of real models and of the paper's runs, into docs/gallery
+gallery: $(STAMP)  ## pages of real models and of the paper's runs, into docs/gallery
+	.ci/browser
 	$(BIN)/python runs/gallery.py
 
 clean:

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.stabilisers import LocAteR, Projected, WarmUp
+from locater.training.processes import leave
 
 # A single process needs neither a port nor environment variables; torchrun sets both for several.
 single = dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -35,3 +36,5 @@ if dist.get_rank() == 0:
         print(f"{name} {value:.3f}")
 dist.barrier()  # no rank leaves while another still waits for its message
 dist.destroy_process_group()
+if dist.is_torchelastic_launched():
+    leave(0)  # gloo's threads may outlive their group, and abort a Python that is being finalised

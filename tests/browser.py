@@ -1,6 +1,7 @@
 """A real Chromium without a window for all tests that look at pages; what it requests and complains of is kept."""
 
 import json
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +12,20 @@ from selenium.webdriver.chrome.service import Service
 
 FLAGS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1300,1000"]
 FLAGS += ["disable-background-networking", "disable-component-update", "disable-sync"]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+DRIVERS = ("chromedriver", "chromium.chromedriver")
+
+
+def on_path(names: tuple[str, ...]) -> str | None:
+    """The first program of these names that there is."""
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def missing() -> str | None:
+    """What to install before pages can be tested."""
+    if on_path(BROWSERS) and on_path(DRIVERS):
+        return None
+    return "tests of pages need Chromium and its driver on PATH: apt-get install chromium chromium-driver, as root"
 
 
 class Browser:
@@ -18,11 +33,11 @@ class Browser:
 
     def __init__(self, folder: Path):
         options = webdriver.ChromeOptions()
-        options.binary_location = "/usr/bin/chromium"
+        options.binary_location = on_path(BROWSERS)
         for flag in (*FLAGS, f"user-data-dir={tempfile.mkdtemp(dir=folder)}"):
             options.add_argument(f"--{flag}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+        self.driver = webdriver.Chrome(options=options, service=Service(on_path(DRIVERS)))
         self.driver.set_script_timeout(30)
         self.downloads = folder / "downloads"
         self.downloads.mkdir()

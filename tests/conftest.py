@@ -1,4 +1,6 @@
 import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -13,11 +15,35 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in processes that tests start: neighbours share the cores
+
+# Tests must not see what the user's caches hold, nor fill them. Workers of pytest-xdist share the first one's folder.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    OWN_FOLDER = tempfile.mkdtemp(prefix="locater-tests-")
+    os.environ["LOCATER_CACHE"] = f"{OWN_FOLDER}/locater"
+    os.environ["HF_HOME"] = f"{OWN_FOLDER}/huggingface"
 
 # Scripts that tests start as processes of their own: doctest must not import them.
 collect_ignore_glob = ["compiled_*.py", "distributed/*.py"]
 
 torch.set_num_threads(1)
+
+# Files whose tests wait for processes, compilers or a browser. Side by side they start first, so that none is the last.
+LONG = (
+    "test_training_distributed", "test_stabilisers_locater", "test_sweep", "test_integrations", "test_report_browser",
+    "test_proof", "test_cli_demo", "test_training", "test_pages", "test_paper_script", "test_predict",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
+def pytest_unconfigure(config):
+    if not IS_WORKER:
+        shutil.rmtree(OWN_FOLDER, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +54,10 @@ def _seeded():
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     """One Chromium for all tests of pages."""
-    from browser import Browser
+    from browser import Browser, missing
 
+    if absent := missing():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(absent)
     found = Browser(tmp_path_factory.mktemp("browser"))
     yield found
     found.driver.quit()

@@ -1,8 +1,5 @@
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from launch import torchrun, uses_torchrun
 from locater.integrations import hugging_face as hf
 from locater.integrations import lightning
 from locater.stabilisers import Projected, QKClip, WarmUp
@@ -40,22 +38,19 @@ def test_every_example_is_tested():
     assert set(stabilisers) == set(EXAMPLES)
 
 
+@uses_torchrun
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_models_train_as_one_process_does(world):
     """DDP, FSDP2 by rows and by columns, tensor parallelism, and with four processes FSDP2 with tensor parallelism."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    script = TESTS / "distributed" / "sharded_stabilisers.py"
-    done = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("ok", "FAILED"))]
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    output = torchrun("sharded_stabilisers.py", num_processes=world)
+    lines = [line for line in output.splitlines() if line.startswith(("ok", "FAILED"))]
     assert len(lines) == 7 + (world == 4)
     assert all(line.startswith("ok") for line in lines)
+
+
+@uses_torchrun
+def test_the_sharded_example_holds_the_trace_on_two_processes():
+    assert EXAMPLES["sharded_loop"] in torchrun("../../examples/sharded_loop.py", num_processes=2)
 
 
 def hf_run(folder: Path, *, resume: bool = False, stop: int | None = None) -> tuple[nn.Module, hf.StabiliserCallback]:

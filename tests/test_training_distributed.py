@@ -1,29 +1,20 @@
 """Two processes equal one with the same batch, by DDP and by FSDP2; what two saved, one and four continue."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch import SCRIPTS, torchrun, uses_torchrun
 from locater.training import run
 from locater.training.metrics import read_rows
 from training_cases import tiny, weights, write_text
 
-SCRIPT = Path(__file__).parent / "distributed" / "training.py"
-sys.path.insert(0, str(SCRIPT.parent))
+sys.path.insert(0, str(SCRIPTS))
 from training import CHANGED, KINDS, STOP, quiet  # noqa: E402
 
-
-def torchrun(num_processes: int, *arguments: object, cache: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
-    environment = os.environ | {"LOCATER_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+pytestmark = uses_torchrun
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +27,10 @@ def runs(tmp_path_factory):
         run.start(tiny(text, **CHANGED), folder / "half", stop_after=STOP, say=quiet)
         shutil.copytree(folder / "half", folder / "whole")
         run.resume(folder / "whole", say=quiet)
-        torchrun(2, "first", folder / "two", text, cache=cache)
+        torchrun("training.py", "first", folder / "two", text, num_processes=2, LOCATER_CACHE=str(cache))
         for name in ("one", "four"):
             shutil.copytree(folder / "two", folder / name)
-        torchrun(4, "then", folder / "four", text, cache=cache)
+        torchrun("training.py", "then", folder / "four", text, num_processes=4, LOCATER_CACHE=str(cache))
         for kind in KINDS:
             run.resume(folder / "one" / kind, say=quiet)
     return folder
