@@ -9,7 +9,9 @@ import torch
 from family_cases import CASES
 from locater import checkpoints
 from locater.models import Config, Places, build, find_family
+from locater.models.biases import expected_biases, misplaced_bias
 
+AS_STORED = ("timm", "mpt")  # families whose configs do not say which biases there are
 ATTRIBUTES = {
     "decoder": ("decoder_attentions", "attentions"),
     "encoder": ("encoder_attentions", "text_model_output.attentions", "attentions"),
@@ -24,6 +26,10 @@ def all_layers(tensors, config):
     found = [places for row in family.attention if (places := Places.find(row, config, tensors))]
     missing = [f"{len(at.layers)} of {at.num_layers} layers" for at in found if len(at.layers) < at.num_layers]
     missing += [partial] if (partial := family.partial and family.partial(config)) else []
+    missing += [misplaced for at in found if family.model_types and (misplaced := misplaced_bias(at))]
+    for places in found if family.model_types and family.name not in AS_STORED else ():
+        unsaid = [module for module, has_bias in expected_biases(places, 0) if has_bias is None]
+        assert not unsaid, f"{family.name} does not say whether there is a bias: {unsaid}"
     yield f"PARTIAL: {', '.join(missing)}" if missing else "COMPLETE"
     for places in found:
         yield from build(places, places.layers)

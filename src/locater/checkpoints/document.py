@@ -35,8 +35,8 @@ def read_object(source: ByteSource) -> Json:
 
 
 def read_config(folder: Folder) -> Json:
-    """`config.json` of a folder, or nothing."""
-    source = folder.find("config.json")
+    """`config.json` of a folder, or what Meta and Mistral call it, or nothing."""
+    source = folder.find("config.json") or folder.find("params.json")
     return read_object(source) if source else {}
 
 

@@ -13,6 +13,14 @@ GGUF = (".gguf",)
 WEIGHTS = SAFETENSORS + TORCH + GGUF
 INDEX = ".index.json"
 METADATA = ".metadata"
+# Weights of other frameworks, which nothing here reads.
+FOREIGN = {
+    ".msgpack": "Flax",
+    "_CHECKPOINT_METADATA": "Orbax",
+    ".keras": "Keras",
+    ".h5": "Keras",
+    ".tf_checkpoint": "TensorFlow",
+}
 
 # Tried by name where a place cannot list its files.
 USUAL = ("model.safetensors" + INDEX, "model.safetensors", "pytorch_model.bin" + INDEX, "pytorch_model.bin", METADATA)
@@ -72,12 +80,23 @@ def choose(folder: Folder) -> list[str]:
         )
         found = next((group for group in groups if group), [])
     if not found:
+        _check_foreign(folder, files)
         raise refusal(
             f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",
             "none of them" if files else "no files",
             "name the directory or file that holds them",
         )
     return found
+
+
+def _check_foreign(folder: Folder, files: frozenset[str]) -> None:
+    for name in sorted(files):
+        kind = next((kind for end, kind in FOREIGN.items() if name.endswith(end)), None)
+        if kind is not None:
+            remedy = f"load it with {kind} and save its weights as safetensors"
+            raise refusal(
+                f"weights of PyTorch, safetensors or GGUF in {folder.place}", f"{name[:80]} of {kind}", remedy
+            )
 
 
 def _choose_kind(files: frozenset[str], suffixes: tuple[str, ...]) -> list[str]:

@@ -4,11 +4,20 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
-from .neighbours import Surroundings, missing_layers, uneven_layers, unknown_neighbours, unread_queries
+from .biases import misplaced_bias
+from .neighbours import (
+    Surroundings,
+    missing_layers,
+    outer_modules,
+    uneven_layers,
+    unknown_neighbours,
+    unread_queries,
+)
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
-from .schema import Config, Family
+from .schema import Config, Family, resolve
+from .stacked import unstacked
 
 
 @dataclass(frozen=True)
@@ -28,15 +37,16 @@ class Model:
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
     """Find the family by table or proof, or take the one given, and look for its tensors; nothing is read yet."""
-    proof = None
+    proof, tensors = None, unstacked(tensors)
     if family is None:
         family, config, proof = known_or_proven(config, tensors.names)
     places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
     if not places:
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
+    _check_torn(family, config, places)
     partial = family.partial(config) if family.partial else None
-    coverage = _coverage(places, partial, tensors.names)
+    coverage = _coverage(places, partial, tensors.names, is_known=bool(family.model_types))
     if config.get("model_type") is None and family.model_types:
         coverage += f", read as {family.name} by its tensor names: the config has no model type"
     if proof is not None:
@@ -45,10 +55,12 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
     return Model(family.name, places, coverage if proof is None else f"{coverage}, {proof}")
 
 
-def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection[str]) -> str:
+def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection[str], *, is_known: bool) -> str:
+    """`is_known`: of a family whose code is known, so that its rows say which biases there are."""
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
     reasons = [reason for one in places for reason in _missing(one)] + ([partial] if partial else [])
     reasons += [reason for one in places if (reason := uneven_layers(one))]
+    reasons += [reason for one in places if is_known and (reason := misplaced_bias(one))]
     around = Surroundings.of(() if partial else places)
     if not partial and (unknown := unknown_neighbours(around, places[0].tensors)):
         listed = f"`{unknown[0][:120]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")
@@ -56,6 +68,20 @@ def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection
     if not partial and (unread := unread_queries(around, names)):
         reasons.append(f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`")
     return ", ".join([f"PARTIAL: {stored} of {layers} layers", *reasons]) if reasons else "COMPLETE"
+
+
+def _check_torn(family: Family, config: Config, places: tuple[Places, ...]) -> None:
+    """A stack without queries may be missing as a whole; where its keys or values are stored, the file was torn."""
+    around, names = Surroundings.of(places), places[0].tensors.names
+    found = [one.row for one in places]
+    for row in family.attention:
+        if row in found or row.names is not None or not resolve(row.only, config.within(row.config)):
+            continue
+        module = row.key.split("|")[0].format(layer=0, previous=0, head=0).rpartition(".")[0]
+        inside = (f"{prefix}{module}." for prefix in row.prefixes or ())
+        torn = next((name for part in inside for name in names if name.startswith(part)), None)
+        if torn is not None and module and not any(outer in around.modules for outer in outer_modules(torn)):
+            raise refusal(f"queries as `{row.query}` beside `{torn[:120]}`", "none", "the file is incomplete")
 
 
 def _missing(places: Places) -> Iterator[str]:

@@ -15,7 +15,7 @@ from .schema import NormAt
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
 BEHIND = re.compile(
-    r"(v_proj|value|value_proj|v_lin|v|wv|o_proj|out_proj|out_lin|o|wo|Wo|dense|c_proj|LayerNorm|output|rotary_emb)\."
+    r"(v_proj|value|value_proj|v_lin|v|wv|o_proj|out_proj|out_lin|o|out|wo|Wo|dense|c_proj|linear_proj|LayerNorm|output|rotary_emb)\."
     r"|embed_positions$|proj_(weight|bias)$"
 )
 MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: four dimensions, or the number behind it

@@ -90,7 +90,7 @@ class Places:
 
     @cached_property
     def num_layers(self) -> int:
-        if self.row.layers is None:
+        if resolve(self.row.layers, self.config) is None:
             return next(layer for layer in itertools.count() if not self.stored(self.name(self.row.query, layer)))
         return self._bounded(count(self.row.layers, self.config, "number of layers"), MOST_LAYERS, "layers")
 

@@ -234,8 +234,7 @@ def _check_rows(places: Places, module: str, *, key: bool) -> None:
     num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
     expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
     stored = places.tensors.shape(name)
-    with_values = 2 * expected if key and row.block == "cross" else expected  # GPT-2 keeps both in one tensor there
-    if stored[-1 if row.transposed else 0] not in (expected, with_values):
+    if stored[-1 if row.transposed else 0] != expected:
         counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
         remedy = "the config and the weights disagree"
         raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
@@ -249,8 +248,9 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
     if row.buckets is not None:
         name = places.name(row.buckets.name, layer)
         table = places.finite(name, places.weight(name))
-        if table.dim() != 2 or table.shape[1] != places.shape.num_heads:
-            raise refusal(f"a table with {places.shape.num_heads} columns as `{name}`", [*table.shape])
+        expected = [count(row.buckets.num_buckets, places.config, "number of buckets"), places.shape.num_heads]
+        if [*table.shape] != expected:
+            raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
         return Buckets(table[:, index], row.buckets.bidirectional, resolve(row.buckets.max_distance, places.config))
     return None
 

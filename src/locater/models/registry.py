@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import Refusal, refusal
 from .schema import Config, Family
-from .tables import encoders, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
+from .tables import encoders, frameworks, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
 
 # Parts of names by which people call queries and keys; used to suggest, never to scan.
 QUERY_WORDS = ("q_proj", "query", "wq", "to_q", "q_lin", "qkv", "c_attn", "in_proj", "wqkv")
@@ -67,7 +67,7 @@ def _layout(patterns: dict[str, set[str]]) -> str:
     )
 
 
-TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, own)
+TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, frameworks, own)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 
 

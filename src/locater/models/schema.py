@@ -7,7 +7,7 @@ separated by "|": the first that is stored counts. A cell is a literal, the name
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from ..errors import refusal
 from ..head import Block
@@ -107,6 +107,7 @@ class NormAt:
     optional: bool = False  # a file may leave it out: then there is none
     bare: Literal["layer", "rms"] | None = None  # its kind where no bias is stored, if that tells
     plain: bool = False  # neither gain nor bias is stored
+    biased: Cell = None  # whether it has a bias; None: a LayerNorm has one, an RMSNorm none
 
     def at(self, layer: int) -> str | None:
         """The pattern for this layer; None where the layer's input has no norm."""
@@ -137,6 +138,7 @@ class BucketsAt:
     name: str
     bidirectional: bool
     max_distance: Cell = 128
+    num_buckets: Cell = entry("relative_attention_num_buckets", 32)
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,8 @@ class Attention:
     lookback: Cell = None
     lookahead: Cell = None  # 0: causal
     sink: str | None = None  # a logit per head of a key that is no token
+    query_bias: Cell = None  # whether the projection has a bias; None: as stored
+    key_bias: Cell = None  # where keys have a tensor of their own
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,18 @@ class Family:
 
 
 Rule = Callable[[Config, int], bool]
+
+
+class Biases(TypedDict):
+    """Two columns of `Attention`."""
+
+    query_bias: Cell
+    key_bias: Cell
+
+
+def both_biased(cell: Cell) -> Biases:
+    """The columns of projections that have biases together, or neither."""
+    return {"query_bias": cell, "key_bias": cell}
 
 
 def ahead(config: Config, layer: int) -> int | None:

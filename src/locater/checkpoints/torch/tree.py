@@ -1,5 +1,6 @@
 """What people save around their weights: wrappers, optimisers, settings; and what wrappers do to the names."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -8,9 +9,11 @@ from ...records import Json
 Leaf = TypeVar("Leaf")
 
 WRAPPERS = ("model_state_dict", "state_dict", "model", "module", "model_state", "app")
-SETTINGS = ("model_args", "config", "hyper_parameters", "hparams")
+SETTINGS = ("model_args", "config", "hyper_parameters", "hparams", "dims")
 INNER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 OUTER_PREFIX = "module."
+# What training frameworks save beside a model that stands at the root: two or three times its size, and no part of it.
+BESIDE = re.compile(r"^(optimizers?|optim|optimizer_states?|lr_schedulers?|dataloader|train_state|rng_state)(\.|$)")
 DEPTH = 8
 
 
@@ -21,7 +24,9 @@ def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
         if inner is None:
             break
         tree = inner
-    return clean_names(dict(_flatten(tree, kind)))
+    found = dict(_flatten(tree, kind))
+    own = {name: leaf for name, leaf in found.items() if not BESIDE.match(name)}
+    return clean_names(own or found)
 
 
 def find_settings(tree: object) -> Json:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...errors import Refusal
 from ...head import Head
 from ...projections import Norm
+from ..biases import misplaced_bias
 from ..places import Places
 from ..reader import build_layer
 from ..schema import Attention, Config
@@ -44,6 +45,8 @@ def check(row: Attention, config: Config, evidence: Evidence, stack: Stack, *, h
             verdict = _check_layer(places, layer, evidence, stack.calls[layer], verdict, hasty)
             if verdict.differs:
                 return verdict
+        if not hasty and (misplaced := misplaced_bias(places)) is not None:
+            return Verdict(differs=misplaced)
     except (Refusal, RuntimeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as reason:
         return Verdict(differs=str(reason).splitlines()[0][:200])
     return verdict

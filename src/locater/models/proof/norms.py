@@ -82,7 +82,7 @@ def norm_at(context: Context, name: str) -> Recipe | None:
         y = _normalised(given, kind, epsilon)
         y = y if weight is None else y * (1 + weight if plus_one else weight)
         if same(y if bias is None else y + bias, made, 1e-5):
-            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=weight is None)
+            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=weight is None, biased=bias is not None)
             return dict(kind=kind, name=context.pattern(name), **numbers)
     return None
 

@@ -147,7 +147,7 @@ def row_of(recipe: JsonMapping) -> Attention:
         family = next(family for family in FAMILIES if family.name == recipe["family"])
         row = family.attention[recipe["row"]]
         found = dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"], sink=recipe.get("sink"))
-        return replace(row, only=True, **found)
+        return replace(row, only=True, **found, **_biases(recipe))
     plain = ("block", "query", "key", "heads", "key_heads", "fused", "gated", "transposed", "norm_over", "config")
     window, ahead = WINDOWS[recipe["lookback"]], recipe["lookahead"]
     return Attention(
@@ -166,7 +166,13 @@ def row_of(recipe: JsonMapping) -> Attention:
         lookback=window,
         sink=recipe.get("sink"),
         lookahead=window if ahead == "as far as back" else AHEAD[ahead],
+        **_biases(recipe),
     )
+
+
+def _biases(recipe: JsonMapping) -> dict[str, Any]:
+    """As the twin has them; a recipe that is not settled yet takes what is stored."""
+    return {column: recipe.get(column) for column in ("query_bias", "key_bias")}
 
 
 def is_close(left: float, right: float) -> bool:

@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..places import Places
 from ..registry import FAMILIES
 from .candidates import Context, Recipe, masked, projections, rotaries, scaled
 from .check import Verdict
 from .norms import norms
+from .recipes import row_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ def search(context: Context) -> Found:
         recipe = recipe | (_beneath(sink, recipe["prefixes"]) if sink else {})
         verdict = context.judge(recipe, hasty=True)
         if verdict.is_proven:
+            recipe = recipe | _biases(context, recipe)
             verdict = context.judge(recipe)
         if verdict.is_proven and not verdict.masks_differ:
             return Found(recipe, verdict)
@@ -35,6 +38,15 @@ def search(context: Context) -> Found:
         elif verdict.error and (nearest is None or verdict.error < nearest.verdict.error):
             nearest = Found(recipe, verdict)
     return but_for_masks or nearest or Found({}, Verdict(differs=_nothing(context)))
+
+
+def _biases(context: Context, recipe: Recipe) -> Recipe:
+    """Whether the twin's queries and keys have biases: a file that lacks them, or has more, is not the model's."""
+    places = Places.find(row_of(recipe), context.whole, context.evidence.tensors)
+    assert places is not None  # it was proven
+    names = dict(query_bias=places.row.query, key_bias=places.row.key)
+    stored = {column: places.name(pattern, context.first) for column, pattern in names.items()}
+    return {column: places.stored(module, "bias") is not None for column, module in stored.items()}
 
 
 def _beneath(sink: str, prefixes: list[str]) -> Recipe:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, entry
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, both_biased, entry
 
 EPSILON = entry("layer_norm_eps", 1e-12)
 
@@ -22,6 +22,7 @@ BERT = Attention(
     input_norm=NormAt(
         "layer", "encoder.layer.{previous}.output.LayerNorm", first="embeddings.LayerNorm", epsilon=EPSILON
     ),
+    **both_biased(True),
 )
 
 BERT_DECODER = replace(BERT, block="decoder", only=entry("is_decoder", False), lookahead=0)
@@ -90,6 +91,7 @@ DISTILBERT = Attention(
     input_norm=NormAt(
         "layer", "transformer.layer.{previous}.output_layer_norm", first="embeddings.LayerNorm", epsilon=1e-12
     ),
+    **both_biased(True),
 )
 
 # DeBERTa-v2: only the product of contents; the two products with positions are left out.
@@ -166,10 +168,17 @@ MODERNBERT = Attention(
     key="layers.{layer}.attn.Wqkv",
     fused="qkv",
     prefixes=("", "model."),
-    input_norm=NormAt("layer", "layers.{layer}.attn_norm", first="embeddings.norm", epsilon=entry("norm_eps", 1e-5)),
+    input_norm=NormAt(
+        "layer",
+        "layers.{layer}.attn_norm",
+        first="embeddings.norm",
+        epsilon=entry("norm_eps", 1e-5),
+        biased=entry("norm_bias", False),
+    ),
     rotary=RotaryAt(parameters=modernbert_rope),
     lookback=modernbert_window,
     lookahead=modernbert_window,
+    query_bias=entry("attention_bias", False),
 )
 
 FAMILIES: tuple[Family, ...] = (

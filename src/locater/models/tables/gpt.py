@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, entry
 
 EPSILON = entry("layer_norm_epsilon|layer_norm_eps", 1e-5)
 
@@ -37,6 +37,7 @@ GPT2 = Attention(
     input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
     scale=gpt2_scale,
     lookahead=0,
+    **both_biased(True),
 )
 
 GPT2_CROSS = replace(
@@ -52,7 +53,7 @@ GPT2_CROSS = replace(
 
 GPT1 = replace(GPT2, scale=None, input_norm=NormAt("layer", "h.{previous}.ln_2", first=None, epsilon=EPSILON))
 
-NANOGPT = replace(GPT2, transposed=False, scale=None)
+NANOGPT = replace(GPT2, transposed=False, scale=None, query_bias=entry("bias", None))
 
 BIGCODE = replace(
     GPT2,
@@ -82,6 +83,7 @@ NEO = Attention(
     scale=1.0,
     lookback=neo_lookback,
     lookahead=0,
+    **both_biased(False),
 )
 
 # GPT-J, CodeGen, GPT-NeoX: the first rows of a head turn.
@@ -96,6 +98,7 @@ GPTJ = Attention(
     input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
     rotary=RotaryAt(num_dims="rotary_dim", interleaved=True),
     lookahead=0,
+    **both_biased(False),
 )
 
 CODEGEN = replace(GPTJ, query="h.{layer}.attn.qkv_proj", key="h.{layer}.attn.qkv_proj", fused="codegen")
@@ -109,6 +112,7 @@ NEOX = Attention(
     input_norm=NormAt("layer", "layers.{layer}.input_layernorm", epsilon=EPSILON),
     rotary=RotaryAt(fraction=entry("rotary_pct|partial_rotary_factor", 0.25)),
     lookahead=0,
+    query_bias=entry("attention_bias", True),
 )
 
 # OPT: pre-LN, but its 350m is post-LN.
@@ -128,6 +132,7 @@ OPT = Attention(
     prefixes=("", "model."),
     input_norm=opt_norm,
     lookahead=0,
+    **both_biased(entry("enable_bias", True)),
 )
 
 # BLOOM, Falcon, MPT: distances penalised linearly.
@@ -144,6 +149,7 @@ BLOOM = Attention(
     input_norm=NormAt("layer", "h.{layer}.input_layernorm", epsilon=EPSILON),
     alibi=lambda config, index: alibi_slope(index, config["n_head|num_attention_heads"]),
     lookahead=0,
+    query_bias=True,
 )
 
 
@@ -179,6 +185,7 @@ FALCON = replace(
     input_norm=falcon_norm,
     rotary=RotaryAt(only=lambda config, layer: not config.get("alibi", False)),
     alibi=falcon_alibi,
+    query_bias=entry("bias", False),
 )
 
 
@@ -196,7 +203,13 @@ def mpt_alibi(config: Config, index: int) -> float | None:
 
 def mpt_norm(config: Config, name: str) -> NormAt:
     kind = "rms" if "rms" in str(config.get("norm_type", "")) else "layer"
-    return NormAt(kind, "blocks.{layer}." + name, epsilon=EPSILON)
+    return NormAt(kind, "blocks.{layer}." + name, epsilon=EPSILON, biased=False if kind == "rms" else mpt_bias)
+
+
+def mpt_bias(config: Config, layer: int) -> bool | None:
+    """MPT's own code and transformers' differ where the config is silent: then as stored."""
+    without = config.get("no_bias")
+    return None if without is None else not without
 
 
 def mpt_partial(config: Config) -> str | None:
@@ -228,6 +241,7 @@ MPT = Attention(
     alibi=mpt_alibi,
     scale=lambda config, layer: config.get("attn_config.softmax_scale"),
     lookahead=0,
+    query_bias=mpt_bias,
 )
 
 FAMILIES = (

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..schema import Config, Family, NormAt, RotaryAt, entry
-from .llama import GRANITE, LLAMA, RMS_EPSILON
+from .llama import GRANITE, LLAMA, NEVER, RMS_EPSILON
 
 
 def falcon_h1_scale(config: Config, layer: int) -> float:
@@ -21,7 +21,7 @@ def nemotron_layers(config: Config, layer: int) -> int:
     return config.get("num_hidden_layers") or len(config["layers_block_type|layer_types|hybrid_override_pattern"])
 
 
-JAMBA = replace(LLAMA, rotary=None)
+JAMBA = replace(LLAMA, rotary=None, **NEVER)
 BAMBA = replace(LLAMA, rotary=RotaryAt(fraction=0.5))
 GRANITE_HYBRID = replace(GRANITE, rotary=RotaryAt(only=granite_turns))
 LFM2 = replace(
@@ -30,6 +30,7 @@ LFM2 = replace(
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_layernorm", epsilon="norm_eps"),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_layernorm", epsilon="norm_eps"),
     rotary=RotaryAt(base=entry("rope_theta|theta", 1e6)),
+    **NEVER,
 )
 FALCON_H1 = replace(
     LLAMA,

@@ -41,6 +41,7 @@ DIRECT = replace(
     ),
     rotary=RotaryAt(num_dims="qk_rope_head_dim", start="qk_nope_head_dim", interleaved=entry("rope_interleave", True)),
     scale=scale,
+    query_bias=False,
 )
 LOW_RANK = replace(
     DIRECT,
@@ -53,6 +54,7 @@ LOW_RANK = replace(
         rows=d_head,
         per_head=d_head,
     ),
+    query_bias=LLAMA.query_bias,
 )
 
 FAMILIES = (Family("deepseek", ("deepseek_v2", "deepseek_v3"), (DIRECT, LOW_RANK)),)

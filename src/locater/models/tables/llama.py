@@ -11,6 +11,7 @@ from ..schema import (
     RotaryAt,
     ahead,
     all_but_every,
+    both_biased,
     entry,
     every_layer,
     typed,
@@ -50,6 +51,8 @@ def smollm3_slides(config: Config, layer: int) -> bool:
 
 cohere2_slides = all_but_every(4)
 
+STATED, NEVER, ALWAYS = both_biased(entry("attention_bias", False)), both_biased(False), both_biased(True)
+
 LLAMA = Attention(
     block="decoder",
     query=QUERY,
@@ -59,16 +62,22 @@ LLAMA = Attention(
     input_norm=NormAt("rms", INPUT_NORM, epsilon=RMS_EPSILON),
     rotary=RotaryAt(),
     lookahead=ahead,
+    **STATED,
 )
-MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096))
-MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=entry("rope_theta", 1e6)), lookback=window(every_layer))
-QWEN2 = replace(LLAMA, lookback=window(qwen2_slides, default=4096, switch="use_sliding_window"))
-QWEN2_MOE = replace(LLAMA, lookback=window(qwen2_moe_slides, default=4096, switch="use_sliding_window"))
+MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096), **NEVER)
+MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=entry("rope_theta", 1e6)), lookback=window(every_layer), **NEVER)
+QWEN2 = replace(LLAMA, lookback=window(qwen2_slides, default=4096, switch="use_sliding_window"), **ALWAYS)
+QWEN2_MOE = replace(
+    LLAMA,
+    lookback=window(qwen2_moe_slides, default=4096, switch="use_sliding_window"),
+    **both_biased(entry("qkv_bias", True)),
+)
 QWEN3 = replace(
     QWEN2,
     d_head=entry("head_dim", 128),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON),
+    **STATED,
 )
 QWEN3_MOE = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(every_layer, default=4096, switch="use_sliding_window"))
 OLMO2 = replace(
@@ -88,12 +97,15 @@ STABLELM = replace(
     d_head=None,
     input_norm=NormAt("layer", INPUT_NORM, epsilon=LAYER_EPSILON),
     query_norm=chosen(
-        NormAt("layer", "layers.{layer}.self_attn.q_layernorm.norms.{head}", epsilon=LAYER_EPSILON), "qk_layernorm"
+        NormAt("layer", "layers.{layer}.self_attn.q_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
+        "qk_layernorm",
     ),
     key_norm=chosen(
-        NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON), "qk_layernorm"
+        NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
+        "qk_layernorm",
     ),
     rotary=RotaryAt(fraction=entry("partial_rotary_factor|rope_pct", 0.25)),
+    **both_biased(entry("use_qkv_bias", False)),
 )
 PHI = replace(
     STABLELM,
@@ -101,6 +113,7 @@ PHI = replace(
     query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
     key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
     rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.5)),
+    **ALWAYS,
 )
 PHI3 = replace(
     LLAMA,
@@ -109,12 +122,14 @@ PHI3 = replace(
     fused="qkv",
     input_norm=NormAt("rms", INPUT_NORM, epsilon=entry("rms_norm_eps", 1e-5)),
     lookback=window(every_layer),
+    query_bias=False,
 )
+COHERE_NORM = NormAt("layer", INPUT_NORM, epsilon=LAYER_EPSILON, biased=False)
 COHERE = replace(
-    STABLELM,
-    d_head=LLAMA.d_head,
-    query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
-    key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_norm", epsilon=LAYER_EPSILON), "use_qk_norm"),
+    LLAMA,
+    input_norm=COHERE_NORM,
+    query_norm=chosen(replace(COHERE_NORM, name="layers.{layer}.self_attn.q_norm"), "use_qk_norm"),
+    key_norm=chosen(replace(COHERE_NORM, name="layers.{layer}.self_attn.k_norm"), "use_qk_norm"),
     rotary=RotaryAt(base=entry("rope_theta", 5e5), interleaved=True),
 )
 COHERE2 = replace(
@@ -130,6 +145,7 @@ STARCODER2 = replace(
     LLAMA,
     input_norm=NormAt("layer", INPUT_NORM, epsilon=entry("norm_epsilon", 1e-5)),
     lookback=window(every_layer),
+    **both_biased(entry("use_bias", True)),
 )
 INTERNLM2 = replace(
     LLAMA,
@@ -137,6 +153,7 @@ INTERNLM2 = replace(
     key="layers.{layer}.attention.wqkv",
     fused="grouped",
     input_norm=NormAt("rms", "layers.{layer}.attention_norm", epsilon=RMS_EPSILON),
+    query_bias=entry("bias", True),
 )
 
 FAMILIES = (

@@ -1,15 +1,21 @@
 """The models that `locater train` makes."""
 
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
+from dataclasses import replace
+
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, entry
+
+BIAS = entry("bias", None)
 
 
 def input_norm(config: Config, layer: int) -> NormAt:
     """A layer's own first norm, or in a post-LN model the last of the layer before; the walk's model has none."""
     kind = "rms" if config.get("norm") == "rms" else "layer"
-    epsilon = entry("epsilon", 1e-5)
+    norm = NormAt(
+        kind, "layers.{layer}.attention_norm", epsilon=entry("epsilon", 1e-5), biased=None if kind == "rms" else BIAS
+    )
     if config.get("norm_first", False):
-        return NormAt(kind, "layers.{layer}.attention_norm", epsilon=epsilon)
-    return NormAt(kind, "layers.{previous}.feedforward_norm", first=None, epsilon=epsilon)
+        return norm
+    return replace(norm, name="layers.{previous}.feedforward_norm", first=None)
 
 
 OWN = Attention(
@@ -24,6 +30,7 @@ OWN = Attention(
     input_norm=input_norm,
     rotary=RotaryAt(base="rotary_base", only=lambda config, layer: config.get("positions") == "rotary"),
     lookahead=0,
+    **both_biased(BIAS),
 )
 
 FAMILIES = (Family("locater", ("locater",), (OWN,)),)

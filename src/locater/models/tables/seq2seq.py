@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, entry
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, both_biased, entry
 
 PREFIXES = ("", "model.", "transformer.")
 
@@ -27,6 +27,7 @@ T5_ENCODER = Attention(
     input_norm=NormAt("rms", "encoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
     buckets=t5_buckets("encoder", bidirectional=True),
     scale=1.0,
+    **both_biased(False),
 )
 T5_DECODER = replace(
     T5_ENCODER,
@@ -67,6 +68,7 @@ PRE_ENCODER = Attention(
     d_model="d_model",
     prefixes=PREFIXES,
     input_norm=NormAt("layer", "encoder.layers.{layer}.self_attn_layer_norm"),
+    **both_biased(True),
 )
 PRE_DECODER = replace(
     PRE_ENCODER,
@@ -87,6 +89,9 @@ PRE_CROSS = replace(
     key_input_norm=NormAt("layer", "encoder.layer_norm", optional=True),  # a decoder may be stored alone
     lookahead=None,
 )
+
+# Whisper's keys have no bias.
+WHISPER = tuple(replace(row, key_bias=False) for row in (PRE_ENCODER, PRE_DECODER, PRE_CROSS))
 
 # Post-LN: what comes in is the output of the norm before (BART).
 BART_ENCODER = replace(
@@ -126,6 +131,7 @@ WAV2VEC2 = Attention(
     key="encoder.layers.{layer}.attention.k_proj",
     prefixes=("", "wav2vec2.", "hubert."),
     input_norm=wav2vec2_norm,
+    **both_biased(True),
 )
 
 FAMILIES = (
@@ -134,6 +140,6 @@ FAMILIES = (
     Family("bart", ("bart", "plbart"), (BART_ENCODER, BART_DECODER, BART_CROSS)),
     Family("mbart", ("mbart", "pegasus", "m2m_100", "blenderbot"), (PRE_ENCODER, PRE_DECODER, PRE_CROSS)),
     Family("marian", ("marian",), (MARIAN_ENCODER, MARIAN_DECODER, BART_CROSS)),
-    Family("whisper", ("whisper",), (PRE_ENCODER, PRE_DECODER, PRE_CROSS)),
+    Family("whisper", ("whisper",), WHISPER),
     Family("wav2vec2", ("wav2vec2", "hubert"), (WAV2VEC2,)),
 )

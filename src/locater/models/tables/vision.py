@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...errors import refusal
-from ..schema import Attention, Cell, Config, Family, NormAt, entry
+from ..schema import Attention, Cell, Config, Family, NormAt, both_biased, entry
 
 # Files say `attention.attention.query`, live modules of newer transformers `attention.q_proj`.
 VIT = Attention(
@@ -17,6 +17,7 @@ VIT = Attention(
         "encoder.layer.{layer}.layernorm_before|layers.{layer}.layernorm_before",
         epsilon=entry("layer_norm_eps", 1e-12),
     ),
+    **both_biased(entry("qkv_bias", True)),
 )
 DINOV2 = replace(
     VIT,
@@ -41,6 +42,7 @@ def tower(tower_name: str, *, layers: int, heads: int, width: int, epsilon: floa
         config=f"{tower_name}_config",
         input_norm=NormAt("layer", "encoder.layers.{layer}.layer_norm1", epsilon=entry("layer_norm_eps", epsilon)),
         lookahead=lookahead,
+        **both_biased(True),
     )
 
 

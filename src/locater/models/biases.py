@@ -1,0 +1,50 @@
+"""Biases that a row expects: one that is lost in all layers looks like one that never was, so the row must say it."""
+
+from collections.abc import Iterator
+
+from .places import Places
+from .schema import Cell, NormAt, NormCell, resolve
+
+
+def misplaced_bias(places: Places) -> str | None:
+    """In words, the first bias that should be stored and is not, or is and should not be; None where all is well."""
+    for layer in places.layers:
+        for module, expected in expected_biases(places, layer):
+            if expected is None or places.stored(module) is None:
+                continue
+            bias = places.stored(module, "bias")
+            if expected and bias is None:
+                return f"`{module[:120]}.bias` is not in the file"
+            if bias is not None and not expected:
+                return f"`{bias[:120]}` is in the file, where the model has none"
+    return None
+
+
+def expected_biases(places: Places, layer: int) -> Iterator[tuple[str, bool | None]]:
+    """Modules of the row, and whether they have a bias; None: as stored."""
+    row, config = places.row, places.config
+    shared = row.query == row.key
+    yield places.name(row.query, layer), resolve(row.query_bias, config, layer)
+    yield places.name(row.key, layer), resolve(row.query_bias if shared else row.key_bias, config, layer)
+    for low_rank in (row.query_low_rank, row.key_low_rank):
+        if low_rank is not None:
+            yield places.name(low_rank.up, layer), False
+            yield from _of_norm(places, low_rank.norm, layer)
+    for norm in (row.input_norm, row.key_input_norm, row.query_norm, row.key_norm):
+        yield from _of_norm(places, norm, layer)
+
+
+def _of_norm(places: Places, cell: NormCell, layer: int) -> Iterator[tuple[str, bool | None]]:
+    at = cell(places.config, layer) if callable(cell) else cell
+    if at is None or (pattern := at.at(layer)) is None:
+        return
+    for head in range(places.shape.num_heads if "{head}" in pattern else 1):
+        yield places.name(pattern, layer, head=head), has_bias(at, places, layer)
+
+
+def has_bias(at: NormAt, places: Places, layer: int) -> bool | None:
+    """What the norm says of itself, else what its kind has; None where the file tells the kind."""
+    if at.bare is not None:
+        return None
+    stated: Cell = at.biased
+    return at.kind == "layer" if stated is None else resolve(stated, places.config, layer)

@@ -1,0 +1,162 @@
+"""Checkpoints as training frameworks write them: Meta's and TorchTitan's, Megatron-Core's, OpenAI's Whisper.
+
+What stands beside them says little: whatever no default of the framework's own code settles is asked for.
+"""
+
+from dataclasses import replace
+
+from ...records import JsonMapping
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
+
+
+# -------------------------------------------------------------------------------------------- Meta, TorchTitan, Mistral
+def meta_rope(config: Config, layer: int) -> JsonMapping:
+    """Llama 3.1's frequencies where `use_scaled_rope` is set; their factor differs between models."""
+    base = {"rope_theta": config["rope_theta"]}
+    if not config.get("use_scaled_rope", False):
+        return base
+    scaling = {"rope_type": "llama3", "factor": config["rope_scaling_factor"], "low_freq_factor": 1.0}
+    high, original = config.get("rope_high_freq_factor", 4.0), config.get("rope_original_context", 8192)
+    return base | scaling | {"high_freq_factor": high, "original_max_position_embeddings": original}
+
+
+def meta_window(config: Config, layer: int) -> int | None:
+    size = config.get("sliding_window")
+    return None if size is None else size - 1
+
+
+META = Attention(
+    block="decoder",
+    query="layers.{layer}.attention.wq",
+    key="layers.{layer}.attention.wk",
+    layers=entry("n_layers", None),
+    heads="n_heads",
+    key_heads="n_kv_heads|n_heads",
+    d_model=None,
+    d_head=entry("head_dim", None),
+    prefixes=None,
+    input_norm=NormAt("rms", "layers.{layer}.attention_norm", epsilon=entry("norm_eps", 1e-5)),
+    rotary=RotaryAt(interleaved=True, parameters=meta_rope),
+    lookback=meta_window,
+    lookahead=0,
+)
+
+
+# ------------------------------------------------------------------------------------------------------- Megatron-Core
+def megatron_turns(config: Config, layer: int) -> bool:
+    """Its own default is learned positions, its users' are rotary: one of the two entries must say."""
+    if (kind := config.get("position_embedding_type")) is not None:
+        return kind == "rope"
+    return config["position_embedding_type|rotary_base|rope_theta"] is not None
+
+
+def megatron_rope(config: Config, layer: int) -> JsonMapping:
+    base = {"rope_theta": config["rotary_base|rope_theta"]}
+    if not config.get("use_rope_scaling|rope_scaling", False):
+        return base
+    scaling = {"rope_type": "llama3", "factor": config["rope_scaling_factor"], "original_max_position_embeddings": 8192}
+    return base | scaling | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def megatron_norm(name: str, *, optional: bool = False):
+    """LayerNorms have a bias, RMSNorms none; the gain may be stored as gain − 1."""
+
+    def norm(config: Config, layer: int) -> NormAt:
+        less_one = bool(config.get("layernorm_zero_centered_gamma|apply_layernorm_1p", False))
+        epsilon = entry("layernorm_epsilon|norm_epsilon", 1e-5)
+        return NormAt("layer", name, epsilon=epsilon, plus_one=less_one, optional=optional, bare="rms")
+
+    return norm
+
+
+def megatron_partial(config: Config) -> str | None:
+    missing = {
+        "the window (window_size)": config.get("window_size"),
+        "the sink of the softmax (softmax_type)": config.get("softmax_type", "vanilla") != "vanilla",
+        "layers without rotary positions (no_rope_freq)": config.get("no_rope_freq"),
+    }
+    present = [what for what, is_set in missing.items() if is_set]
+    return f"{', '.join(present)} left out" if present else None
+
+
+MEGATRON = Attention(
+    block="decoder",
+    query="decoder.layers.{layer}.self_attention.linear_qkv",
+    key="decoder.layers.{layer}.self_attention.linear_qkv",
+    layers=entry("num_layers|num_hidden_layers", None),
+    heads="num_attention_heads",
+    key_heads="num_query_groups|num_key_value_heads|num_attention_heads",
+    d_model=None,
+    d_head=entry("kv_channels|head_dim", None),
+    fused="grouped",
+    prefixes=None,
+    input_norm=megatron_norm(
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm|decoder.layers.{layer}.input_layernorm"
+    ),
+    query_norm=megatron_norm("decoder.layers.{layer}.self_attention.q_layernorm", optional=True),
+    key_norm=megatron_norm("decoder.layers.{layer}.self_attention.k_layernorm", optional=True),
+    rotary=RotaryAt(
+        fraction=entry("rotary_percent", 1.0),
+        interleaved=entry("rotary_interleaved", False),
+        only=megatron_turns,
+        parameters=megatron_rope,
+    ),
+    scale=entry("softmax_scale", None),
+    lookahead=0,
+)
+
+# ---------------------------------------------------------------------------------------------------- OpenAI's Whisper
+WHISPER_ENCODER = Attention(
+    block="encoder",
+    query="encoder.blocks.{layer}.attn.query",
+    key="encoder.blocks.{layer}.attn.key",
+    layers="n_audio_layer",
+    heads="n_audio_head",
+    d_model="n_audio_state",
+    prefixes=("",),
+    input_norm=NormAt("layer", "encoder.blocks.{layer}.attn_ln"),
+)
+WHISPER_DECODER = replace(
+    WHISPER_ENCODER,
+    block="decoder",
+    query="decoder.blocks.{layer}.attn.query",
+    key="decoder.blocks.{layer}.attn.key",
+    layers="n_text_layer",
+    heads="n_text_head",
+    d_model="n_text_state",
+    input_norm=NormAt("layer", "decoder.blocks.{layer}.attn_ln"),
+    lookahead=0,
+)
+WHISPER_CROSS = replace(
+    WHISPER_DECODER,
+    block="cross",
+    query="decoder.blocks.{layer}.cross_attn.query",
+    key="decoder.blocks.{layer}.cross_attn.key",
+    input_norm=NormAt("layer", "decoder.blocks.{layer}.cross_attn_ln"),
+    key_input_norm=NormAt("layer", "encoder.ln_post"),
+    lookahead=None,
+)
+
+FAMILIES = (
+    Family(
+        "meta-llama",
+        (),
+        (META,),
+        signature="layers.{layer}.attention.wq.weight",
+        foreign=("attention.q_norm", "attention.k_norm", "attention.wkv", "attention.sinks"),
+    ),
+    Family(
+        "megatron-core",
+        (),
+        (MEGATRON,),
+        partial=megatron_partial,
+        signature="decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        foreign=("self_attention.linear_proj_gate", "softmax_offset"),
+    ),
+    Family(
+        "openai-whisper",
+        (),
+        (WHISPER_ENCODER, WHISPER_DECODER, WHISPER_CROSS),
+        signature="decoder.blocks.{layer}.cross_attn.query.weight",
+    ),
+)
