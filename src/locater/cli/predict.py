@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from ..errors import BadArguments
 from .output import FittedTable, JsonPath, console_for, parse_spans, table
+from .probe import COLUMNS, print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 from .scan import Layers
 
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
     from ..prediction.numbers import Numbers
     from ..prediction.predict import Effort, HeadPrediction, Prediction
 
-COLUMNS = {
-    "near_mass_beyond_first": "near",
-    "normalised_entropy": "entropy",
-    "sink_mass": "sink",
-    "mean_distance": "distance",
-}
 MEANINGS = {
     "near_mass_beyond_first": "share of the near keys in the mass beyond the first token",
     "normalised_entropy": "entropy over log n, all keys",
@@ -73,22 +68,12 @@ def predict(
 
 def _probe(console: Console, source: str, *, layers: Any, effort: "Effort", heads: bool, json: Path | None) -> None:
     """What heads do on random ids, as a table and a document."""
-    from ..prediction.probe import probe as run
     from ..records import write_json
 
-    found = run(source, layers=layers, effort=effort)
-    tokens = f"{found.windows} windows of {found.length} random ids"
-    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads on {tokens}", soft_wrap=True)
+    found = probe_with_progress(source, dict(layers=layers, effort=effort))
+    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads", soft_wrap=True)
     console.print()
-    body = []
-    for place, group in groupby(found.heads, key=lambda one: (one.block, one.layer, one.head if heads else None)):
-        numbers = [one.numbers for one in group]
-        label = f"{place[0]} {place[1]}" + (f".{place[2]}" if heads else "")
-        body.append([label, *(f"{mean(getattr(one, name) for one in numbers):.3f}" for name in COLUMNS)])
-    console.print(table(["head" if heads else "layer", *COLUMNS.values()], body, words=["head", "layer"]))
-    console.print("[dim]on random ids, not on text: ranks of near mass hold best, sinks least[/dim]")
-    for sentence in found.left_out:
-        console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
+    print_probe(console, found, heads=heads)
     if json:
         write_json(found.to_json(), json)
 

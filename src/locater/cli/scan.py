@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import Refusal
+from ..errors import BadArguments, Refusal
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, console_for, parse_spans, table
+from .probe import print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ def scan(
     fail_on: Annotated[
         str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
     ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run the model once on random ids, layer by layer from its file.")
+    ] = False,
     json: JsonPath = None,
     html: HtmlPath = None,
     exact: Annotated[bool, typer.Option("--exact", help="Add exact profiles to JSON and page (slow).")] = False,
@@ -57,11 +61,20 @@ def scan(
 
     console = console_for(json)
     conditions = parse(fail_on) if fail_on is not None else ()
+    if probe and (adapter or layout or allow_pickle):
+        raise BadArguments("--probe goes without --adapter, --layout and --allow-pickle")
+    if not probe and any(condition.column.startswith("probed_") for condition in conditions):
+        raise BadArguments("--fail-on with a column that begins with probed_ needs --probe")
     options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues or html is not None)
     options |= dict(curves=html is not None or exact, exact=exact)
     options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
     found = scan_with_progress(source, options)
+    probed = probe_with_progress(source, dict(layers=options["layers"])) if probe else None
+    found = found if probed is None else probed.onto(found)
     _print(console, found, heads=heads)
+    if probed is not None:
+        console.print()
+        print_probe(console, probed, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
     if html:
         save_html([found.to_json()], html)

@@ -36,9 +36,9 @@ def load_model(source: Source) -> nn.Module:
     """
     if isinstance(source, nn.Module):
         return source
-    if _is_own(source):
+    if is_own(source):
         return load_own(Path(source))
-    transformers = _transformers()
+    transformers = transformers_here()
     place, options = _place(source)
     options[_dtype_option(transformers.__version__)] = torch.float32
     with quiet(transformers):
@@ -47,7 +47,7 @@ def load_model(source: Source) -> nn.Module:
                 _loader(transformers, place, options).from_pretrained(place, trust_remote_code=False, **options).eval()
             )
         except Exception as reason:
-            raise refusal(f"a model that transformers can load from {source}", _first_line(reason)) from None
+            raise refusal(f"a model that transformers can load from {source}", first_line(reason)) from None
 
 
 def _dtype_option(version: str) -> str:
@@ -70,7 +70,7 @@ def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
 
-def _is_own(source: str | PathLike[str]) -> bool:
+def is_own(source: str | PathLike[str]) -> bool:
     config = Path(source).expanduser() / "config.json"
     if not config.is_file():
         return False
@@ -84,16 +84,16 @@ def load_tokenizer(source: Source) -> Tokenizer:
     """The tokenizer that lies beside or within the source; a GGUF file says whether a text begins with BOS."""
     if isinstance(source, nn.Module):
         raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
-    if _is_own(source):
+    if is_own(source):
         return OwnTokenizer(own_vocabulary.load(Path(source)))
-    transformers = _transformers()
+    transformers = transformers_here()
     place, options = _place(source)
     with quiet(transformers):
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --no-text"
-            raise refusal(f"a tokenizer in {source}", _first_line(reason), remedy) from None
+            raise refusal(f"a tokenizer in {source}", first_line(reason), remedy) from None
     if "gguf_file" in options and begins_with_bos(Path(source)):
         tokenizer.add_bos_token = True
     return tokenizer
@@ -134,7 +134,7 @@ def _place(source: str | PathLike[str]) -> tuple[str, Json]:
     return name, {"revision": revision} if revision else {}
 
 
-def _transformers() -> Any:
+def transformers_here() -> Any:
     try:
         import transformers
     except ImportError:
@@ -193,7 +193,7 @@ def _arguments(model: nn.Module, ids: Tensor) -> Json:
     return {"input_ids": ids} if getattr(config, "use_cache", None) is None else {"input_ids": ids, "use_cache": False}
 
 
-def _first_line(reason: Exception) -> str:
+def first_line(reason: Exception) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
 
 

@@ -5,7 +5,7 @@ from os import PathLike, fspath
 from pathlib import Path
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..errors import refusal
@@ -92,14 +92,11 @@ def measure(
     model: nn.Module, layers: Sequence[Layer], windows: Int[Tensor, "windows tokens"], *, batch: int, step: Step
 ) -> tuple[list[list[Numbers]], float | None]:
     """What each head does on these windows, and the loss per token where the model predicts the next one."""
-    gatherers = [[Gatherer(head, windows.shape[1]) for head in layer.heads] for layer in layers]
+    gatherers = [gatherers_of(layer, windows.shape[1]) for layer in layers]
     losses: list[float] = []
 
-    @torch.no_grad()
     def take(number: int, x: Tensor) -> None:
-        for gatherer, head in zip(gatherers[number], layers[number].heads, strict=True):
-            for text in x.float().split(1):
-                gatherer.add(gatherer.logits(head, text))
+        gather(gatherers[number], layers[number], x)
 
     for ids in windows.split(_at_once(model, windows.shape[1], batch)):
         output = run(model, layers, ids, take)
@@ -107,6 +104,18 @@ def measure(
         step(len(ids))
     numbers = [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]
     return numbers, sum(losses) / len(losses) if losses else None
+
+
+def gatherers_of(layer: Layer, length: int) -> list[Gatherer]:
+    return [Gatherer(head, length) for head in layer.heads]
+
+
+@torch.no_grad()
+def gather(gatherers: Sequence[Gatherer], layer: Layer, x: Float[Tensor, "windows tokens d_model"]) -> None:
+    """What the heads of a layer do with its input, one window at a time."""
+    for gatherer, head in zip(gatherers, layer.heads, strict=True):
+        for text in x.float().split(1):
+            gatherer.add(gatherer.logits(head, text))
 
 
 def _at_once(model: nn.Module, length: int, batch: int) -> int:

@@ -3,9 +3,10 @@
 Ids are drawn by Zipf's law over the vocabulary, between the special tokens that the tokenizer would set.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from os import fspath
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
 from ..models import Layer
 from ..records import Json
+from ..scanning.scan import Scan
 from .language_model import Source, load_model, load_tokenizer, self_attention
 from .numbers import Numbers
-from .predict import measure, wanted_layers
+from .predict import gather, gatherers_of, measure, wanted_layers
 from .settings import Effort
+from .streamed import CannotStream, streamed
 from .windows import random_windows, special_tokens, vocabulary_size
 
 NUM_WINDOWS = 4
+ONTO = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")  # columns that a scan takes over
 
 
 @dataclass(frozen=True)
@@ -63,34 +67,90 @@ class Probe:
             "heads": [head.to_json() for head in self.heads],
         }
 
+    def onto(self, found: Scan) -> Scan:
+        """The scan of the same model with what its heads do on random ids; a head that was not run is left as it is."""
+        numbers = {(head.block, head.layer, head.head): head.numbers for head in self.heads}
+        rows = []
+        for row in found.heads:
+            own = numbers.get((row.block, row.layer, row.head))
+            rows.append(row if own is None else replace(row, **{f"probed_{name}": getattr(own, name) for name in ONTO}))
+        return replace(found, heads=tuple(rows))
 
-def probe(source: Source, *, layers: Iterable[int] | None = None, effort: Effort | None = None) -> Probe:
+
+def probe(
+    source: Source,
+    *,
+    layers: Iterable[int] | None = None,
+    effort: Effort | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Probe:
     """Run the model over random ids and take each head's numbers. Cost: one forward pass over four windows.
 
+    A stored model whose file has the names that transformers gives it is run layer by layer, and never held as a whole.
     Ranks heads by near mass nearly as their attention on text does, by entropy less so, by sinks worse
     (docs/evidence.md). Fails where the vocabulary is not a table of rows that ids look up.
     """
-    effort = effort or Effort()
+    effort, wanted = effort or Effort(), None if layers is None else set(layers)
+    if not isinstance(source, nn.Module):
+        with suppress(CannotStream):
+            return probe_stored(source, layers=wanted, effort=effort, progress=progress)
+    return probe_whole(source, layers=wanted, effort=effort)
+
+
+def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort) -> Probe:
+    """The model held in memory: a live one, or as transformers loads it."""
     model = load_model(source)
     chosen, left_out = self_attention(model)
     chosen = wanted_layers(chosen, layers)
-    ids = _windows(source, model, chosen, effort)
+    ids = _windows(source, model, effort, causal=_is_causal(chosen))
     was_training = model.training
     try:
         model.eval()
         measured, _ = measure(model, chosen, ids, batch=effort.batch, step=lambda count: None)
     finally:
         model.train(was_training)
-    rows = [
-        HeadProbe(layer.block, layer.number, head.index, numbers)
-        for layer, of_layer in zip(chosen, measured, strict=True)
-        for head, numbers in zip(layer.heads, of_layer, strict=True)
-    ]
+    rows = [row for layer, numbers in zip(chosen, measured, strict=True) for row in _rows(layer, numbers)]
     name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
     return Probe(name, ids.shape[1], len(ids), tuple(rows), tuple(left_out))
 
 
-def _windows(source: Source, model: nn.Module, layers: list[Layer], effort: Effort) -> Int[Tensor, "windows tokens"]:
+def probe_stored(
+    source: str | PathLike[str],
+    *,
+    layers: Iterable[int] | None,
+    effort: Effort,
+    progress: Callable[[int, int], None] | None = None,
+) -> Probe:
+    """The model run from its file, one layer's weights at a time; `CannotStream` where that is not possible."""
+    rows: list[HeadProbe] = []
+    left_out: list[str] = []
+    with streamed(source) as model:
+        chosen = model.wanted(layers)
+        ids = _windows(source, model.module, effort, causal=_is_causal([model.read(chosen[0])]))
+
+        def take(number: int, x: Tensor) -> None:
+            layer = model.read(chosen[number])
+            gatherers = gatherers_of(layer, ids.shape[1])
+            gather(gatherers, layer, x)
+            rows.extend(_rows(layer, [gatherer.numbers() for gatherer in gatherers]))
+            left_out.extend(layer.refused)
+            if progress:
+                progress(number + 1, len(chosen))
+
+        model.run(chosen, ids, take)
+    return Probe(fspath(source), ids.shape[1], len(ids), tuple(rows), tuple(left_out))
+
+
+def _rows(layer: Layer, numbers: Sequence[Numbers]) -> list[HeadProbe]:
+    pairs = zip(layer.heads, numbers, strict=True)
+    return [HeadProbe(layer.block, layer.number, head.index, own) for head, own in pairs]
+
+
+def _is_causal(layers: Sequence[Layer]) -> bool:
+    return all(head.lookahead == 0 for layer in layers for head in layer.heads)
+
+
+def _windows(source: Source, model: nn.Module, effort: Effort, *, causal: bool) -> Int[Tensor, "windows tokens"]:
     rows = vocabulary_size(model)
     if rows is None:
         raise refusal("a table of embeddings that ids look up", "none", "give windows of ids with tokens=")
@@ -101,7 +161,7 @@ def _windows(source: Source, model: nn.Module, layers: list[Layer], effort: Effo
         count=NUM_WINDOWS, length=min(effort.window, most), ends=(before, after), leave_out=special
     )
     ids = random_windows(rows, **options, seed=effort.seed)
-    if all(head.lookahead == 0 for layer in layers for head in layer.heads):
+    if causal:
         return ids
     # Vocabularies of encoders (WordPiece) begin with unused pieces and single characters, not with frequent words.
     shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(effort.seed))

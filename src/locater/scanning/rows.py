@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, fields
 
 from ..records import Json
 
+ON_REQUEST = ("eigenvalues", "probed_")
+
 
 @dataclass(frozen=True)
 class HeadRow:
@@ -11,7 +13,8 @@ class HeadRow:
 
     `sigma` is the largest singular value of W, `logit_bound` what no logit can exceed (None where nothing bounds it).
     `localisation` and `regime` are of the random-walk theory; what a head does is estimated: the share of its mass, the
-    first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds.
+    first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds. What begins with
+    `probed` was measured on random ids, where that was asked for.
     """
 
     block: str
@@ -38,6 +41,9 @@ class HeadRow:
     logit_bound: float | None = None
     estimated_near_mass: float | None = None
     estimated_near_mass_interval: tuple[float, float] | None = None
+    probed_near_mass_beyond_first: float | None = None
+    probed_normalised_entropy: float | None = None
+    probed_sink_mass: float | None = None
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
 
@@ -47,11 +53,9 @@ class HeadRow:
         return BLOCKS.index(self.block), self.layer, self.head  # pyright: ignore[reportArgumentType]
 
     def to_record(self) -> Json:
-        """All columns, for tables; eigenvalues only where they were kept."""
+        """All columns, for tables; those on request only where they were asked for."""
         record = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "curves"}
-        if self.eigenvalues is None:
-            del record["eigenvalues"]
-        return record
+        return {name: value for name, value in record.items() if value is not None or not name.startswith(ON_REQUEST)}
 
     def to_json(self) -> Json:
         """The columns of the schema locater.scan/1, and curves where they were kept."""
