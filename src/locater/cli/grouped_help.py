@@ -8,8 +8,20 @@ from typer.core import TyperCommand
 ALL = "--help-all"
 # What most runs set; the rest stands behind --help-all.
 COMMON = {
-    *("preset", "out", "resume", "json", "data", "tokenizer", "context", "num_layers", "num_heads", "d_model"),
-    *("dropout", "optimizer", "learning_rate", "warmup", "strength", "mean", "steps", "epochs"),
+    *(
+        "preset",
+        "config",
+        "out",
+        "resume",
+        "json",
+        "data",
+        "tokenizer",
+        "context",
+        "num_layers",
+        "num_heads",
+        "d_model",
+    ),
+    *("dropout", "optimizer", "learning_rate", "warmup", "strength", "mean", "stabiliser", "steps", "epochs"),
     *("patience", "batch", "seed", "validate_every", "precision", "device"),
 }
 
@@ -25,7 +37,9 @@ class GroupedHelp(TyperCommand):
         for title, options in self._groups(ctx, whole).items():
             with formatter.section(title):
                 formatter.write_dl(options, col_max=34)
-        if not whole:
+        if whole:
+            _write_methods(formatter)
+        else:
             formatter.write_paragraph()
             formatter.write_text(f"{ALL} lists the rest: norms, positions, schedules, precision, many processes.")
 
@@ -36,6 +50,20 @@ class GroupedHelp(TyperCommand):
                 title = getattr(option, "rich_help_panel", None) or "Run"
                 groups.setdefault(title, []).append((_names(option), _words(option)))
         return groups
+
+
+def _write_methods(formatter: Any) -> None:
+    """Every stabiliser, and below it its options."""
+    from ..training.methods import METHODS
+
+    with formatter.section("Stabilisers, and their options (--stabiliser-options a=1,b=2)"):
+        rows = []
+        for name, method in METHODS.items():
+            rows.append((name, method.help))
+            for one, setting in method.settings.items():
+                default = "must be given" if setting.default is None else _shown(setting.default)
+                rows.append((f"  {one}", f"{setting.help} [{default}]"))
+        formatter.write_dl(rows, col_max=34)
 
 
 def _names(option: Any) -> str:

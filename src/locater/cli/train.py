@@ -27,14 +27,18 @@ PANELS = {
     "data": "Data",
     "shape": "Model",
     "optimiser": "Optimiser",
-    "stabiliser": "LocAteR",
+    "stabiliser": "LocAteR and rivals",
     "loop": "Loop",
 }
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
+OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,…"}
 # What a resumed run may change: where it ends.
 LENGTH = {"steps", "epochs", "patience"}
 STOP_AFTER = "Stop at this step, to resume later."
+DEFAULT = "paper"
+CONFIG = "Options from a YAML or JSON file, such as a run's config.json; flags go before it."
+PRINT = "Print all options as such a file, and exit."
 RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end."
 
 
@@ -45,12 +49,16 @@ def _print_help(ctx: typer.Context, wanted: bool) -> None:
 
 
 def train(
-    preset: Annotated[str, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}.")] = "paper",
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. [{DEFAULT}]")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG)] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
     stop_after: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")
     ] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
     json: JsonPath = None,
     help_all: Annotated[
         bool, typer.Option(ALL, is_eager=True, callback=_print_help, help="Every option, and exit.")
@@ -60,18 +68,18 @@ def train(
     """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
     given = {name: value for name, value in overrides.items() if value is not None}
     console = console_for(json)
-    if (resume is None) == (out is None):
+    if resume is not None:
+        _check_resume(given | {"preset": preset, "config": config, "out": out})
+    chosen = None if resume is not None else _chosen(preset, config, given)
+    if print_config:
+        _print(chosen, resume)
+        return
+    if chosen is not None and out is None:
         raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
-    if resume is not None and (others := given.keys() - LENGTH):
-        named = ", ".join("--" + name.replace("_", "-") for name in sorted(others))
-        raise BadArguments(f"--resume takes the run's own config: leave out {named}")
-    config = None if out is None else make_config(preset, **given)
-    if config is not None:
-        _check_walk(config, given)
     from ..training import run
 
-    if config is not None and out is not None:
-        outcome = run.start(config, out, stop_after=stop_after, say=aside)
+    if chosen is not None and out is not None:
+        outcome = run.start(chosen, out, stop_after=stop_after, say=aside)
     else:
         assert resume is not None
         outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
@@ -86,12 +94,48 @@ def train(
     raise typer.Exit(code)
 
 
+def _check_resume(given: Json) -> None:
+    """A resumed run is as it was; only its end may move."""
+    if given.pop("out") is not None:
+        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
+    if others := sorted(name for name, value in given.items() if value is not None and name not in LENGTH):
+        named = ", ".join("--" + name.replace("_", "-") for name in others)
+        raise BadArguments(f"--resume takes the run's own config: leave out {named}")
+
+
+def _chosen(preset: str | None, file: Path | None, flags: Json) -> Config:
+    """Defaults, then the preset, then the file, then the flags."""
+    from ..training.config_file import read_file
+
+    named, values = (None, {}) if file is None else read_file(file)
+    config = make_config(preset or named or DEFAULT, **(values | flags))
+    _check_walk(config, flags)
+    return config
+
+
+def _print(config: Config | None, resume: Path | None) -> None:
+    """To standard output, as a file that --config reads."""
+    from ..training.config_file import to_yaml
+
+    if config is None:
+        from ..training.run import read_config
+
+        assert resume is not None
+        config = read_config(resume)
+    print(to_yaml(config), end="")
+
+
 def _check_walk(config: Config, given: Json) -> None:
-    """The theory's own model has a width and a length, and nothing else to choose."""
-    ignored = sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"})
-    if config.data.data == WALK and ignored:
+    """The theory's own model has a width and a length, no kernel, and nothing else to choose."""
+    if config.data.data != WALK:
+        return
+    if ignored := sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"}):
         named = ", ".join("--" + name.replace("_", "-") for name in ignored)
         raise BadArguments(f"--data {WALK} trains one head of --walk-width and --context: leave out {named}")
+    if config.stabiliser.method.in_forward:
+        raise BadArguments(
+            f"--data {WALK} calls no attention kernel for --stabiliser {config.stabiliser.name} to act on"
+        )
 
 
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
@@ -167,7 +211,7 @@ def _annotation(one: Any, panel: str) -> Any:
         return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
     choices = getattr(one.type, "__args__", None)
     kind = str if choices else one.type
-    metavar = "|".join(choices) if choices else METAVARS[kind]
+    metavar = "|".join(choices) if choices else OWN_METAVARS.get(one.name, METAVARS[kind])
     check = _among(choices) if choices else None
     options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
     return Annotated[kind | None, typer.Option(flag, **options)]

@@ -15,6 +15,9 @@ from ..records import State
 class Stabiliser:
     """Made from a model, it is attached; `detach()` leaves the model as if it had never been."""
 
+    # Whether `penalty()` is of the passes since its last call, so that the backward of each pass must have its own.
+    of_passes = False
+
     def penalty(self) -> Float[Tensor, ""]:
         """What to add to the loss."""
         return torch.zeros(())

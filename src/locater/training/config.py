@@ -6,20 +6,24 @@ from typing import Any, Literal
 from ..errors import BadArguments, refusal
 from ..records import Json
 from .data.options import DataOptions
+from .methods import LOCATER, METHODS, NONE, QK_DECAY, Method, method_of, read_settings
 from .shape import SHAPES, Shape, check_fields, option
 
 
 @dataclass(frozen=True)
 class OptimiserOptions:
-    """Adam and its learning rate."""
+    """The optimiser and its learning rate."""
 
-    optimizer: Literal["adam", "adamw"] = option("adam", "AdamW decouples weight decay.")
+    optimizer: Literal["adam", "adamw", "muon"] = option(
+        "adam", "AdamW decouples weight decay; Muon takes the layers' matrices, AdamW the rest."
+    )
     learning_rate: float = option(1e-3, "The highest learning rate.")
     schedule: Literal["inverse-sqrt", "cosine", "constant"] = option("inverse-sqrt", "What follows the warm-up.")
     warmup: int = option(200, "Steps of linear warm-up.")
     final_share: float = option(0.1, "What cosine leaves of the learning rate at the end.")
     beta1: float = option(0.9, "Decay of Adam's first moment.")
     beta2: float = option(0.98, "Decay of Adam's second moment.")
+    muon_momentum: float = option(0.95, "Momentum of Muon.")
     weight_decay: float = option(0.0, "Weight decay of matrices; gains and biases have none.")
     clip: float = option(1.0, "Longest gradient; 0: not clipped.")
 
@@ -29,13 +33,15 @@ class OptimiserOptions:
             raise refusal("a learning rate above 0", self.learning_rate)
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise refusal("decays of Adam's moments in [0, 1)", f"{self.beta1} and {self.beta2}")
+        if not 0 <= self.muon_momentum < 1:
+            raise refusal("a momentum of Muon in [0, 1)", self.muon_momentum)
         if self.warmup < 0 or self.clip < 0 or self.weight_decay < 0 or not 0 <= self.final_share <= 1:
             raise refusal("warm-up, clipping and weight decay of at least 0, a final share in [0, 1]", asdict(self))
 
 
 @dataclass(frozen=True)
 class StabiliserOptions:
-    """LocAteR: κ Σ η² beside the loss, and what becomes of the mean; or the plainest rival."""
+    """LocAteR: κ Σ η² beside the loss, and what becomes of the mean; or a rival, with its options."""
 
     strength: float = option(0.0, "κ of LocAteR; 0 with a free mean: none.")
     mean: str = option("free", "Mean of the eigenvalues: free, initial, or a target for tr W in units of λ.")
@@ -44,7 +50,9 @@ class StabiliserOptions:
     mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
     mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
-    qk_decay: float = option(0.0, "Instead of LocAteR: weight decay of queries and keys alone.")
+    qk_decay: float = option(0.0, "Short for --stabiliser qk-decay with this decay.")
+    stabiliser: str = option("", "A rival in LocAteR's place: " + ", ".join(METHODS) + ".")
+    stabiliser_options: str = option("", "Its options, such as threshold=50; --help-all lists them.")
 
     def __post_init__(self):
         check_fields(self)
@@ -59,10 +67,39 @@ class StabiliserOptions:
             raise BadArguments("--mean-until lets go of a mean that is held: give --mean initial or a number with it")
         if self.qk_decay and self.is_locater:
             raise BadArguments("--qk-decay is another stabiliser: leave out --strength and --mean, or give 0 and free")
+        self._check_method()
+
+    def _check_method(self) -> None:
+        if self.stabiliser and self.qk_decay:
+            raise BadArguments("--qk-decay is a stabiliser of its own: leave out --stabiliser, or --qk-decay")
+        if self.stabiliser not in ("", LOCATER) and self.is_locater:
+            raise BadArguments(
+                f"--strength and --mean are LocAteR's: leave them out with --stabiliser {self.stabiliser}"
+            )
+        if self.stabiliser == LOCATER and not self.is_locater:
+            raise BadArguments("--stabiliser locater needs --strength, or --mean")
+        if self.stabiliser_options and not self.stabiliser:
+            raise BadArguments("--stabiliser-options are those of a --stabiliser: name one")
+        self.settings  # noqa: B018  # refuses what is none of its options
 
     @property
     def is_locater(self) -> bool:
         return self.strength != 0 or self.mean != "free"
+
+    @property
+    def name(self) -> str:
+        """The stabiliser that all of it amounts to."""
+        return self.stabiliser or (QK_DECAY if self.qk_decay else LOCATER if self.is_locater else NONE)
+
+    @property
+    def method(self) -> Method:
+        return method_of(self.name)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of a rival, defaults included."""
+        given = f"decay={self.qk_decay}" if self.qk_decay else self.stabiliser_options
+        return read_settings(self.name, given)
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,73 @@
 """A trained model as a folder of safetensors that `locater scan`, or anyone, reads."""
 
+import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ..records import Json, write, write_json
+from ..stabilisers.rivals.reparametrisation import remove
+from .config import StabiliserOptions
 from .data.vocabulary import Vocabulary
+from .methods import written
 from .model import LanguageModel, WalkModel, WalkShape
+from .parts import attach
 from .shape import Shape
 
+# Of a stabiliser that goes with the model: without it the weights would compute something else.
+NAME, OPTIONS = "stabiliser", "stabiliser_options"
 
-def export(model: nn.Module, folder: Path, vocabulary: Vocabulary | None = None) -> None:
-    """`model.safetensors`, `config.json`, and the vocabulary; each file whole or as it was."""
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+
+def export(
+    model: nn.Module, folder: Path, vocabulary: Vocabulary | None = None, *, stabiliser: StabiliserOptions | None = None
+) -> None:
+    """`model.safetensors`, `config.json`, and the vocabulary; each file whole or as it was.
+
+    Weights that a stabiliser computes from others are stored as computed.
+    """
+    plain = _baked(model)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in plain.named_parameters()}
     write(folder / "model.safetensors", lambda temporary: save_file(tensors, temporary, metadata={"format": "pt"}))
-    write_json(model_settings(model), folder / "config.json")
+    write_json(model_settings(model, stabiliser), folder / "config.json")
     if vocabulary is not None:
         vocabulary.save(folder)
 
 
-def model_settings(model: nn.Module) -> Json:
+def _baked(model: nn.Module) -> nn.Module:
+    """The model, or a copy whose parametrised weights are plain ones."""
+    if not any(parametrize.is_parametrized(module) for module in model.modules()):
+        return model
+    plain = copy.deepcopy(model).eval()  # in training, each look at a weight would move the power iteration
+    for module in list(plain.modules()):
+        held = module.parametrizations if parametrize.is_parametrized(module) else {}
+        for attribute in list(held):  # type: ignore[arg-type]
+            remove(module, attribute, bake=True)
+    return plain
+
+
+def model_settings(model: nn.Module, stabiliser: StabiliserOptions | None = None) -> Json:
     """The config as it is stored beside weights."""
     shape = model.config
-    return shape.to_dict() if isinstance(shape, Shape) else asdict(shape)  # type: ignore
+    document = shape.to_dict() if isinstance(shape, Shape) else asdict(shape)  # type: ignore
+    if stabiliser is not None and stabiliser.method.stays:
+        document |= {NAME: stabiliser.name, OPTIONS: written(stabiliser.settings)}
+    return document
 
 
 def load(folder: Path) -> LanguageModel | WalkModel:
-    """What `export` wrote, ready for inference."""
+    """What `export` wrote, ready for inference; with the stabiliser that it was trained to have."""
     document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))
     if document["positions"] == "none":
         del document["model_type"]
         model: LanguageModel | WalkModel = WalkModel(WalkShape(**document))
     else:
         model = LanguageModel(Shape.from_dict(document))
+    attach(model, stays)
     # A tied output layer is stored once, as the embedding.
     missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert not unexpected and set(missing) <= {"output.weight"}, (missing, unexpected)

@@ -19,9 +19,9 @@ from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics, rows_of_run
 from .observe import finite
-from .parts import learning_rate, make_model, make_optimizer, make_stabiliser
+from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser
 from .processes import Processes, spread, unsynchronised
-from .store import Store, optimiser_state, parameters_of
+from .store import Store, optimiser_state, tensors_of
 from .validation import plain_copy, validate
 
 Tell = Callable[[int, float, float], None]
@@ -40,11 +40,12 @@ class Trainer:
         self.share = processes.share(loop.batch, loop.accumulate)
         self.num_steps = math.ceil(loop.epochs * data.batches.num_training / loop.batch) or loop.steps
         model = make_model(config, data).to(processes.device)
+        attached = attach(model, config.stabiliser)
         self.model = spread(model, processes=processes, sharded=loop.parallel == "fsdp")
         self.module: nn.Module = unwrap(self.model)
         self.optimizer = make_optimizer(self.module, config.optimiser)
-        self.stabiliser = make_stabiliser(self.module, config.stabiliser, self.optimizer)
-        self.store = Store(folder / "checkpoints", processes, model_settings(model))
+        self.stabiliser = attached or make_stabiliser(self.module, config.stabiliser, self.optimizer)
+        self.store = Store(folder / "checkpoints", processes, model_settings(model, config.stabiliser))
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
         self._restore()
         if loop.compile:
@@ -91,9 +92,9 @@ class Trainer:
         self.store.save(self._state(), small, best=best)
 
     def _state(self) -> State:
-        parameters = parameters_of(self.module)
-        moments = optimiser_state(self.optimizer, parameters)
-        return {"model": parameters, "optimiser": moments, "stabiliser": self.stabiliser.state_dict()}
+        tensors = tensors_of(self.module)
+        moments = optimiser_state(self.optimizer, dict(self.module.named_parameters()))
+        return {"model": tensors, "optimiser": moments, "stabiliser": self.stabiliser.state_dict()}
 
     def _restore(self) -> None:
         """From the last checkpoint, if there is one; a run that was killed before starts again from its seed."""
@@ -130,14 +131,18 @@ class Trainer:
         self.loss_sum, self.loss_count, self.norm = self.loss_sum + loss, self.loss_count + 1, norm
 
     def _backward(self) -> float:
-        """Gradients of this process's share, part by part; the penalty goes with the last."""
+        """Gradients of this process's share, part by part; a penalty on weights goes with the last."""
         parts, total = self.config.loop.accumulate, 0.0
         for part in range(parts):
             last = part == parts - 1
             with unsynchronised(self.model, last=last):
                 with self._precision():
                     loss = self.model(*self._batch(part))
-                objective = loss / parts + self.stabiliser.penalty() if last else loss / parts
+                objective = loss / parts
+                if self.stabiliser.of_passes:
+                    objective = objective + self.stabiliser.penalty() / parts
+                elif last:
+                    objective = objective + self.stabiliser.penalty()
                 objective.backward()
             total += float(loss.detach()) / parts
         return total
@@ -172,7 +177,7 @@ class Trainer:
 
     def _place(self, held_out: bool) -> str:
         """Where it broke, by the first process, which looks at every process's part of the texts while they wait."""
-        plain = plain_copy(self.model, self.processes)
+        plain = plain_copy(self.model, self.processes, self.config.stabiliser)
         found = "the first process says where"
         if plain is not None:
             device = next(plain.parameters()).device

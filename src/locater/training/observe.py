@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..attention import mean_over_queries, observe, rank
+from ..attention import Statistics, mean_over_queries, rank
+from ..attention.call_statistics import statistics_of_call
+from ..attention.calls import AttentionCall, Interception
 from ..attention.capture import inputs_of
 from ..models import live
 from ..records import Json
@@ -45,24 +47,30 @@ def spectra(model: nn.Module, *, length: int) -> list[Json]:
 def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
     """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.
 
-    The rank rows are of each layer's input, and one more of what the output layer sees.
+    Heads as the kernel sees them, behind every stabiliser. The rank rows are of each layer's input, and one more of
+    what the output layer sees.
     """
-    sites = live.sites(model)
+    sites, calls = live.sites(model), []
     was_training = model.training
     model.eval()
-    with inputs_of(dict(model.named_modules()), [site.query_name for site in sites]) as seen:
+    names = [site.query_name for site in sites]
+    with inputs_of(dict(model.named_modules()), names) as seen, Interception(lambda call: _note(call, calls)):
         last = model.hidden(tokens)
     model.train(was_training)
     heads: list[dict] = []
-    for site, x in zip(sites, seen, strict=True):
-        numbers = observe(site.build().heads, x, x).numbers()
-        means = {name: mean_over_queries(values).value.tolist() for name, values in numbers}
+    for statistics in calls:
+        means = {name: mean_over_queries(values).value.tolist() for name, values in statistics.numbers()}
         heads += [{name: values[head] for name, values in means.items()} for head in range(model.config.num_heads)]
     layers = []
     for number, x in enumerate([*seen, last]):
         found = {name: float(values.mean()) for name, values in vars(rank(x)).items()}
         layers.append({"layer": number} | {name: value for name, value in found.items() if math.isfinite(value)})
     return heads, layers
+
+
+def _note(call: AttentionCall, calls: list[Statistics]) -> None:
+    """One layer's attention; the call itself is let be."""
+    calls.append(statistics_of_call(call))
 
 
 def finite(rows: list[Json]) -> list[Json]:

@@ -2,16 +2,20 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from .. import stabilisers
 from ..errors import refusal
-from ..stabilisers import Constant, Free, Initial, LocAteR, Penalised, Projected, QKDecay, Stabiliser, Until, WarmUp
+from ..stabilisers import Constant, Free, Initial, LocAteR, Penalised, Projected, Stabiliser, Until, WarmUp
 from .config import Config, OptimiserOptions, StabiliserOptions
 from .data.sources import Data
+from .methods import LOCATER, NONE
 from .model import LanguageModel, WalkModel, WalkShape
+from .muon import MuonWithAdamW, hidden_matrices
 
 
 def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
@@ -27,15 +31,20 @@ def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
 
 
 def make_optimizer(model: nn.Module, options: OptimiserOptions) -> Optimizer:
-    """Adam or AdamW; weight decay for matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Adam, AdamW, or Muon with AdamW; weight decay for matrices only."""
+    matrices = hidden_matrices(model) if options.optimizer == "muon" else []
+    elsewhere = {id(one) for one in matrices}
+    trained = [one for one in model.parameters() if one.requires_grad and id(one) not in elsewhere]
     groups = [
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": options.weight_decay},
         {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0},
     ]
-    kind = AdamW if options.optimizer == "adamw" else Adam
     groups = [group for group in groups if group["params"]]
-    return kind(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2))
+    adam: dict[str, Any] = dict(lr=options.learning_rate, betas=(options.beta1, options.beta2))
+    if matrices:
+        muon: dict[str, Any] = dict(momentum=options.muon_momentum, weight_decay=options.weight_decay)
+        return MuonWithAdamW(matrices, groups, **muon, **adam)
+    return Adam(groups, **adam) if options.optimizer == "adam" else AdamW(groups, **adam)
 
 
 def learning_rate(step: int, options: OptimiserOptions, *, num_steps: int) -> float:
@@ -56,12 +65,25 @@ def learning_rate(step: int, options: OptimiserOptions, *, num_steps: int) -> fl
     return highest
 
 
-def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Optimizer) -> Stabiliser:
-    """LocAteR, its plainest rival, or one that does nothing."""
-    if options.qk_decay:
-        return QKDecay(model, decay=options.qk_decay, optimizer=optimizer)
-    if not options.is_locater:
+def attach(model: nn.Module, options: StabiliserOptions) -> Stabiliser | None:
+    """A stabiliser that is part of the model: made before this is spread over processes and its optimiser made.
+
+    None where it comes behind the optimiser. What it draws comes from the seed that the model was made from.
+    """
+    method, settings = options.method, options.settings
+    if method.takes_optimizer or options.name == LOCATER:
+        return None
+    if options.name == NONE:
         return Stabiliser()
+    if method.kind:
+        settings = {"kind": getattr(stabilisers, method.kind)(**settings)}
+    return getattr(stabilisers, method.class_name)(model, **settings)
+
+
+def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Optimizer) -> Stabiliser:
+    """A stabiliser that goes by the optimiser: LocAteR, or a decay."""
+    if options.name != LOCATER:
+        return getattr(stabilisers, options.method.class_name)(model, **options.settings, optimizer=optimizer)
     return LocAteR(
         model,
         strength=options.strength,

@@ -149,9 +149,10 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
             until = trainer.num_steps if stop_after is None else stop_after
             trainer.advance(until, tell=tell, stop=lambda: bool(received))
-        plain = plain_copy(trainer.model, processes)
+        plain = plain_copy(trainer.model, processes, config.stabiliser)
         if plain is not None:
-            export(plain, folder / MODEL, data.tokens.vocabulary if data.tokens else None)
+            vocabulary = data.tokens.vocabulary if data.tokens else None
+            export(plain, folder / MODEL, vocabulary, stabiliser=config.stabiliser)
     finally:
         trainer.metrics.close()
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]

@@ -22,21 +22,29 @@ PARTIAL = ".partial"
 FIELDS = ("step", "best", "loss_sum", "loss_count", "data")  # of the small document
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter once; the models have no buffers to store."""
-    return dict(model.named_parameters())
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, and the buffers that a state dict holds: those of stabilisers, the models have none."""
+    stored = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in stored}
 
 
 def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> State:
-    """Adam's moments and counts under the parameters' names, made as zero where no step was taken yet.
+    """Adam's moments and counts, Muon's momentum, under the parameters' names; zero where no step was taken yet.
 
     Learning rates and decays are not stored: the config and the step say them.
     """
-    for parameter in parameters.values():
-        if parameter.requires_grad and not optimizer.state[parameter]:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.zeros(()), **moments}  # type: ignore
-    return {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+    groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    for parameter in trained.values():
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = _blank(parameter, is_adam="betas" in groups[id(parameter)])
+    return {name: optimizer.state[parameter] for name, parameter in trained.items()}
+
+
+def _blank(parameter: Tensor, *, is_adam: bool) -> State:
+    names = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
+    moments = {name: torch.zeros_like(parameter) for name in names}
+    return {"step": torch.zeros(()), **moments} if is_adam else moments
 
 
 class Store:

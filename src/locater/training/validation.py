@@ -9,11 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from ..models.live.tensors import unwrap
 from ..projections import whole
 from ..records import Json
-from .config import Config
+from .config import Config, StabiliserOptions
 from .data.sources import Data
 from .model import LanguageModel, WalkModel
 from .observe import attention, finite, propagation, spectra
+from .parts import attach
 from .processes import Processes, reshard
+from .store import tensors_of
 
 # What heads are looked at on: small beside the validation itself.
 TOKENS_OBSERVED = 8192
@@ -31,7 +33,7 @@ def validate(model: nn.Module, config: Config, data: Data, processes: Processes,
     row: Json = {"loss": loss}
     if not math.isfinite(loss):
         return row
-    plain = plain_copy(model, processes)
+    plain = plain_copy(model, processes, config.stabiliser)
     if isinstance(plain, LanguageModel):
         row["perplexity"] = math.exp(min(loss, 700.0))
         texts = max(1, TOKENS_OBSERVED // config.shape.context)
@@ -67,16 +69,17 @@ def _loss(model: nn.Module, config: Config, data: Data, processes: Processes, at
     return float(total[0] / total[1])
 
 
-def plain_copy(model: nn.Module, processes: Processes) -> nn.Module | None:
+def plain_copy(model: nn.Module, processes: Processes, stabiliser: StabiliserOptions) -> nn.Module | None:
     """The model outside of DDP; gathered from its shards on the first process, and None on the others."""
     module = unwrap(model)
     if not isinstance(module, FSDPModule):
         return module if processes.is_first else None
-    gathered = {name: whole(parameter.detach()).cpu() for name, parameter in module.named_parameters()}
+    gathered = {name: whole(tensor.detach()).cpu() for name, tensor in tensors_of(module).items()}
     if not processes.is_first:
         return None
     # FSDP has put a class of its own in front of ours.
     copy = LanguageModel(module.config) if isinstance(module, LanguageModel) else WalkModel(module.config)  # type: ignore
-    missing, _ = copy.load_state_dict(gathered, strict=False)
-    assert set(missing) <= {"output.weight"}, "only a tied weight has no name of its own"
-    return copy
+    attach(copy, stabiliser)
+    missing, unexpected = copy.load_state_dict(gathered, strict=False)
+    assert set(missing) <= {"output.weight"} and not unexpected, "only a tied weight has no name of its own"
+    return copy.train(module.training)

@@ -1,5 +1,6 @@
 """The models that `locater train` makes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, entry
@@ -18,6 +19,23 @@ def input_norm(config: Config, layer: int) -> NormAt:
     return replace(norm, name="layers.{previous}.feedforward_norm", first=None)
 
 
+def qk_norm(side: str) -> Callable[[Config, int], NormAt | None]:
+    """Of a model trained with `--stabiliser qk-norm`; not with rotary positions, which it stands behind."""
+    norm = NormAt("rms", f"layers.{{layer}}.attention.qk_norm.{side}", epsilon=1e-6)
+
+    def chosen(config: Config, layer: int) -> NormAt | None:
+        is_before = config.get("positions") != "rotary"
+        return norm if is_before and config.get("stabiliser", "") == "qk-norm" else None
+
+    return chosen
+
+
+def softcap(config: Config, layer: int) -> float | None:
+    """Of a model trained with `--stabiliser soft-cap`."""
+    name, _, value = config.get("stabiliser_options", "").partition("=")
+    return float(value) if name == "cap" else None
+
+
 OWN = Attention(
     block="decoder",
     query="layers.{layer}.attention.query",
@@ -28,6 +46,9 @@ OWN = Attention(
     d_model="d_model",
     prefixes=("", "model."),
     input_norm=input_norm,
+    query_norm=qk_norm("query"),
+    key_norm=qk_norm("key"),
+    softcap=softcap,
     rotary=RotaryAt(base="rotary_base", only=lambda config, layer: config.get("positions") == "rotary"),
     lookahead=0,
     **both_biased(BIAS),

@@ -20,6 +20,8 @@ class AttentionLoss(Stabiliser):
     Cost: the logits are materialised, O(T²) memory per layer. Recomputation of activations does not count twice.
     """
 
+    of_passes = True
+
     def __init__(
         self, model: nn.Module, *, weight: float, heads: Sequence[Explicit] = (), sample: Sample | None = None
     ) -> None:
@@ -33,13 +35,14 @@ class AttentionLoss(Stabiliser):
         raise NotImplementedError
 
     def _attend(self, name: str, call: AttentionCall) -> Tensor:
+        if not torch.is_grad_enabled():
+            return call.attend()
         logits = call.masked(call.raw())
-        if torch.is_grad_enabled():
-            some = (logits > -torch.inf).any(-1)
-            mean = self.number(logits).where(some, 0.0).sum() / some.sum()
-            # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
-            if not in_backward():
-                self.gathered.setdefault(name, []).append(mean)
+        some = (logits > -torch.inf).any(-1)
+        mean = self.number(logits).where(some, 0.0).sum() / some.sum()
+        # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
+        if not in_backward():
+            self.gathered.setdefault(name, []).append(mean)
         return call.finish(logits)
 
     def penalty(self) -> Float[Tensor, ""]:
