@@ -178,5 +178,5 @@ def test_a_config_cannot_ask_for_endless_work(entry, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {entry: 10**9}))
     tensors = {f"model.layers.0.self_attn.{side}_proj.weight": torch.ones(8, 8) for side in "qk"}
     save_file(tensors | {"model.layers.0.input_layernorm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
-    with pytest.raises(Refusal, match=r"at most \d+ (layers|heads) in the config"):
+    with pytest.raises(Refusal, match=r"at most \d+ (layers|heads)"):
         locater.scan(tmp_path)

@@ -1,14 +1,52 @@
 """Errors that word themselves: what was expected, what came, what to do.
 
-Deep code raises `Refusal` with a short cause; a public door may prefix where it happened with `within`.
+Deep code raises `Refusal` with a short cause; a public door may prefix where it happened with `within`, and spans a
+`net` beneath itself for what nobody thought of.
 """
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+
+LONGEST = 1000  # letters of a part of a sentence: more is no sentence
+DEBUG = "LOCATER_DEBUG"  # set it to see errors as Python shows them
+# What stands between :// and @ in an address, and behind its question mark, opens doors.
+LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+QUERY = re.compile(r"(://[^\s?'\"]+\?)[^\s'\")]+")
 
 
 class Refusal(ValueError):
     """Something the user gave cannot be used; the message is one sentence fit to print as it is."""
+
+
+class BadArguments(Refusal):
+    """The arguments do not go together; a command exits with 2 where a plain refusal exits with 1."""
+
+
+class Unforeseen(Refusal):
+    """A fault of ours, met by whatever was given; its cause is the error itself."""
+
+
+def shown(text: object, most: int = LONGEST) -> str:
+    r"""A stranger's text, fit for a terminal: secrets of addresses masked, what cannot be seen escaped, a novel cut.
+
+    >>> shown("a\x1b[31m\u202eb https://me:secret@host/x?signature=123")
+    'a\\x1b[31m\\u202eb https://***@host/x?***'
+    """
+    whole = masked(str(text))
+    if len(whole) > most:
+        whole = f"{whole[: most * 2 // 3]} … ({len(whole) - most} letters left out) … {whole[-(most // 3) :]}"
+    if whole.isprintable():
+        return whole
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in whole)
+
+
+def masked(text: str) -> str:
+    """The text with the credentials and queries of its addresses left out."""
+    return QUERY.sub(r"\1***", LOGIN.sub("***@", text)) if "://" in text else text
 
 
 def refusal(expected: str, got: object, remedy: str = "") -> Refusal:
@@ -18,7 +56,7 @@ def refusal(expected: str, got: object, remedy: str = "") -> Refusal:
     Traceback (most recent call last):
     locater.errors.Refusal: expected a length of at least 1, got 0; pass --length 128
     """
-    return Refusal(f"expected {expected}, got {got}" + (f"; {remedy}" if remedy else ""))
+    return Refusal(f"expected {shown(expected)}, got {shown(got)}" + (f"; {shown(remedy)}" if remedy else ""))
 
 
 @contextmanager
@@ -27,8 +65,30 @@ def within(place: str) -> Iterator[None]:
     try:
         yield
     except Refusal as cause:
-        raise Refusal(f"{place}: {cause}") from None
+        kind = type(cause) if type(cause) in (BadArguments, Unforeseen) else Refusal
+        raise kind(f"{shown(place)}: {cause}") from cause.__cause__
 
 
-class BadArguments(Refusal):
-    """The arguments do not go together; a command exits with 2 where a plain refusal exits with 1."""
+@contextmanager
+def net(what: str) -> Iterator[None]:
+    """At a public door: what nobody thought of becomes a refusal that names the input and asks for a report."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except MemoryError as cause:
+        raise Unforeseen(f"{shown(what)}: expected to fit in memory, got too little of it; free some") from cause
+    except Exception as cause:
+        if os.environ.get(DEBUG):
+            raise
+        raise Unforeseen(f"{shown(what)}: {unforeseen(cause)}") from cause
+
+
+def unforeseen(cause: BaseException) -> str:
+    """The sentence for an error of ours: its kind, its place, and what to do."""
+    frames = extract_tb(cause.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return (
+        f"expected to read it or to say why not, got {type(cause).__name__}{place} ({shown(cause, 160)}), a fault of "
+        f"locater's; please report it with the file ({DEBUG}=1 shows all)"
+    )

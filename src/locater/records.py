@@ -1,7 +1,9 @@
 """Results on disk: whole files or none, JSON that any reader takes."""
 
+import glob
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -37,25 +39,64 @@ def write_json(document: JsonMapping, path: Path) -> None:
 
 
 def write(path: Path, save: Callable[[Path], object]) -> None:
-    """Let `save` write a neighbouring file of the same suffix, then rename it: readers see the old or the new whole."""
+    """Let `save` write a neighbouring file of the same suffix, then rename it: readers see the old or the new whole.
+
+    A link stays, and what it points to is replaced; a file keeps its mode. What is no regular file (a device, a pipe)
+    is written into and never replaced.
+    """
     if path.is_dir():
         raise refusal("a file to write", f"the directory {path}", "name a file in it")
     try:
+        path = path.resolve() if path.is_symlink() else path
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    except OSError as reason:
-        raise refusal(f"a place to write {path}", reason.strerror or reason, "choose another path") from None
+        if path.exists() and not path.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                aside = Path(folder) / f"result{path.suffix}"
+                save(aside)
+                path.write_bytes(aside.read_bytes())
+            return
+        _sweep(path)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=path.suffix)
+    except (OSError, RuntimeError) as reason:
+        raise refusal(f"a place to write {path}", _cause(reason), "choose another path") from None
     os.close(handle)
     temporary = Path(name)
     try:
         save(temporary)
-        # mkstemp makes files private; a result is as readable as any file the user writes.
-        temporary.chmod(0o666 & ~_umask())
+        # mkstemp makes files private; a result is as readable as the one before, or as any file the user writes.
+        temporary.chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
         temporary.replace(path)
     except OSError as reason:
-        raise refusal(f"to write {path}", reason.strerror or reason, "free some room or choose another path") from None
+        raise refusal(f"to write {path}", _cause(reason), "free some room or choose another path") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _cause(reason: Exception) -> object:
+    return getattr(reason, "strerror", None) or reason
+
+
+def _prefix(path: Path) -> str:
+    """Of a file that is not whole yet; it names the process, so that a later one knows whether it is still written."""
+    return f".{path.stem}.{os.getpid()}-"
+
+
+def _sweep(path: Path) -> None:
+    """Remove what a process that was killed left of this file."""
+    left = re.compile(rf"\.{re.escape(path.stem)}\.(\d+)-\w+{re.escape(path.suffix)}")
+    for other in path.parent.glob(f".{glob.escape(path.stem)}.*{glob.escape(path.suffix)}"):
+        if (found := left.fullmatch(other.name)) and not _is_alive(int(found[1])):
+            other.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
 
 
 def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ..budget import budget
 from ..errors import Refusal, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
@@ -22,7 +23,8 @@ FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[A
 # Variants that are more than W + s·B·A.
 BEYOND = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices")
 BEYOND += ("alora_invocation_tokens", "arrow_config", "use_bdlora", "kasa_config")
-# Patterns of strangers are matched only if they cannot take for ever.
+# Patterns of strangers are matched only if they cannot take for ever: one star, and names of a usual length.
+LONGEST_MODULE = 300
 HARMLESS = re.compile(r"[\w.\\^$*-]{1,200}")
 
 
@@ -116,6 +118,8 @@ def _pair(
 ) -> Pair:
     down, up, weight = adapter.entries[sides["A"]], adapter.entries[sides["B"]], base.entries[name]
     straight = _product_shape(up, down)
+    if bad := next((one.dtype for one in (up, down, weight) if not one.dtype.is_floating_point), None):
+        raise refusal(f"floating-point factors and weight for {module[:120]!r}", bad, "merge it with peft first")
     if straight is None or weight.shape not in (straight, straight[::-1]):
         got = f"{list(up.shape)} times {list(down.shape)}"
         raise refusal(f"factors whose product has shape {list(weight.shape)} for {module[:120]!r}", got)
@@ -137,13 +141,14 @@ def _scale(settings: JsonMapping, module: str, *, rank: int) -> float:
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise refusal(f"a mapping as alpha_pattern in {CONFIG}", f"{patterns!r:.60}")
+    budget().check("patterns", len(patterns))
     for pattern, value in patterns.items():
-        if not HARMLESS.fullmatch(pattern) or pattern.count("*") > 3:
+        if not HARMLESS.fullmatch(pattern) or pattern.count("*") > 1 or len(module) > LONGEST_MODULE:
             raise refusal(f"simple patterns in {CONFIG}", f"{pattern!r:.80}", "merge it with peft first")
         if _matches(pattern, module):
             alpha = value
             break
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
         raise refusal(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 

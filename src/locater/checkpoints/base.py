@@ -3,7 +3,7 @@
 import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import KeysView, Mapping
+from collections.abc import Collection, KeysView, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..errors import refusal
+from ..budget import budget, check_memory
+from ..errors import refusal, within
 from ..records import Json
 from .bytes import ByteSource, check_range
 
@@ -36,6 +37,8 @@ class Checkpoint(ABC):
     metadata: Mapping[str, str] = {}  # what the header of a safetensors file says beside its tensors
 
     def __init__(self, entries: Mapping[str, Entry], *, config: Json, place: str) -> None:
+        with within(place):
+            _check_names(entries)
         self.entries = entries
         self.config = config
         self.place = place
@@ -77,6 +80,14 @@ class Checkpoint(ABC):
         self.close()
 
 
+def _check_names(names: Collection[str]) -> None:
+    """Names are searched, split and shown many times over: neither too many nor too long."""
+    limits = budget()
+    limits.check("tensors", len(names))
+    limits.check("name", max(map(len, names), default=0))
+    limits.check("names", sum(map(len, names)))
+
+
 def view_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Shaped[Tensor, "..."]:
     """The bytes as a tensor, without a copy."""
     if math.prod(shape) == 0:
@@ -88,6 +99,7 @@ def read_tensor(source: ByteSource, start: int, dtype: torch.dtype, shape: tuple
     """The tensor whose bytes lie in the source from `start` on, row after row."""
     length = math.prod(shape) * dtype.itemsize
     check_range(source, start, length)
+    check_memory(length, source.name)
     # numpy's memory is not zeroed first, and lies in large pages: half the time of a bytearray.
     data = numpy.empty(length, numpy.uint8)
     source.readinto(start, data.data)

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ..budget import budget, check_memory
 from ..errors import refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
 from .sharded import check_beside
-from .torch.archive import MAX_PICKLE, open_archive
+from .torch.archive import open_archive
 from .torch.pickles import Record, load_pickle
 from .torch.tensors import ADMITTED, View
 from .torch.tree import find_weights
@@ -89,6 +90,7 @@ class Distributed(Checkpoint):
         if len(tensor.chunks) == 1:
             return self._read_chunk(tensor.chunks[0], tensor.entry.dtype, rows)
         first, last = rows or (0, shape[0])
+        check_memory((last - first) * math.prod(shape[1:]) * tensor.entry.dtype.itemsize, name[:80])
         whole = torch.zeros((last - first, *shape[1:]), dtype=tensor.entry.dtype)
         for chunk in tensor.chunks:
             start, stop = max(first, chunk.offsets[0]), min(last, chunk.offsets[0] + chunk.sizes[0])
@@ -135,8 +137,7 @@ def check_harmless(folder: Path) -> None:
 
 def _state(source: ByteSource) -> tuple[Mapping[Any, Any], Mapping[Any, Any], Any]:
     """The tensors, their places and the planner's notes, built from data alone."""
-    if source.size > MAX_PICKLE:
-        raise refusal(f"at most {MAX_PICKLE} bytes in {source.name}", source.size)
+    budget().check("pickle bytes", source.size)
     metadata = load_pickle(io.BytesIO(source.read(0, source.size)), name=source.name, admitted=NAMES)
     tensors, storage = (_mapping(metadata, key) for key in ("state_dict_metadata", "storage_data"))
     return tensors, storage, metadata.get("planner_data")

@@ -3,18 +3,16 @@
 import json
 from typing import Any
 
-from ..errors import Refusal, refusal
+from ..budget import budget
+from ..errors import Refusal, refusal, within
 from ..records import Json
 from .bytes import ByteSource, Folder
-
-# Python objects take some 25 times the room of the shortest JSON that makes them: this keeps hostile files below 1 GB.
-MAX_BYTES = 24 * 2**20
 
 
 def parse_object(data: bytes | bytearray, *, name: str) -> Json:
     """The JSON object in `data`; fails on anything else, and on keys that occur twice."""
-    if len(data) > MAX_BYTES:
-        raise refusal(f"at most {MAX_BYTES} bytes of JSON in {name}", len(data))
+    with within(name):
+        budget().check("json bytes", len(data))
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except Refusal as cause:
@@ -29,8 +27,8 @@ def parse_object(data: bytes | bytearray, *, name: str) -> Json:
 
 def read_object(source: ByteSource) -> Json:
     """The JSON object that a whole file holds."""
-    if source.size > MAX_BYTES:
-        raise refusal(f"at most {MAX_BYTES} bytes of JSON in {source.name}", source.size)
+    with within(source.name):
+        budget().check("json bytes", source.size)
     return parse_object(source.read(0, source.size), name=source.name)
 
 

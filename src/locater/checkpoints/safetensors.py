@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ..budget import budget
 from ..errors import refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows, read_tensor, row_span
 from .bytes import ByteSource, check_range
-from .document import MAX_BYTES, parse_object
+from .document import parse_object
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -71,9 +72,9 @@ class SafetensorsFile(Checkpoint):
 def read_header(source: ByteSource) -> tuple[list[Stored], dict[str, str]]:
     """The tensors of a file, checked to fill it exactly: no overlap, no gap, nothing outside. Costs the header."""
     (length,) = struct.unpack("<Q", source.read(0, 8))
-    if length > min(MAX_BYTES, source.size - 8):
+    if length > (most := min(budget().json_bytes, source.size - 8)):
         raise refusal(
-            f"a header of at most {min(MAX_BYTES, source.size - 8)} bytes in {source.name}",
+            f"a header of at most {most} bytes in {source.name}",
             f"a length of {length}",
             "it is truncated, damaged or not a safetensors file; fetch it again",
         )

@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import BadArguments, Refusal
+from ..errors import BadArguments, Refusal, net, shown
 from .compare import compare
 from .demo import demo
 from .doctor import doctor
 from .explore import explore
 from .families import families
 from .grouped_help import GroupedHelp
-from .output import speak_plainly
+from .output import speak_plainly, writing
 from .predict import predict
 from .report import report
 from .runs import runs
@@ -69,7 +69,8 @@ def main() -> None:
     """Exit 0 when done, 1 when it could not (one sentence says why), 2 for bad arguments, 3 for a met `--fail-on`."""
     speak_plainly()
     try:
-        app()
+        with net(" ".join(sys.argv[:2])), writing():
+            app()
     except Refusal as reason:
-        print(f"locater: {reason}", file=sys.stderr)
+        print("locater: " + "\n".join(shown(line, 4000) for line in str(reason).split("\n")), file=sys.stderr)
         sys.exit(2 if isinstance(reason, BadArguments) else 1)

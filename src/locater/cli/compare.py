@@ -10,7 +10,7 @@ from ..errors import BadArguments
 from ..scanning import DEFAULT_LENGTH
 from .output import FittedTable, JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
-from .scan import AllowPickle, Layers, Layout, Length, Raw
+from .scan import AllowPickle, Layers, Layout, Length, Raw, Timeout
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison
@@ -24,6 +24,7 @@ def compare(
     raw: Raw = False,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
+    timeout: Timeout = None,
     jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
@@ -39,7 +40,7 @@ def compare(
     if ray is not None and jobs > 1:
         raise BadArguments("give --jobs or --ray, not both")
     run = library.on_ray(ray) if ray else library.in_processes(jobs) if jobs > 1 else None
-    options: dict[str, Any] = dict(length=length, raw=raw, layout=layout, allow_pickle=allow_pickle)
+    options: dict[str, Any] = dict(length=length, raw=raw, layout=layout, allow_pickle=allow_pickle, timeout=timeout)
     console = console_for(json)
     with console.status("scanning …"):
         found = library.compare(sources, run=run, layers=parse_spans(layers, "--layers"), **options)

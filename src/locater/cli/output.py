@@ -1,11 +1,13 @@
 """What the commands share: where results go, and how they look in a terminal."""
 
 import codecs
+import errno
 import io
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import BadArguments
+from ..errors import BadArguments, refusal
 from ..records import STANDARD_OUTPUT
 
 JsonPath = Annotated[
@@ -50,6 +52,25 @@ def speak_plainly() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="locater.plain")
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Say in a sentence that standard output cannot take more (a full disk), now and not when Python exits."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as reason:
+        if reason.errno == errno.EPIPE:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
+        if reason.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise refusal("to write to standard output", reason.strerror, "free some room") from None
 
 
 class Speaker(Console):

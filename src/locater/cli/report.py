@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..errors import refusal
+from ..errors import refusal, shown
 from ..records import Json
 from .output import console_for
 
@@ -71,7 +71,7 @@ def facts_of(when: float | None) -> dict[str, str]:
     """Command, versions and date; SOURCE_DATE_EPOCH stands for now where builds must repeat."""
     moment = float(os.environ.get("SOURCE_DATE_EPOCH") or (datetime.now(UTC).timestamp() if when is None else when))
     date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    command = shlex.join(["locater", *sys.argv[1:]])
+    command = shown(shlex.join(["locater", *sys.argv[1:]]))
     versions = ", ".join(f"{name} {_version(name)}" for name in ("locater", "torch"))
     return {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
 

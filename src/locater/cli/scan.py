@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import BadArguments, Refusal
+from ..errors import BadArguments, Refusal, masked, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .output import FittedTable, JsonPath, console_for, parse_spans, table
@@ -33,6 +33,11 @@ AllowPickle = Annotated[
 ]
 
 
+Timeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
+]
+
+
 def scan(
     source: Annotated[str, typer.Argument(help="A directory, a file, a Hugging Face id, or an address.")],
     heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
@@ -44,6 +49,7 @@ def scan(
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="A LoRA adapter on top of the source.")] = None,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
+    timeout: Timeout = None,
     fail_on: Annotated[
         str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
     ] = None,
@@ -68,7 +74,7 @@ def scan(
     options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues or html is not None)
     options |= dict(curves=html is not None or exact, exact=exact)
     options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
-    found = scan_with_progress(source, options)
+    found = scan_with_progress(source, options | dict(timeout=timeout))
     probed = probe_with_progress(source, dict(layers=options["layers"])) if probe else None
     found = found if probed is None else probed.onto(found)
     _print(console, found, heads=heads)
@@ -90,7 +96,7 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"scanning {source}", total=None)
+        task = bar.add_task(f"scanning {escape(masked(source))}", total=None)
         return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
 
 
@@ -98,7 +104,8 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
     from ..scanning.findings import THEORY, behaviour, name, outstanding, regimes
 
-    console.print(f"[bold]{found.family}[/bold], {found.format}, {len(found.heads)} heads, {found.coverage}")
+    family, coverage = escape(shown(found.family)), escape(shown(found.coverage))
+    console.print(f"[bold]{family}[/bold], {found.format}, {len(found.heads)} heads, {coverage}")
     console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()

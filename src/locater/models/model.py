@@ -16,7 +16,7 @@ from .neighbours import (
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
-from .schema import Config, Family, resolve
+from .schema import Config, Family, ask, resolve
 from .stacked import unstacked
 
 
@@ -45,7 +45,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     _check_torn(family, config, places)
-    partial = family.partial(config) if family.partial else None
+    partial = ask(family.partial, config) if family.partial else None
     coverage = _coverage(places, partial, tensors.names, is_known=bool(family.model_types))
     if config.get("model_type") is None and family.model_types:
         coverage += f", read as {family.name} by its tensor names: the config has no model type"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import refusal
 from .places import Places, Tensors
-from .schema import NormAt
+from .schema import NormAt, ask
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
 BEHIND = re.compile(
@@ -151,7 +151,7 @@ def _patterns(places: Places, layer: int, columns: tuple[str, ...] = NAMED) -> I
         elif is_dataclass(cell):
             pending += [getattr(cell, field.name) for field in fields(cell) if field.name in NESTED]
         elif callable(cell):
-            pending.append(cell(places.config, layer))
+            pending.append(ask(cell, places.config, layer))
 
 
 def _layer_of(name: str) -> str:

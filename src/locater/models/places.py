@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..budget import budget
 from ..errors import refusal
-from .schema import Attention, Config, Layout, Starts, count, resolve
+from .schema import Attention, Config, Layout, Starts, ask, count, optional_count, resolve
 
 
 class Shape(NamedTuple):
@@ -53,7 +54,7 @@ def rows_used(layout: Layout | Starts, shape: Shape) -> tuple[int, int]:
     return 0, first_row(layout, shape.num_key_heads - 1, shape, key=True) + shape.d_head
 
 
-MOST_LAYERS, MOST_HEADS = 10_000, 65_536
+REMEDY = "correct config.json"
 
 
 class Tensors(Protocol):
@@ -92,7 +93,7 @@ class Places:
     def num_layers(self) -> int:
         if resolve(self.row.layers, self.config) is None:
             return next(layer for layer in itertools.count() if not self.stored(self.name(self.row.query, layer)))
-        return self._bounded(count(self.row.layers, self.config, "number of layers"), MOST_LAYERS, "layers")
+        return budget().check("layers", count(self.row.layers, self.config, "number of layers"), remedy=REMEDY)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -103,23 +104,31 @@ class Places:
     @cached_property
     def shape(self) -> Shape:
         num_heads = num_key_heads = count(self.row.heads, self.config, "number of heads")
-        self._bounded(num_heads, MOST_HEADS, "heads")
+        budget().check("heads", num_heads, holds=self._longest, remedy=REMEDY)
         if self.row.key_heads is not None:
             num_key_heads = count(self.row.key_heads, self.config, "number of key heads")
         if num_heads % num_key_heads:
             raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
-        d_head = resolve(self.row.d_head, self.config)
-        if d_head is None:
+        d_head = optional_count(self.row.d_head, self.config, "size of a head")
+        if not d_head:
             d_head, rest = divmod(self.width, num_heads)
             if rest:
                 raise refusal("a model width that is a multiple of the number of heads", f"{num_heads} heads")
         return Shape(num_heads, num_key_heads, d_head)
 
-    def _bounded(self, number: int, most: int, what: str) -> int:
-        """A number that loops run over: a config of a few bytes could ask for any."""
-        if number > most:
-            raise refusal(f"at most {most} {what} in the config", number, "correct config.json")
-        return number
+    @cached_property
+    def _longest(self) -> int:
+        """The largest size of the first layer's queries: every head has a row of its own in them."""
+        low_rank = self.row.query_low_rank
+        patterns = (self.row.query,) if low_rank is None else (self.row.query, low_rank.up)
+        names = (self.stored(self.name(pattern, self.layers[0])) for pattern in patterns)
+        return max(size for name in names if name for size in (*self.tensors.shape(name), 1))
+
+    @property
+    def knows_width(self) -> bool:
+        """Whether anything but the stored tensors says d_model; a layout file need not."""
+        cell = self.row.d_model
+        return cell is not None and not (isinstance(cell, str) and self.config.get(cell) is None)
 
     @property
     def width(self) -> int:
@@ -132,7 +141,7 @@ class Places:
 
     def name(self, pattern: str, layer: int, *, head: int = 0) -> str:
         """The first of the pattern's alternatives that is stored, or else the first."""
-        further = self.row.names(self.config, layer) if self.row.names else {}
+        further = ask(self.row.names, self.config, layer) if self.row.names else {}
         values = {"layer": layer, "previous": layer - 1, "head": head, **further}
         names = [self.prefix + alternative.format_map(values) for alternative in pattern.split("|")]
         return next((name for name in names if self.stored(name)), names[0])

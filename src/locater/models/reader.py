@@ -15,24 +15,24 @@ from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
 from .places import Once, Places, first_row, rows_used
 from .rope import rotary_of
-from .schema import LowRankAt, NormCell, Starts, count, resolve
+from .schema import LowRankAt, NormAt, NormCell, Starts, ask, count, number, optional_count, optional_number
 
 
-def read_norm(places: Places, at: NormCell, layer: int, *, head: int = 0) -> Norm | None:
+def read_norm(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
-    at = at(places.config, layer) if callable(at) else at
+    at: NormAt | None = cell if isinstance(cell, NormAt | None) else ask(cell, places.config, layer)
     if at is None or (pattern := at.at(layer)) is None:
         return None
     name = places.name(pattern, layer, head=head)
     if at.optional and places.stored(name) is None:
         return None
-    epsilon = float(resolve(at.epsilon, places.config, layer))
+    epsilon = number(at.epsilon, places.config, "norm's epsilon", layer=layer)
     if at.plain or (at.kind == "l2" and places.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
     gain, bias = places.weight(name).flatten(), places.bias(name)
     gain = 1 + gain.float() if at.plus_one else gain
     bias = None if bias is None else bias.flatten()
-    if (times := float(resolve(at.times, places.config, layer))) != 1:
+    if (times := number(at.times, places.config, "norm's multiple", layer=layer)) != 1:
         gain, bias = times * gain.float(), None if bias is None else times * bias.float()
     return Norm(at.bare if at.bare and bias is None else at.kind, gain, bias, epsilon)
 
@@ -176,14 +176,14 @@ def build_layer(places: Places, layer: int) -> Layer:
 def _shared(places: Places, layer: int) -> dict[str, Any]:
     """What is the same for all heads of a layer."""
     row, config, d_head = places.row, places.config, places.shape.d_head
-    scale = resolve(row.scale, config, layer)
+    scale = optional_number(row.scale, config, "logits' scale", layer=layer)
     return dict(
-        scale=1 / math.sqrt(d_head) if scale is None else float(scale),
+        scale=1 / math.sqrt(d_head) if scale is None else scale,
         block=row.block,
         rotary=rotary_of(row.rotary, config, layer=layer, d_head=d_head),
-        softcap=resolve(row.softcap, config, layer),
-        lookback=resolve(row.lookback, config, layer),
-        lookahead=resolve(row.lookahead, config, layer),
+        softcap=optional_number(row.softcap, config, "soft-cap", layer=layer),
+        lookback=optional_count(row.lookback, config, "window", layer=layer),
+        lookahead=optional_count(row.lookahead, config, "look ahead", layer=layer),
     )
 
 
@@ -234,16 +234,21 @@ def _check_rows(places: Places, module: str, *, key: bool) -> None:
     num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
     expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
     stored = places.tensors.shape(name)
+    if len(stored) != 2:
+        raise refusal(f"a matrix as `{name}`", f"shape {[*stored]}", "the file is damaged or of another family")
     if stored[-1 if row.transposed else 0] != expected:
         counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
         remedy = "the config and the weights disagree"
         raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
+    width = stored[0 if row.transposed else -1]
+    if places.knows_width and row.block != "cross" and width != places.width:
+        raise refusal(f"{places.width} columns in `{name}`", width, "the config and the weights disagree")
 
 
 def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:
     row = places.row
     if row.alibi is not None:
-        slope = row.alibi(places.config, index)
+        slope = ask(row.alibi, places.config, index)
         return None if slope is None else Alibi(slope)
     if row.buckets is not None:
         name = places.name(row.buckets.name, layer)
@@ -251,7 +256,8 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
         expected = [count(row.buckets.num_buckets, places.config, "number of buckets"), places.shape.num_heads]
         if [*table.shape] != expected:
             raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
-        return Buckets(table[:, index], row.buckets.bidirectional, resolve(row.buckets.max_distance, places.config))
+        farthest = count(row.buckets.max_distance, places.config, "largest bucketed distance")
+        return Buckets(table[:, index], row.buckets.bidirectional, farthest)
     return None
 
 

@@ -1,11 +1,12 @@
 """From a config's rotary entries, in the old and the new spelling, to a `Rotary`."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 
 from ..errors import refusal
 from ..positions import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
-from .schema import Config, RotaryAt, resolve
+from .schema import Config, RotaryAt, count, optional_count, resolve
 
 PLAIN = ("default", "mrope")
 
@@ -19,18 +20,19 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     chosen = resolve(row.parameters, config, layer)
     entries = Config(config.get("rope_parameters|rope_scaling", {}) if chosen is None else chosen)
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
-        raise refusal("rotary parameters as one table in the config", repr(entries.values))
+        raise refusal("rotary parameters as one table in the config", reprlib.repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
     fraction = entries.positive("partial_rotary_factor", resolve(row.fraction, config, layer))
-    start, num_dims = resolve(row.start, config, layer), resolve(row.num_dims, config, layer)
+    start = count(row.start, config, "first rotated dimension", layer=layer, least=0)
+    num_dims = optional_count(row.num_dims, config, "rotated dimensions", layer=layer)
     kind = entries.get("rope_type|type", "default")
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
-    scaling = None if kind in PLAIN else _scaling(kind, entries, config, int(fraction * num_dims // 2))
+    scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
     return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling)
 
 
-def _scaling(kind: str, entries: Config, config: Config, num_turning: int) -> Scaling:
+def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_turning: int) -> Scaling:
     """The variant that the config names."""
     longest = "max_position_embeddings"
     match kind:
@@ -46,24 +48,24 @@ def _scaling(kind: str, entries: Config, config: Config, num_turning: int) -> Sc
         case "llama3":
             low, high = entries.positive("low_freq_factor"), entries.positive("high_freq_factor")
             return Llama3(entries.positive("factor"), low, high, original)
-    factor = entries.positive("factor", config.get(longest, original) / original)
+    factor = entries.positive("factor", config.positive(longest, original) / original)
     match kind:
         case "yarn" if entries.get("long_factor") is None:
             return _yarn(entries, factor, original)
         case "longrope" | "su" | "yarn":  # early Phi-3 files say su, or yarn with factors per pair
-            return _longrope(entries, factor, original)
-    raise refusal("a known kind of rotary scaling", repr(kind), "describe the model with --layout")
+            return _longrope(entries, factor, original, num_dims // 2)
+    raise refusal("a known kind of rotary scaling", reprlib.repr(kind), "describe the model with --layout")
 
 
-def _longrope(entries: Config, factor: float, original: int) -> LongRoPE:
-    natural = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    short, long = (tuple(map(float, entries[f"{name}_factor"])) for name in ("short", "long"))
+def _longrope(entries: Config, factor: float, original: int, pairs: int) -> LongRoPE:
+    natural = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+    short, long = (entries.numbers(f"{name}_factor", pairs) for name in ("short", "long"))
     return LongRoPE(short, long, original, entries.positive("attention_factor", natural))
 
 
 def _yarn(entries: Config, factor: float, original: int) -> YaRN:
-    alone, every = entries.get("mscale"), entries.get("mscale_all_dim")
-    both = bool(alone and every)
+    both = bool(entries.get("mscale") and entries.get("mscale_all_dim"))
+    alone, every = (entries.positive(name) if both else 1.0 for name in ("mscale", "mscale_all_dim"))
     natural = yarn_mscale(factor, alone) / yarn_mscale(factor, every) if both else yarn_mscale(factor)
     fast, slow = entries.positive("beta_fast", 32.0), entries.positive("beta_slow", 1.0)
     amplitude = entries.positive("attention_factor", natural)

@@ -4,12 +4,12 @@ Patterns are module names with `{layer}` (and `{previous}`); weight and bias are
 separated by "|": the first that is stored counts. A cell is a literal, the name of a config entry, or a function.
 """
 
-import math
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..errors import refusal
+from ..errors import Refusal, refusal
 from ..head import Block
 from ..positions import Rotary
 from ..records import JsonMapping
@@ -41,37 +41,80 @@ class Config:
     def positive(self, keys: str, default: float | None = None) -> float:
         """An entry that must be a positive number; files write whole ones without a point."""
         value = self[keys] if default is None else self.get(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise refusal(f"a positive number for `{keys}` in the config", repr(value), "correct config.json")
+        if not is_number(value) or not value > 0:
+            got = reprlib.repr(value)
+            raise refusal(f"a positive number for `{keys}` in the config", got, "correct config.json")
         return float(value)
+
+    def numbers(self, keys: str, length: int) -> tuple[float, ...]:
+        """An entry that must be a list of so many positive numbers."""
+        values = self[keys]
+        fits = isinstance(values, list | tuple) and len(values) == length
+        if not fits or not all(is_number(value) and value > 0 for value in values):
+            got = f"{len(values)}: {reprlib.repr(values)}" if isinstance(values, list | tuple) else reprlib.repr(values)
+            raise refusal(f"{length} positive numbers for `{keys}` in the config", got, "correct config.json")
+        return tuple(map(float, values))
 
     def within(self, key: str | None) -> "Config":
         """The part of a composite config, such as `text_config`."""
-        return self if key is None else Config(self[key])
+        if key is None:
+            return self
+        if not isinstance(part := self[key], Mapping):
+            raise refusal(f"a table for `{key}` in the config", reprlib.repr(part), "correct config.json")
+        return Config(part)
 
 
 # A cell of a table: a literal, the name of a config entry, or a function of the config and the layer.
 Cell = int | float | bool | str | None | Callable[[Config, int], Any]
 
 
+def ask(function: Callable[..., Any], config: Config, *place: int) -> Any:
+    """What a table's function makes of a config: a stranger's values can fail it in any way."""
+    try:
+        return function(config, *place)
+    except Refusal:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as cause:
+        got = f"one that ends in {reprlib.repr(cause)}"
+        raise refusal("a config that describes this model", got, "correct config.json") from cause
+
+
 def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
     """The value of a cell for one layer."""
     if callable(cell):
-        try:
-            return cell(config, layer)
-        except (LookupError, TypeError, AttributeError, ArithmeticError) as cause:
-            raise refusal(
-                "a config that describes this model", f"one that ends in {cause!r}", "correct config.json"
-            ) from cause
+        return ask(cell, config, layer)
     return config[cell] if isinstance(cell, str) else cell
 
 
-def count(cell: Cell, config: Config, what: str) -> int:
-    """The value of a cell that must be a positive whole number."""
-    value = resolve(cell, config)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise refusal(f"a positive whole number for the {what}", repr(value), "correct config.json or use --layout")
+def count(cell: Cell, config: Config, what: str, *, layer: int = 0, least: int = 1) -> int:
+    """The value of a cell that must be a whole number, by default a positive one."""
+    value = resolve(cell, config, layer)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
+        kind = "positive whole number" if least == 1 else f"whole number of at least {least}"
+        raise refusal(f"a {kind} for the {what}", reprlib.repr(value), "correct config.json or use --layout")
     return value
+
+
+def number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float:
+    """The value of a cell that must be a finite number."""
+    value = resolve(cell, config, layer)
+    if not is_number(value):
+        raise refusal(f"a number for the {what}", reprlib.repr(value), "correct config.json or use --layout")
+    return float(value)
+
+
+def optional_count(cell: Cell, config: Config, what: str, *, layer: int = 0) -> int | None:
+    """A whole number from 0 on, or nothing."""
+    return None if resolve(cell, config, layer) is None else count(cell, config, what, layer=layer, least=0)
+
+
+def optional_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float | None:
+    return None if resolve(cell, config, layer) is None else number(cell, config, what, layer=layer)
+
+
+def is_number(value: object) -> bool:
+    """Finite as a float, too: JSON holds whole numbers of any length."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def entry(keys: str, default: object) -> Callable[[Config, int], Any]:
@@ -260,8 +303,6 @@ def window(slides: Rule, *, default: int | None = None, switch: str | None = Non
             return None
         if ahead(config, layer) is None:
             raise refusal("a causal model", "a window that looks both ways", "describe the model with --layout")
-        if not isinstance(size, int) or size < 1:
-            raise refusal("a positive whole number for `sliding_window`", repr(size), "correct config.json")
-        return size - 1
+        return count(size if isinstance(size, int) else lambda *_: size, config, "`sliding_window`") - 1
 
     return lookback

@@ -6,7 +6,7 @@ from functools import cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Refusal, refusal
+from ..errors import Refusal, net, refusal
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
 from ..records import Json
@@ -83,6 +83,7 @@ def scan(
     allow_pickle: bool = False,
     sample: live.Sample | None = None,
     heads: Sequence[Explicit] = (),
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Scan:
     """Scan a checkpoint (directory, file, hub id, address) or a live module, holding one layer's weights at a time.
@@ -91,10 +92,11 @@ def scan(
     known family is run once on `sample`, or its projections are named by `heads`: see `locater.heads`. Cost: three
     d_h×d×d_h products and the eigenvalues of one d_h×d_h matrix per head. `curves` keeps ρ and the expected logit of
     every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow (docs/report.md).
+    `timeout` is the number of seconds after which files from elsewhere are given up.
     """
     settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
     options: dict[str, Any] = dict(
-        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
+        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads, timeout=timeout
     )
     with open_source(source, **options) as opened:
         if opened.tensors is not None:
@@ -114,8 +116,10 @@ def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progres
         for done in range(total):
             if progress:
                 progress(done, total)
-            # Handed on without a name of its own: one layer's weights are let go before the next are read.
-            yield from _of_layer(next(layers), settings, threads)
+            with net(opened.source):
+                # Handed on without a name of its own: one layer's weights are let go before the next are read.
+                part = _of_layer(next(layers), settings, threads)
+            yield from part
 
     with workers() as threads:
         whole = joined(parts(threads))

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from .. import checkpoints
-from ..errors import Refusal, refusal
+from ..budget import limited
+from ..errors import Refusal, masked, net, refusal
 from ..head import Head
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
 from ..models.live.explicit import Explicit
@@ -51,17 +52,24 @@ def open_source(
     allow_pickle: bool = False,
     sample: live.Sample | None = None,
     heads: Sequence[Explicit] = (),
+    timeout: float | None = None,
 ) -> Iterator[Opened]:
-    """`adapter` and `allow_pickle` are for files; `sample` and `heads` for live modules: see `locater.heads`."""
-    family = None if layout is None else read_layout(layout)
+    """`adapter`, `allow_pickle` and `timeout` are for files; `sample` and `heads` for modules: see `locater.heads`."""
+    with net(fspath(layout or "")):
+        family = None if layout is None else read_layout(layout)
     if isinstance(source, nn.Module):
         yield _open_live(source, family, sample, heads)
         return
     if sample is not None or heads:
         raise refusal("a live module with sample=… or heads=…", "a stored one", "describe it with layout=…")
-    with checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle) as checkpoint:
-        model = open_model(Config(checkpoint.config), checkpoint, family=family)
-        yield replace(_of_model(model, fspath(source), checkpoint.format), tensors=checkpoint)
+    place = masked(fspath(source))
+    with limited(seconds=timeout):
+        with net(place):
+            checkpoint = checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle)
+        with checkpoint:
+            with net(place):
+                opened = _of_model(open_model(Config(checkpoint.config), checkpoint, family=family), place)
+            yield replace(opened, format=checkpoint.format, tensors=checkpoint)
 
 
 def heads(
@@ -89,10 +97,16 @@ def heads(
         adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
     )
     with open_source(source, **options) as opened:
-        for layer in opened.read(opened.wanted(layers)):
+        read = opened.read(opened.wanted(layers))
+        while True:
+            with net(opened.source):
+                layer = next(read, None)
+            if layer is None:
+                return
             if layer.refused:
                 raise Refusal(layer.refused[0])
             yield from layer.heads
+            del layer  # one layer's weights at a time
 
 
 def _open_live(
@@ -103,7 +117,7 @@ def _open_live(
     known = family is not None or (config.get("model_type") is not None and sample is None)
     if not heads and (known or is_in_tables(str(config.get("model_type")))):
         tensors = live.ModuleTensors(module)
-        return replace(_of_model(open_model(config, tensors, family=family), name, "module"), tensors=tensors)
+        return replace(_of_model(open_model(config, tensors, family=family), name), tensors=tensors)
     sites = live.sites(module, sample=sample, heads=heads)
     missing = [site.query_name for site in sites if site.num_heads == 0]
     coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
@@ -115,6 +129,6 @@ def _open_live(
     return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, read)
 
 
-def _of_model(model: Model, source: str, form: str) -> Opened:
+def _of_model(model: Model, source: str) -> Opened:
     numbers = [layer for places in model.places for layer in places.layers]
-    return Opened(source, model.family, form, model.coverage, numbers, model.layers)
+    return Opened(source, model.family, "module", model.coverage, numbers, model.layers)

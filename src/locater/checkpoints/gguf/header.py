@@ -8,12 +8,13 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from ...budget import budget
 from ...errors import refusal
 from ...records import Json
 from ..bytes import ByteSource, check_range
 
 BLOCK = 256 * 2**10
-MAX_SETTINGS, MAX_TENSORS, MAX_STRING, MAX_KEPT, MAX_DIMENSIONS = 2**16, 2**20, 2**20, 2**12, 8
+MAX_SETTINGS, MAX_STRING, MAX_KEPT, MAX_DIMENSIONS = 2**16, 2**20, 2**12, 8
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -85,7 +86,7 @@ def read_header(source: ByteSource) -> Header:
     if magic != b"GGUF" or version not in (2, 3):
         remedy = "convert it again with a current llama.cpp" if magic == b"GGUF" else "it is not a GGUF file"
         raise refusal(f"GGUF version 2 or 3 in {source.name}", f"{magic!r} version {version}", remedy)
-    num_tensors = cursor.count("tensors", unit=24, limit=MAX_TENSORS)
+    num_tensors = cursor.count("tensors", unit=24, limit=budget().tensors)
     num_settings = cursor.count("settings", unit=13, limit=MAX_SETTINGS)
     settings = _read_settings(cursor, num_settings)
     infos = [_read_info(cursor) for _ in range(num_tensors)]

@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...errors import Refusal, refusal
+from ...budget import budget
+from ...errors import Refusal, refusal, shown
 from ..base import Rows, read_tensor, row_span
 from ..bytes import ByteSource, Part, Stream, check_range
 from .pickles import load_pickle
 from .tensors import ADMITTED, Storage, View, storage_from
 
-MAX_PICKLE = 64 * 2**20
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -57,7 +57,7 @@ def open_archive(source: ByteSource) -> Archive:
     except Refusal:
         raise
     except Exception as cause:  # noqa: BLE001  (zipfile fails in many ways on a damaged archive)
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:120]
+        reason = shown(f"{type(cause).__name__}: {cause}", 120)
         raise refusal(
             f"{source.name} as torch.save writes it", f"a damaged file ({reason})", "fetch it again"
         ) from None
@@ -89,8 +89,7 @@ def _place(source: ByteSource, infos: dict[str, zipfile.ZipInfo], root: str, sto
 
 def _content(source: ByteSource, info: zipfile.ZipInfo) -> bytearray:
     _check_stored(source, info)
-    if info.file_size > MAX_PICKLE:
-        raise refusal(f"at most {MAX_PICKLE} bytes in {info.filename[:80]}", info.file_size)
+    budget().check("pickle bytes", info.file_size)
     return source.read(_after_header(source, info.header_offset), info.file_size)
 
 

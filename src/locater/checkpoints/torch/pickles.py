@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from io import BufferedIOBase
 from typing import Any
 
-from ...errors import Refusal, refusal
+from ...budget import budget
+from ...errors import Refusal, refusal, shown
 
 Admitted = Mapping[tuple[str, str], Any]
 
@@ -45,17 +46,32 @@ class Record:
 
 
 def check_key(key: object) -> Any:
-    """The key of a dict, if it is plain: a tuple of a tuple of … that shares its parts takes for ever to hash."""
-    if isinstance(key, tuple) and len(key) < 100:
-        for part in key:
-            if isinstance(part, tuple):
-                raise pickle.UnpicklingError("a key of nested tuples")
+    """The key of a dict, if it is plain: tuples that share their parts take for ever to hash, large numbers collide."""
+    parts = key if isinstance(key, tuple) else (key,)
+    if len(parts) > 100 or any(isinstance(part, tuple | float | complex | bytes) for part in parts):
+        raise pickle.UnpicklingError("a key that is neither a word nor a whole number")
+    if any(isinstance(part, int) and abs(part) >= 2**60 for part in parts):
+        raise pickle.UnpicklingError("a number beyond 60 bits as a key")
     return key
 
 
 def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
     """What a reduced `OrderedDict` builds."""
     return OrderedDict((check_key(key), value) for key, value in items)
+
+
+class _Counted:
+    """The file beneath an interpreter, which asks it for a byte at each opcode: so many, and no more."""
+
+    def __init__(self, file: BufferedIOBase) -> None:
+        self.file, self.left = file, budget().opcodes
+        self.readline, self.readinto = file.readline, file.readinto
+
+    def read(self, size: int = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise refusal(f"at most {budget().opcodes} opcodes in a pickle", "more", "it holds more than weights")
+        return self.file.read(size)
 
 
 class Unpickler(pickle._Unpickler):
@@ -71,7 +87,7 @@ class Unpickler(pickle._Unpickler):
     def __init__(
         self, file: BufferedIOBase, *, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
     ) -> None:
-        super().__init__(file, encoding="utf-8")
+        super().__init__(_Counted(file), encoding="utf-8")
         self.admitted = admitted
         self.persistent = persistent
 
@@ -125,5 +141,5 @@ def load_pickle(
     except Refusal:
         raise
     except Exception as cause:  # noqa: BLE001  (a damaged pickle can fail in any way)
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:120]
+        reason = shown(f"{type(cause).__name__}: {cause}", 120)
         raise refusal(f"a readable pickle in {name}", f"a damaged one ({reason})", "fetch it again") from None

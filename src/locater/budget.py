@@ -1,0 +1,86 @@
+"""What a stranger's file may cost, in one place: every count is held against it, and against what the file holds,
+before anything is made from it. Processor time and memory are bounded by counts; the clock is for servers.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .errors import refusal
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The defaults are an order of magnitude above what any published checkpoint needs."""
+
+    json_bytes: int = 24 * 2**20  # Python objects take some 25 times the room of the JSON that makes them
+    pickle_bytes: int = 64 * 2**20
+    opcodes: int = 3_000_000  # of one pickle
+    layout_bytes: int = 2**20
+    tensors: int = 2**20
+    name: int = 1000  # letters of a tensor's name
+    names: int = 64 * 2**20  # of all of them
+    layers: int = 10_000
+    heads: int = 65_536
+    patterns: int = 64  # of an adapter
+    deadline: float | None = None  # of the monotonic clock, for what comes through a network
+
+    def check(
+        self, what: str, number: int, *, holds: int | None = None, remedy: str = "correct or fetch it again"
+    ) -> int:
+        """The number of things, if the budget has room for so many and, with `holds`, the file can have them."""
+        most = getattr(self, what.replace(" ", "_"))
+        most = most if holds is None else min(most, holds)
+        if number > most:
+            raise refusal(f"at most {most} {what.replace('_', ' ')}", number, remedy)
+        return number
+
+    def seconds_left(self) -> float | None:
+        """Until the deadline; refused when it has passed."""
+        if self.deadline is None:
+            return None
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise refusal("an answer within --timeout", "none", "allow more seconds, or fetch the files first")
+        return left
+
+
+DEFAULT = Budget()
+_current: ContextVar[Budget] = ContextVar("budget", default=DEFAULT)
+
+
+def budget() -> Budget:
+    """The one in force."""
+    return _current.get()
+
+
+@contextmanager
+def limited(*, seconds: float | None = None, **limits: int) -> Iterator[Budget]:
+    """Other limits for what is done inside; `seconds` of the clock from now on."""
+    if seconds is not None and not seconds > 0:
+        raise refusal("a positive number of seconds as the time limit", seconds)
+    end = None if seconds is None else time.monotonic() + seconds
+    token = _current.set(replace(_current.get(), **limits, **({} if end is None else {"deadline": end})))
+    try:
+        yield _current.get()
+    finally:
+        with suppress(ValueError):  # a generator that is closed in another context than it was made in
+            _current.reset(token)
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse to set aside more than the machine has left: a sparse file can hold any number of zeros."""
+    if needed > 2**28 and (available := _available()) is not None and needed > available:
+        room = f"{what} to fit in the {available // 2**20} MB of memory that are free"
+        raise refusal(room, f"{needed // 2**20} MB", "use a machine with more")
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, ValueError, StopIteration, IndexError):
+        return None  # another system
