@@ -171,7 +171,8 @@ def test_command_without_text(tmp_path):
     arguments = ["predict", str(tmp_path), "--no-text", "--window", str(LENGTH), "--json"]
     result = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json"), "--heads"])
     assert result.exit_code == 0, result.output
-    assert "8 heads on 4 windows of 96 random ids" in result.output and "decoder 1.3" in result.output
+    assert "8 heads" in result.output and "decoder 1.3" in result.output
+    assert "on 4 windows of 96 random ids, not on text" in result.output
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["schema"] == "locater.probe/1" and len(document["heads"]) == 8
     assert set(document["heads"][0]["probed"]) >= {"near_mass_beyond_first", "sink_mass"}
