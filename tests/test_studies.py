@@ -16,12 +16,13 @@ from locater.studies import (
     localisation_helps,
     profiles,
     reconcile,
+    sensitivity,
     softmax,
     spectrum_vs_attention,
     trained,
 )
 from locater.studies.page import page
-from locater.studies.statistics import compared, correlated, holm, paired, spearman
+from locater.studies.statistics import Estimate, Finding, holm, paired, spearman, tally, wilson
 from locater.studies.study import STUDIES, document, find, flat
 from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 from locater.theory import closed_form
@@ -41,15 +42,29 @@ def test_paired_interval_is_students():
     assert paired({0: 1.0}, {0: 2.0}).low == -math.inf and paired({}, {}).count == 0
 
 
+def verdict(estimate: Estimate, kind: str = "difference") -> str:
+    return Finding("loss", "a", estimate, kind).verdict
+
+
 def test_words_follow_the_interval():
     lower = paired({n: n - 1.0 + 0.01 * n for n in range(3)}, {n: float(n) for n in range(3)})
-    assert compared("a", "b", "loss", lower).endswith("lower.")
+    assert verdict(lower) == "lower"
     null = paired(dict(enumerate((1.0, -1.0, 0.1))), dict.fromkeys(range(3), 0.0))
-    assert compared("a", "b", "loss", null).endswith("no difference seen.")
-    assert "too few" in compared("a", "b", "loss", paired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0}))
-    assert correlated("x", "y", spearman(range(9), range(9))).endswith("rises.")
-    assert correlated("x", "y", spearman(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4])).endswith("no relation seen.")
-    assert "no variation" in correlated("x", "y", spearman([1.0] * 9, range(9)))
+    assert verdict(null) == "no difference seen"
+    assert verdict(paired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0})) == "too few seeds"
+    assert verdict(spearman(range(9), range(9)), "relation") == "rises"
+    assert verdict(spearman(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4]), "relation") == "no relation seen"
+    assert "no variation" in verdict(spearman([1.0] * 9, range(9)), "relation")
+    many = [Finding("loss", name, lower) for name in "abcd"] + [Finding("loss", "e", null)]
+    assert tally(many) == f"lower for 4 of 5, most of all a ({lower}); no difference seen for e"
+    assert Finding("loss", "a", paired({0: 1.0}, {0: 2.0})).to_json()["low"] is None
+
+
+def test_wilson_is_scipys():
+    from scipy.stats import binomtest
+
+    interval = binomtest(27, 36).proportion_ci(0.95, method="wilson")
+    assert wilson(27, 36) == (pytest.approx(interval.low), pytest.approx(interval.high))
 
 
 def test_spearman_covers_what_it_says():
@@ -101,18 +116,18 @@ def test_profiles_are_the_theory_and_gaps_are_told(tmp_path):
     point = {"xi": 5.0, "eta": 2.5, "length": 16}
     rows = [point | row for row in profiles.measure(point, tmp_path)]
     assert {row["method"] for row in rows} == {"closed", "exact"} and len(rows) == 32
-    assert "within 0.05 of the exact law on 1 of 1" in profiles.conclude(rows)[1]
+    assert "within 0.05 of the exact law on 1 of 1" in profiles.conclude(rows).second
     wrong = [row | {"rho": row["rho"] + 0.3 * (row["method"] == "exact")} for row in rows]
-    assert "on 0 of 1" in profiles.conclude(wrong)[1] and "gap is 0.3" in profiles.conclude(wrong)[1]
+    assert "on 0 of 1" in profiles.conclude(wrong).second and "gap is 0.3" in profiles.conclude(wrong).second
 
 
 def test_softmax_close_at_small_scale_and_far_at_large(tmp_path):
     points = [{"length": 16, "xi": 0.0, "walks": 60, "eta": eta} for eta in (0.001, 0.01, 0.1, 1.0, 5.0)]
     rows = [point | softmax.measure(point, tmp_path) for point in points]
     assert rows[0]["distance"] < 0.01 and rows[-1]["distance"] > 0.5
-    assert softmax.conclude(rows)[1].endswith("rises.")
+    assert softmax.conclude(rows).findings[0].verdict == "rises"
     shuffled = [row | {"distance": QUIET.random()} for row in rows * 4]
-    assert softmax.conclude(shuffled)[1].endswith("no relation seen.")
+    assert softmax.conclude(shuffled).findings[0].verdict == "no relation seen"
 
 
 def test_reconcile_sees_entropy_fall_with_the_deviation(tmp_path):
@@ -122,10 +137,10 @@ def test_reconcile_sees_entropy_fall_with_the_deviation(tmp_path):
         for seed in range(3)
     ]
     rows = [point | reconcile.measure(point, tmp_path) for point in points]
-    assert reconcile.conclude(rows)[0].endswith("falls.")
+    assert reconcile.conclude(rows).findings[0].verdict == "falls"
     null = [row | {"entropy": QUIET.random()} for row in rows]
-    assert reconcile.conclude(null)[0].endswith("no relation seen.")
-    assert "100% at 2" in reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows])[-1]
+    assert reconcile.conclude(null).findings[0].verdict == "no relation seen"
+    assert "100% at 2" in reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows]).second
 
 
 def test_collapse_counts_what_collapsed(tmp_path):
@@ -139,9 +154,9 @@ def test_collapse_counts_what_collapsed(tmp_path):
             collapses = QUIET.random() < (inside if collapse._is_inside(row) else outside)
             return {"entropy": 0.1 if collapses else 0.9, "residual": 0.9}
 
-        return collapse.conclude([row | entropy(row) for row in rows])[0]
+        return collapse.conclude([row | entropy(row) for row in rows]).findings[0].verdict
 
-    assert planted(0.0, 0.9).endswith("lower.") and planted(0.5, 0.5).endswith("no difference seen.")
+    assert planted(0.0, 0.9) == "lower" and planted(0.5, 0.5) == "no difference seen"
 
 
 def test_attention_follows_a_planted_spectrum(tmp_path):
@@ -154,17 +169,17 @@ def test_attention_follows_a_planted_spectrum(tmp_path):
     by_scale = {row["eta"]: row["near_mass"] for row in rows if row["xi"] == 4.0}
     assert by_scale[0.3] > by_scale[0.003]  # a mean above zero looks at the last tokens
     planted = [row | {"near_mass": row["xi"] + 0.1 * QUIET.random()} for row in rows]
-    assert spectrum_vs_attention.conclude(planted)[2].endswith("rises.")
+    assert spectrum_vs_attention.conclude(planted).findings[2].verdict == "rises"
     null = [row | {"near_mass": QUIET.random(), "entropy": QUIET.random()} for row in rows]
-    assert all("no relation seen" in said for said in spectrum_vs_attention.conclude(null)[:3])
+    assert all(one.verdict == "no relation seen" for one in spectrum_vs_attention.conclude(null).findings)
 
 
-def arms(name: str, quantity: str, effect: float) -> list[dict]:
+def arms(name: str, quantity: str, effect: float, conditions=("", "deep")) -> list[dict]:
     """Rows of a training study in which every arm but none has this effect, and seeds differ by more."""
     return [
         {"condition": condition, "arm": arm, "seed": seed, "best_step": 10}
         | {quantity: 5.0 + seed + (arm != "none") * (effect + (0.01, -0.012, 0.001)[seed])}
-        for condition in ("", "deep")
+        for condition in conditions
         for arm in ("none", name)
         for seed in range(3)
     ]
@@ -173,41 +188,52 @@ def arms(name: str, quantity: str, effect: float) -> list[dict]:
 @pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity", "convergence"])
 def test_training_studies_find_what_is_planted_and_no_more(name):
     study = find(name)
-    found = study.conclude(arms("locater", "best_loss", -0.5))
-    assert sum(said.endswith(": lower.") for said in found) == 2
-    null = study.conclude(arms("locater", "best_loss", 0.0))
-    assert not any(said.endswith((": lower.", ": higher.")) for said in null)
-    assert sum(said.endswith("no difference seen.") for said in null) >= 2
+    more = {"options": {"num_layers": 1}, "agreement": [0.1]}
+
+    def verdicts(effect: float) -> list[str]:
+        rows = [row | more for row in arms("locater", "best_loss", effect, ("as it is", "deep"))]
+        return [one.verdict for one in study.conclude(rows).findings if "loss" in one.what]
+
+    assert verdicts(-0.5).count("lower") == 2 and "higher" not in verdicts(-0.5)
+    assert set(verdicts(0.0)) == {"no difference seen"}
+
+
+def test_a_gain_that_depends_on_a_factor_is_told_from_one_that_does_not():
+    rows = arms("locater", "best_loss", -0.5, ("as it is", "pre-LN")) + arms("locater", "best_loss", 0.5, ("rotary",))
+    noise = iter(QUIET.gauss(0, 0.01) for _ in rows)
+    found = sensitivity.conclude([row | {"best_loss": row["best_loss"] + next(noise)} for row in rows]).findings
+    changes = {one.of: one.verdict for one in found if "as it is" in one.what}
+    assert changes == {"pre-LN": "no difference seen", "rotary": "higher"}
 
 
 def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
-    def rows(follows: float) -> list[dict]:
+    def found(follows: float) -> str:
         shuffled = {0: (1, 4, 2, 6, 3, 5), 1: (3, 2, 6, 1, 5, 4), 2: (4, 1, 5, 2, 6, 3)}
-        return [
-            {"condition": "", "arm": f"mean {n}", "seed": seed, "localisation": n / 10, "entropy": 1 - n / 10}
-            | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed}
+        rows = [
+            {"condition": "", "arm": f"window {n}", "kind": "window", "seed": seed, "near_mass": n / 10}
+            | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed, "entropy": 1 - n / 10}
             for n in range(6)
             for seed in range(3)
-        ] + [{"condition": "", "arm": "free", "seed": seed, "best_loss": 5.0} for seed in range(3)]
+        ]
+        return localisation_helps.conclude(rows).findings[0].verdict
 
-    planted, null = (localisation_helps.conclude(rows(follows)) for follows in (1.0, 0.0))
-    assert planted[-3].endswith("higher.") and "Spearman of loss with localisation" in planted[-3]
-    assert null[-3].endswith("no difference seen.") and "moved from 0.00 to 0.50" in null[-2]
-    assert null[-1].endswith("falls.")
+    assert found(0.99) == "higher" and found(0.0) == "no difference seen"
 
 
 def test_convergence_answers_its_question():
-    yes, no = (convergence.conclude(arms("locater-1e-2", "best_loss", effect))[-1] for effect in (-0.2, -0.02))
-    assert yes.endswith("At most 0.95: yes.") and no.endswith("At most 0.95: no.")
+    def found(effect: float) -> str:
+        return convergence.conclude(arms("locater-1e-2", "best_loss", effect)).second
+
+    assert found(-0.2).endswith("yes.") and found(-0.02).endswith("no.") and "not settled" in found(-0.05)
     early = [
         row
         | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | ({"1500": 0.5} if row["seed"] else {})}
         for row in arms("locater-1e-2", "best_loss", -0.2)
     ]
     said = convergence.conclude(early)
-    assert "at step 1,000" in said[0] and "no difference seen" in said[1]  # at 1,000 all have a loss of 1
+    assert "at step 1,000" in said.first and said.findings[0].verdict == "no difference seen"  # all have a loss of 1
     few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
-    assert convergence.conclude(few)[-1].endswith("open.")
+    assert "open" in convergence.conclude(few).second
 
 
 def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):
@@ -260,6 +286,7 @@ def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "s" / "rows").iterdir()}
     assert locater("study", "softmax", "--quick", "--out", tmp_path / "s").code == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "s" / "rows").iterdir()} == before
+    assert len(found["answer"]) == 2 and found["behind"]["rows"]
     other = locater("study", "profiles", "--quick", "--out", tmp_path / "s")
     assert other.code == 1 and "the points that" in other.err
     assert locater("study").code == 2 and "reconcile" in locater("study", "--list").out

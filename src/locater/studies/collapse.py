@@ -7,8 +7,8 @@ import torch
 from ..records import Json
 from ..theory.words import LOCALIZED
 from .reconcile import ENTROPY_COLLAPSE, RANK_COLLAPSE
-from .statistics import compared, holm, paired
-from .study import Figure, Study
+from .statistics import Finding, corrected, paired, tally
+from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import Spectrum, layers, regime, tokens
 
@@ -42,17 +42,21 @@ def measure(point: Point, place: Path) -> list[Json]:
     return found
 
 
-def conclude(rows: list[Json]) -> list[str]:
+def conclude(rows: list[Json]) -> Answer:
     """The share of collapsed points, where the theory localises with |tr W| ≤ λ against elsewhere, seed by seed."""
-    found = {}
+    found = []
     for variant in dict.fromkeys(map(_variant, rows)):
         some = [row for row in rows if _variant(row) == variant]
-        found[variant] = paired(_collapsed(some, inside=True), _collapsed(some, inside=False))
-    sentences = [
-        compared("the localized region", "elsewhere", f"share collapsed ({variant})", one)
-        for variant, one in holm(found).items()
-    ]
-    return [*sentences, "Intervals are corrected by Holm's method: those that it no longer supports take in zero."]
+        shares = paired(_collapsed(some, inside=True), _collapsed(some, inside=False))
+        found.append(Finding("share collapsed, localized − elsewhere", variant, shares))
+    found = corrected(found)
+    bare = [one for one in found if "norm" not in one.of]
+    return Answer(
+        "Where the theory localises (with |tr W| ≤ λ), the share of points that collapse in rank or entropy is, for "
+        f"attention without residual and norm, {tally(bare)} (3 seeds, paired, Holm).",
+        f"Over all {len(found)} variants, with residuals, norms and sinks, it is {tally(found)}.",
+        found,
+    )
 
 
 def _variant(row: Json) -> str:

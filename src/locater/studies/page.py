@@ -15,11 +15,14 @@ from .sweep.folder import Row
 HEAD = """# Studies
 
 Every answer below is written by code from the rows in [runs/studies](../runs/studies), and `make studies` writes this
-page anew. An interval is one of 95 %. Differences are paired by seed; fewer than three seeds make no claim. Spearman's
-correlations are over the points of a grid, which we chose: they say how the plane looks, not how models are distributed
-over it. `locater study NAME --quick` takes minutes; without `--quick` it is the full grid, which may be stopped.
+page anew: two sentences for each question, a figure, and every comparison behind them. An interval is one of 95 %.
+Differences are paired by seed; fewer than three seeds make no claim; where several are compared, Holm's method corrects
+them, and an interval that it unmakes takes in zero. Spearman's correlations are over the points of a grid, which we
+chose: they say how the plane looks, not how models are distributed over it. Most training studies are of models that
+train in seconds: they are complete, and small. `--quick` is a miniature of under two minutes.
 
 """
+MOST_ROWS = 24  # of a table; the rest is in the rows
 NOTHING = {"rows": [], "num_points": 0, "quick": False}
 SWEEPS = """## Sweeps
 
@@ -67,13 +70,32 @@ def page(folder: Path, *, pictures: str) -> str:
 
 
 def _section(name: str, found: Json, pictures: str) -> str:
-    command = f"locater study {name}"
-    small = ["- A miniature (`--quick`): small models and few steps, which say little of larger and longer ones."]
-    answer = [f"- {said}" for said in found["answer"]]
-    lines = [f"## `{name}`", "", f"**{found['question']}**", "", *(small if found["quick"] else []), *answer, ""]
+    lines = [f"## `{name}`", "", f"**{found['question']}**", "", " ".join(found["answer"]), ""]
     if found["rows"]:
         lines += [f"![{name}]({pictures}/{name}.png)", ""]
+    return "\n".join([*lines, *_behind(found["behind"]), _made(name, found), "", ""])
+
+
+def _made(name: str, found: Json) -> str:
+    command = f"locater study {name}"
     made = f"`{command} --quick`; the full grid, `{command}`, is open" if found["quick"] else f"`{command}`"
-    made = f"nothing kept yet; open, with `{command}`" if not found["rows"] else made
-    lines += [f"Rows: {made}. Budget: {found['budget']}. What would change our mind: {found['doubt']}", "", ""]
-    return "\n".join(lines)
+    made = made if found["rows"] else f"nothing kept yet; open, with `{command}`"
+    return f"Rows: {made}. Budget: {found['budget']}. What would change our mind: {found['doubt']}"
+
+
+def _behind(table: Json | None) -> list[str]:
+    """The comparisons as a table: all, or those that show something, then the first of the others."""
+    if table is None:
+        return []
+    rows = list(table["rows"])
+    kept = (
+        sorted(rows, key=lambda row: "seen" in row[-1] or "too few" in row[-1])[:MOST_ROWS]
+        if len(rows) > MOST_ROWS
+        else rows
+    )
+    cut = f", {MOST_ROWS} of {len(rows)}, those with a verdict first" if len(kept) < len(rows) else ""
+    body = [
+        [str(cell).replace("|", "\\|") for cell in row]
+        for row in (table["columns"], ["---"] * len(table["columns"]), *kept)
+    ]
+    return [f"Behind it{cut}:", "", *("| " + " | ".join(row) + " |" for row in body), ""]

@@ -9,7 +9,8 @@ import torch
 from ..records import Json
 from ..spectra import Moments
 from ..theory import closed_form, exact, regimes
-from .study import Figure, Study
+from .statistics import together
+from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import of_xi_and_eta
 
@@ -47,7 +48,7 @@ def measure(point: Point, place: Path) -> list[Json]:
     ]
 
 
-def conclude(rows: list[Json]) -> list[str]:
+def conclude(rows: list[Json]) -> Answer:
     curves: dict[tuple[float, float, str], list[Json]] = {}
     for row in rows:
         curves.setdefault((row["xi"], row["eta"], row["method"]), []).append(row)
@@ -57,15 +58,20 @@ def conclude(rows: list[Json]) -> list[str]:
         for (xi, eta, method), curve in curves.items()
         if method == "closed" and (xi, eta, "exact") in curves
     }
-    sentences = [f"Of {sum(words.values())} curves: {', '.join(f'{n} {word}' for word, n in words.most_common())}."]
-    if gaps:
-        (xi, eta), worst = max(gaps.items(), key=lambda item: item[1])
-        wrong = sum(gap > CLOSE for gap in gaps.values())
-        sentences.append(
-            f"The closed form is within {CLOSE} of the exact law on {len(gaps) - wrong} of {len(gaps)} curves that a "
-            f"matrix of width {D_MODEL} can have; the largest gap is {worst:.3f} (ξ = {xi:g}, η = {eta:g})."
+    counted = together([f"{n} are {word}" for word, n in words.most_common()])
+    first = f"Of the paper's {sum(words.values())} curves {counted}."
+    if not gaps:
+        return Answer(
+            first, f"None of them belongs to a matrix of width {D_MODEL}, none was held against the exact law."
         )
-    return sentences
+    (xi, eta), worst = max(gaps.items(), key=lambda item: item[1])
+    wrong = sum(gap > CLOSE for gap in gaps.values())
+    return Answer(
+        first,
+        f"The closed form is within {CLOSE} of the exact law on {len(gaps) - wrong} of {len(gaps)} curves that a "
+        f"matrix of width {D_MODEL} can have, and the largest gap is {worst:.3f} (ξ = {xi:g}, η = {eta:g}); nothing "
+        "here is random, so there is no interval.",
+    )
 
 
 STUDY = Study(

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from ..records import Json
-from .statistics import correlated, holm, spearman
-from .study import Figure, Study
+from .statistics import Finding, corrected, spearman, tally, together
+from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import Spectrum, layers, tokens
 
@@ -34,18 +34,26 @@ def measure(point: Point, place: Path) -> Json:
     return layers(x, matrices, has_norm=point["norm"])
 
 
-def conclude(rows: list[Json]) -> list[str]:
-    found = {}
-    for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
-        some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
-        where = f"{'residual and norm' if norm else 'bare attention'}, tr W = {trace:g} λ"
-        for name in ("entropy", "residual"):
-            found[f"{name} ({where})"] = spearman([row["deviation"] for row in some], [row[name] for row in some])
-    sentences = [correlated("the deviation", name, one) for name, one in holm(found).items()]
+def conclude(rows: list[Json]) -> Answer:
+    found: list[Finding] = []
+    for name in ("entropy", "residual"):
+        for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
+            some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
+            where = f"{'residual and norm' if norm else 'bare attention'}, tr W = {trace:g} λ"
+            one = spearman([row["deviation"] for row in some], [row[name] for row in some])
+            found.append(Finding(f"{name} over the deviation", where, one, "relation"))
+    found = corrected(found)
+    entropy, residual = ([one for one in found if one.what.startswith(name)] for name in ("entropy", "residual"))
     both = [row for row in rows if row["entropy"] >= ENTROPY_COLLAPSE and row["residual"] >= RANK_COLLAPSE]
     least = {depth: _share(both, rows, depth) for depth in sorted({row["layers"] for row in rows})}
-    shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in least.items())
-    return [*sentences, f"Neither collapse by number of layers: {shares}. p values are corrected by Holm's method."]
+    shares = together([f"{share:.0%} at {depth}" for depth, share in least.items()])
+    return Answer(
+        "On random walks, as the eigenvalues' deviation grows, entropy (rank correlation) "
+        f"{tally(entropy, most=1)}, while the residual, which is near 0 where rank collapses, "
+        f"{tally(residual, most=1)} (Holm).",
+        f"Both can be avoided at once, in depth too: neither collapse is seen on {shares} layers of the points.",
+        found,
+    )
 
 
 def _share(some: list[Json], rows: list[Json], depth: int) -> float:

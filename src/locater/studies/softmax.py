@@ -8,8 +8,8 @@ import torch
 
 from ..records import Json
 from ..theory import clipped_softmax, monte_carlo, regimes
-from .statistics import correlated, spearman
-from .study import Figure, Study
+from .statistics import Finding, corrected, spearman
+from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import of_xi_and_eta
 
@@ -66,20 +66,27 @@ def lateness(profile: torch.Tensor) -> torch.Tensor:
     return (profile * positions).sum() / total if total > 0 else torch.tensor(0.5)
 
 
-def conclude(rows: list[Json]) -> list[str]:
+def conclude(rows: list[Json]) -> Answer:
     close = [row for row in rows if row["distance"] < CLOSE]
     agree = [row for row in rows if row["regime"] == row["softmax_regime"]]
     agree_close = [row for row in close if row["regime"] == row["softmax_regime"]]
     both = spearman([row["late"] for row in rows], [row["softmax_late"] for row in rows])
     largest = max((row["eta"] * math.sqrt(row["length"]) for row in close), default=0.0)
-    return [
-        f"The two softmaxes differ by less than {CLOSE} in total variation on {len(close)} of {len(rows)} points"
-        + (f", all of them with √T·η/λ ≤ {largest:.2g}." if close else "."),
-        correlated("the scale √T·η/λ", "distance", scale_and_distance(rows)),
-        f"The regime is the true softmax's too on {len(agree)} of {len(rows)} points"
-        + (f", and on {len(agree_close)} of the {len(close)} where they are close." if close else "."),
-        correlated("where the clipped softmax has its signal", "where the true one has it", both),
-    ]
+    found = corrected(
+        [
+            Finding("distance of the two softmaxes", "over √T·η/λ", scale_and_distance(rows), "relation"),
+            Finding("where the true one has its signal", "over where the clipped one has it", both, "relation"),
+        ]
+    )
+    only = f", all with √T·η/λ ≤ {largest:.2g}" if close else ""
+    return Answer(
+        f"The two softmaxes are within {CLOSE} of each other in total variation on {len(close)} of {len(rows)} points"
+        f"{only}, and their distance {found[0].verdict} with that scale (Spearman {found[0].estimate}, Holm).",
+        f"The regime is the true softmax's too on {len(agree)} of {len(rows)} points ({len(agree_close)} of the "
+        f"{len(close)} close ones), and where the true one has its signal {found[1].verdict} with where the clipped "
+        f"one has it (Spearman {found[1].estimate}).",
+        found,
+    )
 
 
 def scale_and_distance(rows: list[Json]):

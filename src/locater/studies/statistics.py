@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
+from typing import Literal
+
+from ..records import Json
 
 LEVEL = 0.95
 # Fewer pairs than this make no claim, whatever their interval.
@@ -60,6 +63,21 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
     return Estimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
 
 
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """The interval of a share (Wilson 1927).
+
+    >>> [round(end, 2) for end in wilson(9, 10)]
+    [0.6, 0.98]
+    """
+    if not total:
+        return 0.0, 1.0
+    from scipy.stats import norm
+
+    z, share = float(norm.ppf((1 + LEVEL) / 2)), count / total
+    middle, half = share + z**2 / (2 * total), z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    return (middle - half) / (1 + z**2 / total), (middle + half) / (1 + z**2 / total)
+
+
 def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
     """Each with p corrected for how many were compared (Holm 1979); an interval that this unmakes takes in 0."""
     corrected: dict[str, Estimate] = {}
@@ -72,21 +90,72 @@ def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
     return {name: corrected[name] for name in estimates}
 
 
-def compared(name: str, against: str, what: str, found: Estimate) -> str:
-    """One sentence: lower, higher, or no difference seen."""
-    if not found.count:
-        return f"{name} and {against} have no seed in common."
-    if found.count < FEWEST:
-        seeds = "one seed" if found.count == 1 else f"{found.count} seeds"
-        return f"{what} of {name} − {against}: {found.value:+.3g} on {seeds}, too few to claim a difference."
-    verdict = ("lower" if found.value < 0 else "higher") if found.is_seen else "no difference seen"
-    return f"{what} of {name} − {against}: {found} ({found.count} seeds, paired, 95 %): {verdict}."
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: `what` was looked at, `of` whom (with whom it is compared), and what its interval allows to say.
+
+    Of `kind` "difference" it is paired by seed, of "relation" it is a rank correlation over points.
+    """
+
+    what: str
+    of: str
+    estimate: Estimate
+    kind: Literal["difference", "relation"] = "difference"
+
+    @property
+    def verdict(self) -> str:
+        one = self.estimate
+        if self.kind == "relation":
+            if math.isnan(one.value):
+                return "too few points, or no variation"
+            return ("rises" if one.value > 0 else "falls") if one.is_seen else "no relation seen"
+        if one.count < FEWEST:
+            return "too few seeds"
+        return ("lower" if one.value < 0 else "higher") if one.is_seen else "no difference seen"
+
+    def __str__(self) -> str:
+        return f"{self.of} ({self.estimate})"
+
+    def to_json(self) -> Json:
+        one = self.estimate
+        numbers = {name: getattr(one, name) if math.isfinite(getattr(one, name)) else None for name in NUMBERS}
+        return {
+            "what": self.what,
+            "of": self.of,
+            "kind": self.kind,
+            "count": one.count,
+            "verdict": self.verdict,
+        } | numbers
 
 
-def correlated(x: str, y: str, found: Estimate) -> str:
-    """One sentence: rises, falls, or no relation seen."""
-    if math.isnan(found.value):
-        return f"{y} over {x}: too few points, or no variation, to tell."
-    verdict = ("rises" if found.value > 0 else "falls") if found.is_seen else "no relation seen"
-    interval = f"[{found.low:+.2f}, {found.high:+.2f}]"
-    return f"{y} over {x}: Spearman {found.value:+.2f} {interval} ({found.count} points, 95 %): {verdict}."
+NUMBERS = ("value", "low", "high", "p")
+
+
+def corrected(findings: Sequence[Finding]) -> list[Finding]:
+    """All of them with estimates corrected for how many they are."""
+    estimates = holm({str(number): one.estimate for number, one in enumerate(findings)})
+    return [replace(one, estimate=estimates[str(number)]) for number, one in enumerate(findings)]
+
+
+def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
+    """Who is lower, higher, or not seen to differ: up to `most` of each by name, with intervals where one is seen.
+
+    >>> seen, null = Estimate(-0.5, -0.6, -0.4, 0.01, 3), Estimate(0.1, -0.4, 0.6, 0.9, 3)
+    >>> tally([Finding("loss", "a", seen), Finding("loss", "b", null), Finding("loss", "c", null)])
+    'lower for a (-0.5 [-0.6, -0.4]); no difference seen for b and c'
+    """
+    groups: dict[str, list[Finding]] = {}
+    for one in findings:
+        groups.setdefault(one.verdict, []).append(one)
+    parts = []
+    for verdict, some in groups.items():
+        some = sorted(some, key=lambda one: -abs(one.estimate.value))
+        names = [str(one) if one.estimate.is_seen else one.of for one in some[:most]]
+        more = f"{len(some)} of {len(findings)}, most of all {names[0]}" if some[0].estimate.is_seen else f"{len(some)}"
+        parts.append(f"{verdict} for {together(names) if len(some) <= most else more}")
+    return "; ".join(parts)
+
+
+def together(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import BadArguments
 from ..records import Json
+from .statistics import Finding
 from .sweep.folder import Measure, Point, Row, Sweep
 
 STUDIES = (
@@ -23,6 +25,9 @@ STUDIES = (
     "depth",
     "sensitivity",
     "convergence",
+    "rivals",
+    "metrics",
+    "early-warning",
 )
 
 
@@ -39,6 +44,30 @@ class Figure:
     logarithmic: bool = False
 
 
+class Table(NamedTuple):
+    """Rows of words under headings."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Two plain sentences with their intervals, and every comparison behind them."""
+
+    first: str
+    second: str
+    findings: Sequence[Finding] = ()
+    table: Table | None = None  # where the findings are no differences or relations
+
+    def behind(self) -> Table | None:
+        """What the sentences rest on."""
+        if self.table is not None or not self.findings:
+            return self.table
+        rows = [[one.what, one.of, str(one.estimate), str(one.estimate.count), one.verdict] for one in self.findings]
+        return Table(("what", "of", "estimate [95 %]", "seeds or points", "verdict"), rows)
+
+
 @dataclass(frozen=True)
 class Study:
     """A question, what is measured for it, and what the rows say; `conclude` sees points and results in one dict."""
@@ -46,10 +75,11 @@ class Study:
     question: str
     grid: Callable[[bool], Sequence[Point]]  # whether it is to be quick
     measure: Measure
-    conclude: Callable[[list[Json]], list[str]]
+    conclude: Callable[[list[Json]], Answer]
     figure: Figure
     budget: str
     doubt: str  # what would change our mind
+    shown: Callable[[list[Json]], list[Json]] = list  # what the figure draws, if not the rows themselves
 
 
 def find(name: str) -> Study:
@@ -73,20 +103,24 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     """What a study found so far, as the page and the documentation read it."""
     study = find(name)
     measured = flat(rows)
-    answer = study.conclude(measured) if measured else ["Nothing has been measured yet."]
+    found = study.conclude(measured) if measured else None
+    table = found.behind() if found else None
+    answer = [found.first, found.second] if found else ["Nothing has been measured yet."]
     done = sum("result" in row for row in rows)
     if done < num_points:
-        answer = [*answer, f"Open: {num_points - done} of {num_points} points are not measured."]
+        answer.append(f"Open: {num_points - done} of {num_points} points are not measured.")
     return {
         "schema": "locater.study/1",
         "study": name,
         "question": study.question,
         "answer": answer,
+        "findings": [one.to_json() for one in found.findings] if found else [],
+        "behind": table._asdict() if table else None,
         "budget": study.budget,
         "doubt": study.doubt,
         "figure": asdict(study.figure),
         "failures": [row for row in rows if "error" in row],
-        "rows": measured,
+        "rows": study.shown(measured),
     }
 
 

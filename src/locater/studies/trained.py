@@ -13,8 +13,9 @@ from ..training import run
 from ..training.config import make_config
 from ..training.export import load
 from ..training.metrics import METRICS, read_rows
+from ..training.model import LanguageModel, WalkModel
 from .runs import QUANTITIES
-from .statistics import Estimate, compared, holm, paired
+from .statistics import Estimate, Finding, corrected, paired
 from .sweep.folder import Point
 
 Rows = list[Json]
@@ -47,12 +48,12 @@ def result(folder: Path, *, is_done: bool = True) -> Json:
         except (KeyError, ArithmeticError):
             continue  # a random walk has no perplexity, an exploded head no spectrum
     weights = folder / run.MODEL
-    return found | ({"directions": directions(weights)} if weights.exists() else {})
+    return found | ({"directions": directions(load(weights))} if weights.exists() else {})
 
 
-def directions(folder: Path) -> float:
-    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads of a saved model."""
-    model, counts = load(folder), []
+def directions(model: LanguageModel | WalkModel) -> float:
+    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads."""
+    counts = []
     for layer in model.layers:
         attention = layer.attention
         assert isinstance(attention, torch.nn.Module)
@@ -104,15 +105,14 @@ def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tup
     }
 
 
-def sentences(rows: Rows, quantity: str, what: str, *, against: str = "none") -> list[str]:
-    """One for each arm and condition, corrected for how many they are."""
+def findings(rows: Rows, quantity: str, what: str, *, against: str = "none") -> list[Finding]:
+    """One for each arm and condition against another arm, corrected for how many they are."""
     found = differences(rows, quantity, against=against)
-    corrected = holm({f"{condition}|{arm}": one for (condition, arm), one in found.items()})
-    said = []
-    for name, one in corrected.items():
-        condition, arm = name.split("|")
-        said.append(compared(arm, against, f"{what} ({condition})" if condition else what, one))
-    return said + (["Several are compared: corrected by Holm's method."] if len(said) > 1 else [])
+    return corrected([Finding(what, _named(condition, arm), one) for (condition, arm), one in found.items()])
+
+
+def _named(condition: str, arm: str) -> str:
+    return f"{arm}, {condition}" if condition else arm
 
 
 def ratio(rows: Rows, arm: str, *, against: str = "none") -> Estimate:

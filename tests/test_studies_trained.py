@@ -1,0 +1,256 @@
+"""Studies that train: their own loop, what they change in it, and what they measure, each against a known answer."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import locater.stabilisers
+from locater.attention.calls import Interception
+from locater.spectra import moments
+from locater.stabilisers import Stabiliser
+from locater.stabilisers.base import Stabiliser as Base
+from locater.stabilisers.rivals.attention_losses import AttentionLoss
+from locater.studies import depth, early_warning, interventions, localisation_helps, mechanism, metrics, rivals, small
+from locater.studies import spectrum_vs_attention as spectrum
+from locater.studies.study import find
+
+RANDOM = random.Random(1)
+
+
+def config(**changed):
+    return small.tiny(0, **{"steps": 3, "warmup": 1, "context": 16, "batch": 2, **changed})
+
+
+@pytest.fixture(scope="module")
+def ran():
+    return small.train(config(steps=12, batch=4))
+
+
+def test_the_loop_is_the_trainers(tmp_path, ran):
+    """The same losses to rounding, step by step, as `locater train` has them."""
+    from locater.training import run
+    from locater.training.metrics import read_rows
+
+    run.start(config(steps=12, batch=4, log_every=1, validation_windows=4), tmp_path / "r", say=lambda said: None)
+    theirs = [row["loss"] for row in read_rows(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "train"]
+    assert ran.losses == pytest.approx(theirs, rel=1e-4) and len(theirs) == 12
+
+
+def test_a_loss_that_is_no_number_ends_a_run():
+    def poison(model):
+        model.embedding.weight.data[:] = math.nan
+        return Stabiliser()
+
+    broken = small.train(config(), poison)
+    assert not broken.is_finite and len(broken.losses) == 1
+    assert small.validation_loss(broken) == pytest.approx(math.log(512)) and small.result(broken)["entropy"] == 0
+
+
+def weights_of(model) -> torch.Tensor:
+    """What the first layer's kernel makes of a text, with everything that stands between."""
+    seen = []
+
+    def see(call):
+        seen.append(call.masked(call.raw()).softmax(-1))
+
+    with torch.no_grad(), Interception(see):
+        model(torch.arange(16)[None])
+    return seen[0][0]
+
+
+def test_windows_and_temperatures_do_what_they_say(ran):
+    plain = weights_of(ran.model)
+    window = interventions.Window(ran.model, 3)
+    found = weights_of(ran.model)
+    assert (found.tril(-3) == 0).all() and (found.triu(1) == 0).all()
+    expected = plain[:, 9, 7:10] / plain[:, 9, 7:10].sum(-1, keepdim=True)
+    torch.testing.assert_close(found[:, 9, 7:10], expected)
+    window.detach()
+    temperature = interventions.Temperature(ran.model, 2.0)
+    expected = plain.square() / plain.square().sum(-1, keepdim=True)
+    torch.testing.assert_close(weights_of(ran.model), expected, rtol=1e-4, atol=1e-6)
+    temperature.detach()
+    torch.testing.assert_close(weights_of(ran.model), plain)
+
+
+def test_a_held_spectrum_is_held_while_the_rest_learns():
+    held = small.train(config(steps=6), lambda model: interventions.Held(model, xi=-1.5, eta=0.4))
+    for pair in held.stabiliser.pairs:
+        query, key = (side.view(side.weight.read()).double() for side in (pair.query, pair.key))
+        found = moments(query, key)
+        torch.testing.assert_close(found.xi, torch.full_like(found.xi, -1.5), rtol=1e-2, atol=0)
+        torch.testing.assert_close(found.eta / pair.temperature, torch.full_like(found.eta, 0.4), rtol=1e-4, atol=0)
+    other = small.train(config(steps=6))
+    assert held.losses[-1] != other.losses[-1]
+
+
+def test_no_stabiliser_is_left_out():
+    """Whoever adds one to the library adds it to the comparison."""
+    public = {getattr(locater.stabilisers, name) for name in locater.stabilisers.__all__}
+    kinds = {one for one in public if isinstance(one, type) and issubclass(one, Base)} - {AttentionLoss}
+    assert kinds == {rival.kind for rival in rivals.RIVALS.values()}
+    assert len({len(rival.settings) for rival in rivals.RIVALS.values()}) == 1, "as many trials for each"
+
+
+def test_every_rival_trains_and_is_measured(monkeypatch):
+    monkeypatch.setattr(rivals, "tiny", lambda seed, **changed: config(**changed | {"steps": 2}))
+    for name, rival in rivals.RIVALS.items():
+        row = rivals._row(rival, rival.settings[1], 1e-2, 0, 2)
+        assert 0 < row["loss"] < 8 and 0 < row["entropy"] <= 1 and row["milliseconds"] > 0, name
+
+
+def rated(effect: float) -> list[dict]:
+    """Arms over learning rates: `steady` is lower by the effect at the largest rate."""
+    return [
+        {"arm": arm, "seed": seed, "learning_rate": rate, "start": 6.0, "entropy": 0.5, "milliseconds": 5.0}
+        | {"loss": 4.0 + (rate == 1.0) * (1.5 - effect * (arm == "steady")) + 0.01 * RANDOM.random()}
+        for arm in ("none", "steady")
+        for seed in range(3)
+        for rate in (0.01, 0.1, 1.0)
+    ]
+
+
+def test_rivals_find_a_planted_sensitivity_and_no_other():
+    assert rivals.sensitivity([4.0, 5.0, math.inf], start=6.0) == pytest.approx((0 + 1 + 2) / 3)
+    planted = {one.what: one.verdict for one in rivals.conclude(rated(1.4)).findings}
+    assert planted["learning-rate sensitivity"] == "lower" and planted["best validation loss"] == "no difference seen"
+    null = {one.what: one.verdict for one in rivals.conclude(rated(0.0)).findings}
+    assert null["learning-rate sensitivity"] == "no difference seen"
+
+
+def test_a_rival_is_tuned_on_other_seeds_than_it_is_judged_by(monkeypatch):
+    seen = []
+
+    def run(rival, setting, rate, seed, steps):
+        seen.append((setting, rate, seed))
+        return seed, setting, rate
+
+    monkeypatch.setattr(rivals, "_run", run)
+    monkeypatch.setattr(rivals, "validation_loss", lambda found: abs(found[1] - 1e-2))
+    monkeypatch.setattr(rivals, "_row", lambda rival, setting, rate, seed, steps: (setting, rate, seed))
+    point = {"arm": "LocAteR", "seed": 2, "steps": 5, "rates": [1e-3, 1e-2]}
+    assert rivals.measure(point, Path()) == [(1e-2, 1e-3, 2), (1e-2, 1e-2, 2)]
+    assert seen == [(setting, rivals.BASE, 2 + rivals.TUNING) for setting in (1e-3, 1e-2, 1e-1)]
+
+
+def test_metrics_are_what_they_say(ran):
+    logits = torch.tensor([[4.0, 0.0], [4.0, 0.0], [0.0, 0.1], [0.0, 0.1]])
+    sure, unsure = (float(row.softmax(-1).max()) for row in (logits[0], logits[2]))
+    error = metrics.calibration_error(logits, torch.tensor([0, 1, 1, 1]))
+    assert error == pytest.approx((abs(0.5 - sure) + abs(1 - unsure)) / 2)
+    losses, targets = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0, 1, 2]])
+    assert metrics.by_frequency(losses, targets, torch.tensor([9, 1, 5])) == (2.0, 1.0)
+    one, other = torch.tensor([3.0, 1.0]), torch.tensor([3.0, -1.0])  # mean (3, 0), tr Σ = 2, |G|² = 9 − 1
+    assert metrics.gradient_noise([one, other]) == pytest.approx(math.log10(2 / 8))
+    found = metrics.numbers(ran)
+    assert {"copying", "effective_rank", "rare_loss"} <= found.keys() and found["rare_loss"] > found["frequent_loss"]
+
+
+def test_copying_is_seen_where_it_is_built_in(ran):
+    class Copier(torch.nn.Module):
+        config = ran.model.config
+
+        def forward(self, tokens):
+            logits = torch.zeros(*tokens.shape, self.config.vocab_size)
+            half = self.config.context // 2
+            for place in range(half - 1, 2 * half - 1):
+                logits[:, place] = 9 * torch.nn.functional.one_hot(tokens[:, place + 1 - half], self.config.vocab_size)
+            return logits
+
+    copier = small.Ran(Copier(), ran.data, ran.stabiliser, [1.0], 0.0)
+    assert metrics.copying(copier) > 3 > 0.5 > abs(metrics.copying(ran))
+
+
+def test_metrics_that_move_are_told_from_those_that_do_not():
+    orders = ((2, 0, 4, 1, 5, 3), (4, 1, 0, 5, 2, 3), (1, 5, 3, 0, 4, 2))
+    rows = [
+        {"condition": "", "arm": f"{n}" if n else "none", "seed": seed, "near_mass": n / 6}
+        | dict.fromkeys(metrics.METRICS, float(orders[seed][n]))
+        | {"copying": n + 0.1 * RANDOM.random() + (n == 3) * seed * 1.2}
+        for n in range(6)
+        for seed in range(3)
+    ]
+    found = {one.of: one.verdict for one in metrics.conclude(rows).findings if one.what.startswith("Spearman")}
+    assert found.pop("copying") == "higher" and set(found.values()) == {"no difference seen"}
+
+
+def test_gradient_reaches_the_tokens_that_attention_sees(ran):
+    tokens, targets = ran.data.batches.validation(0, 4)
+    window = interventions.Window(ran.model, 2)
+    (share,) = depth.gradient_shares(ran.model, tokens, targets)
+    window.detach()
+    assert share[:-2].max() == 0 and share.sum() == pytest.approx(1, abs=1e-5) and share[-2] > 0
+    walk = torch.randn(400, 16, 4, generator=torch.Generator().manual_seed(0)).cumsum(1)
+    torch.testing.assert_close(depth.step_covariance(walk), torch.eye(4, dtype=torch.float64), atol=0.15, rtol=0)
+    assert len(depth.agreement(ran)) == 1 and -1 <= depth.agreement(ran)[0] <= 1
+
+
+def warned(name: str, *, leads: bool) -> list[dict]:
+    """Half of the runs diverge at step 100; one indicator rises from 50 on in these alone, others are noise."""
+    steps = list(range(0, 200, 10))
+    rows = []
+    for seed in range(3):
+        for number in range(8):
+            bad = number % 2 == 0
+            courses = {one: [RANDOM.random() for _ in steps] for one in (*early_warning.INDICATORS, early_warning.LOSS)}
+            courses[early_warning.LOSS] = [0.5 * (bad and step >= 100) for step in steps]
+            if leads:
+                courses[name] = [5.0 * (bad and step >= 50) for step in steps]
+            rows.append(
+                {"kind": "a", "top": 0.1, "seed": seed, "steps": steps, "courses": courses}
+                | {"shown": 100 if bad else None, "first_alarm": 80 if bad else None}
+            )
+    return rows
+
+
+def test_an_indicator_that_leads_is_found_and_noise_is_not():
+    planted = early_warning.cross_judged(warned("η", leads=True), "η")
+    assert (planted["caught"], planted["false"], planted["lead"]) == (12, 0, 50)
+    assert "η warns best" in early_warning.conclude(warned("η", leads=True)).first
+    null = early_warning.cross_judged(warned("η", leads=False), "η")
+    assert null["caught"] - null["false"] < 9
+    own = early_warning.by_default(warned("η", leads=True))
+    assert (own["caught"], own["false"], own["lead"]) == (12, 0, 20)
+    curve = [row for row in early_warning.curves(warned("η", leads=True)) if row["indicator"] == "η"]
+    assert {"indicator": "η", "threshold": 0.0, "recall": 1.0, "false_alarms": 0.0, "lead": 50} in curve
+
+
+def test_where_the_loss_shows_it():
+    assert early_warning.shown_at([5.0] * 30 + [math.nan], 60) == 30  # the run ended there
+    assert early_warning.shown_at([5.0] * 20 + [9.0] * 5 + [5.0] * 40, 65) is None  # a spike that passes
+    assert early_warning.rises([5.0] * 20 + [6.0] * 20, [5, 39]) == [0.0, 1.0]
+
+
+def test_a_run_is_watched_to_its_end(monkeypatch):
+    monkeypatch.setattr(early_warning, "tiny", lambda seed, **changed: config(**changed))
+    row = early_warning.measure({"kind": "pre-LN", "top": 0.01, "seed": 0, "steps": 21}, Path())
+    assert row["steps"] == [0, 10, 20] and row["shown"] is None
+    assert all(len(course) == 3 for course in row["courses"].values()) and row["courses"]["η"][2] > 0
+
+
+def test_an_edited_model_has_the_attention_of_its_spectrum():
+    spectrum.trained.cache_clear()
+    flat, sharp = (spectrum.edited(0, 0, 0.0, eta) for eta in (0.01, 3.0))
+    assert flat["entropy"] > 0.99 > sharp["entropy"] and flat["loss_before"] == sharp["loss_before"]
+
+
+def test_a_small_start_is_a_start_and_not_a_hold():
+    row = mechanism.measure({"arm": "start", "seed": 0, "steps": 4}, Path())
+    assert row["course"]["0"] == pytest.approx(mechanism.SMALL, rel=0.05) and row["directions"] > 1
+
+
+@pytest.mark.parametrize(
+    "name", ["mechanism", "localisation-helps", "metrics", "sensitivity", "rivals", "early-warning"]
+)
+def test_grids_are_complete_and_paired(name):
+    points = find(name).grid(False)
+    arms = {}
+    for point in points:
+        rest = {key: value for key, value in point.items() if key not in ("seed", "name")}
+        arms.setdefault(str(rest), set()).add(point["seed"])
+    assert all(seeds == {0, 1, 2} for seeds in arms.values())
+    assert name != "early-warning" or len(points) >= 60
+    assert set(localisation_helps.ARMS) == set(localisation_helps.KIND_OF)
