@@ -1,6 +1,7 @@
 """Pages without a browser: what is read, refused and said; figures and notebooks."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import numpy
 import pytest
 
 from command import locater
+from locater.cli.report import read
 from locater.errors import Refusal
-from locater.monitor.alarms import Thresholds
+from locater.monitor.alarms import Alarm, Thresholds
+from locater.monitor.report import LayerReport, Report
 from locater.report import quantities
 from locater.report.head_figures import plot
 from locater.report.headline import headline
@@ -18,6 +21,8 @@ from locater.report.packing import Pack
 from locater.report.reading import read_record
 from locater.report.views import views_of
 from locater.scanning import findings
+from locater.studies.study import measure_for, points_of
+from locater.studies.sweep.folder import create, open_sweep
 
 
 def head(layer, number, **columns):
@@ -166,3 +171,95 @@ def test_figures_of_a_map_and_of_a_head(tmp_path):
     figures = tmp_path / "figures"
     assert locater("report", source, "-o", tmp_path / "page.html", "--figures", figures).code == 0
     assert (figures / "where-xi.png").read_bytes().startswith(b"\x89PNG") and (figures / "where-xi.svg").exists()
+
+
+def test_figures_of_the_heads_that_are_asked_for(tmp_path):
+    lines = {"profiles": {"closed": [0, 1], "exact": [0, 0.9]}, "expected_logits": {"weights": [2, 1]}}
+    spectrum = [[1, 0.5], [1, -0.5]]
+    heads = [head(0, 0, xi=-9.0, eigenvalues=spectrum, **lines), head(0, 1, eigenvalues=spectrum), head(1, 0)]
+    source, figures = tmp_path / "scan.json", tmp_path / "figures"
+    source.write_text(json.dumps(scanned(*heads, distances=[0, 1])), encoding="utf-8")
+    assert len(plot(json.loads(source.read_text()), head=(0, 0)).axes) == 3
+    page = tmp_path / "page.html"
+    assert locater("report", source, "-o", page, "--figures", figures).code == 0
+    assert [path.name for path in sorted(figures.glob("*head*"))] == ["where-head-0.0.png", "where-head-0.0.svg"]
+    assert locater("report", source, "-o", page, "--figures", figures, "--heads", "all").code == 0
+    assert {path.stem for path in figures.glob("*head*")} == {"where-head-0.0", "where-head-0.1"}  # 1.0 has no lines
+    page.unlink()
+    for heads, code, words in (("7.7", 1, "heads that a result has"), ("first", 2, "such as 5.6,9.1")):
+        found = locater("report", source, "-o", page, "--figures", tmp_path / "none", "--heads", heads)
+        assert found.code == code and words in found.err and not page.exists()
+
+
+def test_curves_over_time_are_figures_too(tmp_path):
+    run = Path(__file__).parents[1] / "runs/measured/words/none-seed0"
+    document = read_record(run)
+    (panel,) = plot(document, "near_mass", over_time=True).axes
+    (line,) = panel.get_lines()
+    assert line.get_xdata().tolist() == [510, 1020] and line.get_ydata()[-1] == pytest.approx(0.76395607)
+    with pytest.raises(Refusal, match="several steps"):
+        plot(scanned(head(0, 0)), over_time=True)
+    (view,) = views_of([document])
+    assert [pair[0] for pair in view.course["held-out loss"]] == [510, 1020] and len(
+        view.course["training loss"]
+    ) == 102
+
+
+def test_a_monitors_report_is_a_page_and_a_figure(tmp_path):
+    layer = LayerReport("decoder", 0, (0, 1), {"normalised_entropy": (0.01, 0.7), "near_mass": (0.5, float("nan"))}, {},
+                        {}, 8, 1.0, 0, 0, 0, 1, 2.0, weights={"eta": (1.0, 2.0), "sigma_1": (3.0, 4.0)})  # fmt: skip
+    alarm = Alarm("entropy collapse", "decoder", 0, (0,), 0.01, 0.02, "each query sees one key", "QKNorm")
+    report = Report(7, (layer,), alarms=(alarm,), notes=("the budget was spent",))
+    path = tmp_path / "monitor.html"
+    text = report.to_html(path, title="Step 7")
+    assert path.read_text(encoding="utf-8") == text and "Step 7" in text and "sandbox=" in report._repr_html_()
+    (view,) = views_of([report.to_json()])
+    assert view.columns["sigma"] == [[3.0, 4.0]] and view.columns["near_mass"] == [[0.5, None]]
+    said = [sentence.text for sentence in headline([view], [])]
+    assert any("entropy collapse, first at step 7" in one for one in said) and "Note: the budget was spent." in said
+    assert report.plot("eta").axes[0].get_ylabel() == "layer"
+    source = tmp_path / "report.json"
+    source.write_text(json.dumps(report.to_json()), encoding="utf-8")
+    assert locater("report", source, "-o", path).code == 0
+
+
+def swept(folder, *, failed=False):
+    """A sweep of two arms and two seeds as the engine leaves it, without the runs' own folders."""
+    points = [{"name": f"{arm}-seed{seed}", "arm": arm, "seed": seed} for arm in ("a", "b") for seed in (0, 1)]
+    sweep = create(folder, "train", points)
+
+    def measure(point, place):
+        if failed and point["name"] == "b-seed1":
+            raise ValueError("it exploded")
+        loss = 3.0 + point["seed"] / 10 - (point["arm"] == "b") / 2
+        return {"step": 20, "course": {"10": 4.0, "20": loss}, "loss": loss, "perplexity": math.exp(loss), "xi": 1.0}
+
+    sweep.work(measure)
+    return sweep
+
+
+def test_a_sweeps_own_folder_is_a_page_of_arms(tmp_path):
+    swept(tmp_path / "sweep", failed=True)
+    document = read(str(tmp_path / "sweep"))
+    arms = {arm["arm"]: arm for arm in document["arms"]}
+    assert document["step"] == 20 and arms["a"]["quantities"]["loss"]["mean"] == pytest.approx(3.05)
+    assert arms["a"]["seeds"] == [0, 1] and arms["b"]["seeds"] == [0]
+    said = [sentence.text for sentence in headline([], [document])]
+    assert any("b-seed1" in one and "it exploded" in one for one in said)
+    rows = {"schema": "locater.sweep/1", "folder": "elsewhere", "rows": open_sweep(tmp_path / "sweep").rows()}
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    assert read(str(tmp_path / "rows.json"))["arms"] == document["arms"]
+    assert locater("report", tmp_path / "sweep", "-o", tmp_path / "page.html").code == 0
+
+
+def test_an_unfinished_study_is_concluded_from_its_rows(tmp_path):
+    sweep = create(tmp_path / "study", "study profiles", points_of("profiles", quick=True)[:2])
+    sweep.work(lambda point, place: measure_for(sweep)(point, place), only=[0])
+    document = read(str(tmp_path / "study"))
+    assert document["schema"] == "locater.study/1" and any("1 of 2 points" in one for one in document["answer"])
+
+
+def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
+    create(tmp_path / "sweep", "train", [{"name": "a-seed0", "arm": "a", "seed": 0}])
+    found = locater("report", tmp_path / "sweep", "-o", tmp_path / "page.html")
+    assert found.code == 1 and "a finished run" in found.err and not (tmp_path / "page.html").exists()

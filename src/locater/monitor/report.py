@@ -10,6 +10,7 @@ from ..errors import refusal
 from ..head import Block
 from ..models import spans
 from ..records import Json, head_key, layer_key
+from ..report.shown import Shown
 from .tally import (
     CLUSTERS,
     COUNT,
@@ -112,7 +113,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """`training` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong, and a remedy."""
 
     step: int

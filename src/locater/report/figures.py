@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
 from ..records import Json, write
@@ -134,3 +134,10 @@ def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axe
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def colormaps() -> Any:
+    """Matplotlib's own, by name."""
+    from matplotlib import colormaps as known
+
+    return known

@@ -1,15 +1,18 @@
 """Maps, heads and curves as matplotlib figures, from the same views as the page; needs no torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
 from ..theory.words import REGIMES, WORDS
 from .curves import curves
-from .figures import canvas, save
-from .quantities import Quantity, quantity
+from .figures import canvas, colormaps, save
+from .head_panels import PANELS, head_figure
+from .headline import headline
+from .quantities import QUANTITIES, Quantity, is_shown, quantity
+from .studies import study_figure
 from .text import all_shown
 from .views import Document, View, views_of
 
@@ -18,40 +21,110 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAPS = ("xi", "eta_over_temperature", "localisation", "symmetry", "near_mass", "normalised_entropy", "moved")
-PROFILE_WORDS = {"closed": "closed form", "exact": "exact", "positions": "closed form, with positions"}
-LINES = ("#0072B2", "#D55E00", "#009E73")
+Heads = Sequence[tuple[int, int]] | None  # layer and number; None: all
+MOST_LAYERS = 12  # that a legend can name
 
 
-def plot(document: Document, name: str | None = None, *, head: tuple[int, int] | None = None) -> "Figure":
-    """The map of one quantity (ξ unless named), or one head by layer and number."""
+def plot(
+    document: Document, name: str | None = None, *, head: tuple[int, int] | None = None, over_time: bool = False
+) -> "Figure":
+    """The map of one quantity (ξ unless named), its curves over steps or checkpoints, or one head (layer, number)."""
     (view,) = views_of([all_shown(document)]) or [None]
     if view is None:
         return curves(document)
     if head is not None:
         return head_figure(view, head)
-    return map_figure(view, name or next((one for one in MAPS if one in view.columns), next(iter(view.columns))))
+    name = name or next((one for one in MAPS if one in view.columns), next(iter(view.columns)))
+    if over_time:
+        if len(view.frames) < 2:
+            raise refusal("several steps or checkpoints, for curves over time", "one")
+        return layer_curves(view, _known(view, name))
+    return map_figure(view, name)
 
 
-def save_all(documents: Sequence[Document], folder: Path) -> None:
-    """Every map of every view, and the curves of runs, each as PNG and SVG."""
-    figures: dict[str, Figure] = {}
-    for view in views_of([all_shown(document) for document in documents]):
-        for name in view.columns:
-            if quantity(name).low != "low":  # those that the table of quantities knows
-                figures[f"{view.name}-{name}"] = map_figure(view, name)
-    for document in documents:
-        if document["schema"] == "locater.runs/1":
-            figures["runs"] = curves(document)
-    for title, figure in figures.items():
+def save_all(documents: Sequence[Document], folder: Path, *, heads: Heads = ()) -> None:
+    """Every map, the heads that are asked for (all where None), and all curves over time, each as PNG and SVG."""
+    views = views_of([all_shown(document) for document in documents])
+    known = {key[1:] for view in views for key in view.heads}
+    if unknown := [f"{layer}.{number}" for layer, number in heads or () if (layer, number) not in known]:
+        raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
+    for title, figure in _all(views, documents, heads):
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", title).strip("-.")[:100] or "figure"
         for suffix in (".png", ".svg"):
             save(figure, folder / f"{stem}{suffix}")
 
 
+def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Iterator[tuple[str, Figure]]":
+    """One after the other: hundreds of figures at once would fill the memory."""
+    for view in views:
+        for name in view.columns:
+            if name in QUANTITIES and is_shown(name, view.columns):
+                yield f"{view.name}-{name}", map_figure(view, name)
+                if len(view.frames) > 1:
+                    yield f"{view.name}-{name}-over-time", layer_curves(view, name)
+        if any(regime for regime in view.regimes[-1]):
+            yield f"{view.name}-regime", map_figure(view, "regime")
+        yield from _heads(view, heads)
+    for document in map(all_shown, documents):
+        if document["schema"] == "locater.runs/1":
+            yield "runs", curves(document)
+        if document["schema"] == "locater.study/1" and document["rows"]:
+            yield f"study-{document.get('study', '')}", study_figure(document)
+
+
+def _heads(view: View, heads: Heads) -> "Iterator[tuple[str, Figure]]":
+    """Of views that know more of a head than its numbers; a head that a view lacks is left to the others."""
+    drawable = [key[1:] for key, record in zip(view.heads, view.records, strict=False) if record.keys() & PANELS.keys()]
+    for head in drawable if heads is None else [head for head in heads if head in drawable]:
+        yield f"{view.name}-head-{head[0]}.{head[1]}", head_figure(view, head)
+
+
+def first_shown(documents: Sequence[Document]) -> list[tuple[int, int]]:
+    """The head that the page opens with: the first that a warning names, else the one of the largest |ξ|."""
+    views = views_of([all_shown(document) for document in documents])
+    warned = [one for one in headline(views, []) if one.tone == "warning" and one.heads]
+    if warned:
+        return [views[warned[0].view].heads[warned[0].heads[0]][1:]]
+    for view in views[:1]:
+        xis = view.columns.get("xi", [[0.0]])[-1]
+        return [view.heads[max(range(len(xis)), key=lambda n: abs(xis[n] or 0))][1:]]
+    return []
+
+
+def layer_curves(view: View, name: str) -> "Figure":
+    """A quantity over steps or checkpoints, the mean of each layer's heads; alarms as dotted lines."""
+    figure, (panel,) = canvas(1, size=(7.6, 4.2))
+    layers = list(dict.fromkeys(key[:2] for key in view.heads))
+    numbered = all(frame.isdigit() for frame in view.frames)
+    steps = [int(frame) for frame in view.frames] if numbered else list(range(len(view.frames)))
+    colours = colormaps()["viridis"]
+    for number, layer in enumerate(layers):
+        rows = [n for n, key in enumerate(view.heads) if key[:2] == layer]
+        means = [_mean([frame[n] for n in rows]) for frame in view.columns[name]]
+        panel.plot(
+            steps, means, color=colours(0.85 * number / max(1, len(layers) - 1)), lw=1.6, label=f"{layer[0]} {layer[1]}"
+        )
+    for step in {alarm["step"] for alarm in view.alarms} & set(steps):
+        panel.axvline(step, color="#9a3d00", lw=1, ls=":")
+    if not numbered:
+        panel.set_xticks(steps, [frame.replace("$", r"\$") for frame in view.frames])
+    of = quantity(name)
+    panel.set(xlabel="training step" if numbered else "model", ylabel=f"{of.symbol}: {of.words}")
+    panel.set_title(f"{view.name}, mean of each layer".replace("$", r"\$"), loc="left", fontsize=10)
+    if len(layers) <= MOST_LAYERS:
+        panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _mean(values: list[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
 def map_figure(view: View, name: str) -> "Figure":
     """Layers downwards, heads to the right; the last frame."""
-    if name not in view.columns and name != "regime":
-        raise refusal(f"one of {', '.join(view.columns)}", name)
+    if name != "regime":
+        _known(view, name)
     layers = list(dict.fromkeys(key[:2] for key in view.heads))
     width = max(key[2] for key in view.heads) + 1
     figure, (panel,) = canvas(1, size=(min(12, 2.5 + 0.4 * width), min(12, 1.6 + 0.24 * len(layers))))
@@ -69,6 +142,12 @@ def map_figure(view: View, name: str) -> "Figure":
     panel.set(xlabel="head", ylabel="layer")
     panel.set_title(view.name.replace("$", r"\$"), loc="left", fontsize=10)
     return figure
+
+
+def _known(view: View, name: str) -> str:
+    if name not in view.columns:
+        raise refusal(f"one of {', '.join(view.columns)}", name)
+    return name
 
 
 def _values(view: View, name: str) -> list[float | None]:
@@ -99,27 +178,3 @@ def _draw_regimes(panel: "Axes", cells: list[list[float]]) -> None:
     panel.imshow(cells, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(WORDS) - 0.5)
     handles = [Patch(color=word.colour, label=name) for name, word in WORDS.items()]
     panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def head_figure(view: View, head: tuple[int, int]) -> "Figure":
-    """Eigenvalues in the complex plane beside ρ over the context, as far as the document has them."""
-    number = next((n for n, key in enumerate(view.heads) if key[1:] == tuple(head)), None)
-    if number is None or not view.records:
-        raise refusal("a head (layer, number) of this result", head)
-    record = view.records[number]
-    if not record.get("eigenvalues") and not record.get("profiles"):
-        raise refusal("a scan with eigenvalues or curves", "neither", "scan with eigenvalues=True, curves=True")
-    figure, (left, right) = canvas(2, size=(9.5, 4))
-    if values := record.get("eigenvalues"):
-        left.scatter([value[0] for value in values], [value[1] for value in values], s=14, color=LINES[0], alpha=0.7)
-        left.axvline(sum(value[0] for value in values) / len(values), color=LINES[1], ls="--", lw=1, label="mean")
-        left.legend(frameon=False)
-    left.set(xlabel="real part", ylabel="imaginary part", title="eigenvalues")
-    for (name, line), colour in zip((record.get("profiles") or {}).items(), LINES, strict=False):
-        steps = range(len(line))
-        right.plot([step / max(1, len(line) - 1) for step in steps], line, color=colour, label=PROFILE_WORDS[name])
-    right.set(xlabel="position in the context (0 first, 1 the query)", ylabel="ρ", ylim=(-0.02, 1.02))
-    right.set_title("which tokens are heard")
-    if record.get("profiles"):
-        right.legend(frameon=False)
-    return figure

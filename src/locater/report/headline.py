@@ -56,7 +56,7 @@ def _of_view(number: int, view: View) -> list[Sentence]:
     found = [Sentence(opening, number)]
     found += [*_behaviour(number, view), *_theory(number, view), *_movement(number, view), *_health(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
-    return found
+    return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
 
 def _behaviour(number: int, view: View) -> Iterable[Sentence]:
@@ -162,7 +162,8 @@ def _of_runs(document: Json) -> Iterable[Sentence]:
         within = "one seed only: no interval" if error is None else f"± {error:.3g} over {len(best['seeds'])} seeds"
         yield Sentence(f"Best {score}: {scored[0]['arm']} with {best['mean']:.4g} ({within}).", tone="good")
     for one in document["left_out"][:MOST_NAMED]:
-        yield Sentence(f"Left out: {one['run']} did not reach that step.", tone="warning")
+        reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"
+        yield Sentence(f"Left out: {one['run']} {reason}.", tone="warning")
 
 
 def name(key: Key) -> str:

@@ -15,7 +15,7 @@ from ..records import write
 from ..theory.words import REGIMES, WORDS
 from .headline import Sentence, headline
 from .packing import Pack
-from .quantities import GLOSSARY, QUANTITIES, RAW, quantity
+from .quantities import GLOSSARY, QUANTITIES, is_shown, quantity
 from .text import all_shown, shown
 from .views import Document, View, views_of
 
@@ -109,7 +109,7 @@ def definitions(entries: dict[str, str]) -> str:
 
 def _quantities(views: list[View]) -> list[Document]:
     """Those that any view has: the table's order first, then the others."""
-    present = dict.fromkeys(name for view in views for name in view.columns if name not in RAW)
+    present = dict.fromkeys(name for view in views for name in view.columns if is_shown(name, view.columns))
     ordered = [name for name in QUANTITIES if name in present]
     return [quantity(name).to_json() for name in [*ordered, *(name for name in present if name not in QUANTITIES)]]
 
@@ -128,6 +128,7 @@ def _packed(view: View, pack: Pack) -> Document:
         "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
         "alarms": view.alarms,
         "length": view.length,
+        "course": view.course,
         "bins": view.bins,
         "distances": view.distances,
     }

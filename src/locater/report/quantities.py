@@ -1,5 +1,6 @@
 """Every number that a page can show of a head: its letter, its words, what high and low mean, where health ends."""
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from ..records import Json
@@ -9,6 +10,7 @@ WEIGHTS = "the weights alone"
 ESTIMATE = "an estimate from the weights, not a measurement"
 PREDICTED = "predicted from weights and moments of a text"
 MEASURED = "measured on text"
+STEPS = "the weights at two reports"
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,22 @@ QUANTITIES = {
             for side, basis in _SIDES
             for name, symbol, words, low, high, scale in _ATTENTION
         ),
+        Quantity("eta", "η", "scale of the eigenvalues", "tokens look alike", "logits run hot"),
+        Quantity(
+            "trace", "tr W", "sum of the eigenvalues", "unlike tokens attract", "like tokens attract", "diverging"
+        ),
+        Quantity(
+            "update_ratio", "‖ΔW‖/‖W‖", "how much W changed since the last report", "at rest", "changes fast",
+            basis=STEPS,
+        ),
+        Quantity(
+            "update_stable_rank", "rank ΔW", "number of directions in which W changed", "one direction", "many",
+            basis=STEPS,
+        ),
+        Quantity(
+            "update_entropy", "H(ΔW)", "how evenly the change of W is spread over directions", "one direction",
+            "all alike", "share", STEPS,
+        ),
         Quantity("moved", "moved", "how far the spectrum went from first to last, over η", "unchanged", "another head"),
     )
 }  # fmt: skip
@@ -107,18 +125,14 @@ QUANTITIES = {
 
 # Parts of other columns: copied and filtered by, but not shown beside what they come to.
 RAW = frozenset(
-    [
-        "trace",
-        "trace_of_square",
-        "frobenius_squared",
-        "mean",
-        "variance",
-        "mean_nonzero",
-        "variance_nonzero",
-        "eta",
-        "temperature",
-    ]
+    ["trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero", "temperature"]
 )
+SCALED = frozenset(["eta", "trace"])  # the same, where the ratio to the temperature is there
+
+
+def is_shown(name: str, columns: Collection[str]) -> bool:
+    """Whether a column stands for itself on a page that has these columns."""
+    return name not in RAW and not (name in SCALED and f"{name}_over_temperature" in columns)
 
 
 def quantity(name: str) -> Quantity:

@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Refusal, refusal, within
+from .monitored import MONITOR, STEPS, steps_of
 from .views import READERS, Document
 
 METRICS = "metrics.jsonl"
-STEPS = "locater.steps/1"
 RUNS = "locater.runs/1"
-MONITOR = "locater.monitor/1"
 STUDY = "locater.study/1"
-KNOWN = (*READERS, RUNS, STUDY)
+SWEEP = "locater.sweep/1"
+KNOWN = (*READERS, RUNS, STUDY, SWEEP)
 
 PARTS = {
     RUNS: ("arms", "left_out", "score", "step", "folder", "against"),
+    SWEEP: ("folder", "rows"),
     STUDY: ("question", "answer", "figure", "rows", "failures"),
 }
 
@@ -74,26 +75,29 @@ def _of_lines(text: str, source: str) -> Document:
     lines = text.split("\n")
     rows = [_parsed(line) for line in lines[:-1] if line.strip()]
     if rows and all(isinstance(row, dict) and row.get("schema") == MONITOR for row in rows):
-        return check(_monitored(rows, source))
-    steps = [row for row in rows if isinstance(row, dict) and row.get("kind") == "validation" and row.get("heads")]
+        return check(_whole(rows, source))
+    rows = [row for row in rows if isinstance(row, dict)]
+    steps = [row for row in rows if row.get("kind") == "validation" and row.get("heads")]
     if not steps:
         raise refusal("validations of locater train with heads, or reports of a monitor", f"{len(rows)} other lines")
-    return check({"schema": STEPS, "source": source, "steps": steps})
+    alarms = [alarm | {"step": row["step"]} for row in rows for alarm in row.get("alarms", ()) if "step" in row]
+    return check({"schema": STEPS, "source": source, "steps": steps, "course": _course(rows), "alarms": alarms})
 
 
-def _monitored(rows: list[Document], source: str) -> Document:
-    steps, alarms = [], []
-    for row in rows:
-        heads = [head for layer in row.get("training") or row.get("evaluation") or [] for head in _heads(layer)]
-        steps.append({"step": row["step"], "heads": heads})
-        alarms += [alarm | {"step": row["step"]} for alarm in row.get("alarms", [])]
-    return {"schema": STEPS, "source": source, "steps": steps, "alarms": alarms}
+def _whole(reports: list[Document], source: str) -> Document:
+    try:
+        return steps_of(reports, source)
+    except (KeyError, TypeError, ValueError) as reason:
+        raise refusal("whole reports of a monitor", f"one damaged at {reason}", "write it again") from None
 
 
-def _heads(layer: Document) -> list[Document]:
-    """A monitor's layer as heads: the statistics by head instead of the heads by statistic."""
-    found = [{"block": layer["block"], "layer": layer["layer"], "head": head} for head in layer["heads"]]
-    for name, values in layer["statistics"].items():
-        for record, value in zip(found, values, strict=True):
-            record[name] = value
+def _course(rows: list[Document]) -> dict[str, list[list[float]]]:
+    """The losses of a run as pairs of step and value: what people look for first."""
+    wanted = (("train", "loss", "training loss"), ("validation", "loss", "held-out loss"))
+    found = {}
+    for kind, name, words in (*wanted, ("validation", "perplexity", "held-out perplexity")):
+        here = [row for row in rows if row.get("kind") == kind]
+        pairs = [[row["step"], row[name]] for row in here if isinstance(row.get(name), int | float) and "step" in row]
+        if len(pairs) > 1:
+            found[words] = pairs
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..errors import refusal
 from ..records import Json
+from .monitored import MONITOR, steps_of
 
 Key = tuple[str, int, int]
 Document = Json
@@ -27,6 +28,8 @@ class View:
     records: list[Document] = field(default_factory=list)  # of the last frame, for what only one frame has
     alarms: list[Document] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
     length: int | None = None
     bins: list[list[int]] | None = None
     distances: list[int] | None = None
@@ -158,7 +161,10 @@ def _of_predict(document: Document) -> View:
 def _of_steps(document: Document) -> View:
     """A run's validations, or a monitor's reports: a frame per step, heads by layer and number."""
     by_step = [
-        {_key(record): _with_ratios(record) if "eta" in record else record for record in step["heads"]}
+        {
+            _key(record): _with_ratios(record) if record.keys() >= {"eta", "trace"} else record
+            for record in step["heads"]
+        }
         for step in document["steps"]
     ]
     heads = sorted({key for step in by_step for key in step})
@@ -170,8 +176,18 @@ def _of_steps(document: Document) -> View:
         frames=[str(step["step"]) for step in document["steps"]],
         columns=_columns(frames),
         regimes=[[record.get("regime") for record in frame] for frame in frames],
+        records=frames[-1] if frames else [],
         alarms=document.get("alarms", []),
+        notes=document.get("notes", []),
+        course=document.get("course", {}),
     )
+
+
+def _of_monitor(document: Document) -> View:
+    """One report: a single step, named by where it came from."""
+    view = _of_steps(steps_of([document], document.get("source", "monitor")))
+    view.facts |= {"step": str(document["step"])}
+    return view
 
 
 READERS: dict[str, Callable[[Document], View]] = {
@@ -180,6 +196,7 @@ READERS: dict[str, Callable[[Document], View]] = {
     "locater.predict/1": _of_predict,
     "locater.predict/2": _of_predict,
     "locater.steps/1": _of_steps,
+    MONITOR: _of_monitor,
 }
 
 

@@ -71,7 +71,20 @@ def compare_runs(
     against: str | None = None,
 ) -> Json:
     """The document of all arms, or of some, at one step, by default the last that every run with a validation has."""
-    runs = _chosen(read_runs(folder), arms, seeds)
+    return compare_all(read_runs(folder), folder=str(folder), step=step, arms=arms, seeds=seeds, against=against)
+
+
+def compare_all(
+    runs: Sequence[Run],
+    *,
+    folder: str,
+    step: int | None = None,
+    arms: Collection[str] | None = None,
+    seeds: Collection[int] | None = None,
+    against: str | None = None,
+) -> Json:
+    """The same of runs that are read already."""
+    runs = _chosen(runs, arms, seeds)
     at = _common_step(runs) if step is None else _known_step(runs, step)
     kept = [run for run in runs if at in run.validations]
     found = {arm: list(group) for arm, group in groupby(kept, key=lambda run: run.arm)}
@@ -82,7 +95,7 @@ def compare_runs(
     rows = [_arm(group, at, None if against in (None, arm) else found[against]) for arm, group in found.items()]
     return {
         "schema": "locater.runs/1",
-        "folder": str(folder),
+        "folder": folder,
         "step": at,
         "score": score,
         "against": against,
@@ -104,7 +117,7 @@ def read_runs(folder: Path) -> list[Run]:
     if not found:
         remedy = "give the folder above it" if (folder / METRICS).exists() else "make some with locater train --out"
         raise refusal(f"a folder with runs of locater train in folders with {METRICS}", folder, remedy)
-    runs = sorted((_read_run(path) for path in found), key=lambda run: (run.arm, run.seed))
+    runs = sorted((read_run(path) for path in found), key=lambda run: (run.arm, run.seed))
     for _, group in groupby(runs, key=lambda run: run.arm):
         _check_arm(list(group))
     return runs
@@ -121,7 +134,8 @@ def _chosen(runs: Sequence[Run], arms: Collection[str] | None, seeds: Collection
     return found
 
 
-def _read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
+    """The run in one folder."""
     path = folder / METRICS
     try:
         rows = read_rows(path)

@@ -50,7 +50,8 @@ class App {
 
   hasRegimes() { return this.view.regime.some((code) => code !== REGIME_NONE); }
   regimeName(head) { return this.data.regimes[this.view.regimeOf(this.frame, head)]?.name ?? ""; }
-  shownQuantities() { return this.data.quantities.filter((one) => this.view.columns[one.name]); }
+  // A column whose ratio to the temperature is there says nothing of its own.
+  shownQuantities() { return this.data.quantities.filter(({ name }) => this.view.columns[name] && !this.view.columns[`${name}_over_temperature`]); }
   figureTitle() { return `${this.view.name}: ${this.quantity.words}`; }
 
   choose(name) {
