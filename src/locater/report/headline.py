@@ -54,7 +54,9 @@ def _of_view(number: int, view: View) -> list[Sentence]:
     opening = f"{view.name}: {family}{_count(len(view.heads), 'attention head')} in {_count(layers, 'layer')}"
     opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
     found = [Sentence(opening, number)]
-    found += [*_behaviour(number, view), *_theory(number, view), *_movement(number, view), *_health(number, view)]
+    # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
+    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view)]
+    found += [*_theory(number, view), *_pronounced(number, view), *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
@@ -69,7 +71,8 @@ def _behaviour(number: int, view: View) -> Iterable[Sentence]:
         verb, least = ("probably look", MOSTLY_NEAR) if side == "estimated_" else ("look", MOSTLY)
         close = _where(near[-1], lambda mass, least=least: mass >= least)
         heads = _count(len(view.heads), "head")
-        yield Sentence(f"{len(close)} of {heads} {verb} mostly at the 16 nearest tokens ({source}).", number, close)
+        share = f"{len(close)} of {heads}" if close else f"None of the {heads}"
+        yield Sentence(f"{share} {verb} mostly at the 16 nearest tokens ({source}).", number, close)
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
         if sinks:
             yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
@@ -85,6 +88,23 @@ def _theory(number: int, view: View) -> Iterable[Sentence]:
         yield Sentence(f"In the random-walk theory, {share} are {regime}: {words}.", number, heads)
 
 
+def _pronounced(number: int, view: View) -> Iterable[Sentence]:
+    """The heads to open first: those whose mean stands out most against their scale."""
+    if "xi" not in view.columns or len(view.heads) <= MOST_NAMED or len(view.frames) > 1:
+        return
+    values = view.columns["xi"][-1]
+    first = sorted(range(len(values)), key=lambda n: -abs(values[n] or 0))[:MOST_NAMED]
+    named = ", ".join(f"{name(view.heads[n])} (ξ = {values[n] or 0:.2g})" for n in first)
+    yield Sentence(f"The heads with the most pronounced mean: {named}.", number, tuple(first))
+
+
+def _next(number: int, view: View) -> Iterable[Sentence]:
+    """Weights alone cannot say what a text makes of them."""
+    if "family" in view.facts and not any("near_mass" in column for column in view.columns if "estim" not in column):
+        words = "locater predict MODEL --text FILE --html page.html"
+        yield Sentence(f"These are the weights alone. What the heads do on your text: {words}", number, tone="advice")
+
+
 def _movement(number: int, view: View) -> Iterable[Sentence]:
     if len(view.frames) < 2:
         return
@@ -96,7 +116,8 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
             f"{_count(len(far), 'head')} moved by more than half of their scale; most of all {name(view.heads[most])}.",
             number, far or (most,),
         )  # fmt: skip
-    yield Sentence(f"{_count(len(changed), 'head')} changed regime between first and last.", number, tuple(changed))
+    words = _count(len(changed), "head") if changed else "No head"
+    yield Sentence(f"{words} changed regime between first and last.", number, tuple(changed))
 
 
 def _health(number: int, view: View) -> Iterable[Sentence]:
@@ -161,9 +182,29 @@ def _of_runs(document: Json) -> Iterable[Sentence]:
         error = best["standard_error"]
         within = "one seed only: no interval" if error is None else f"± {error:.3g} over {len(best['seeds'])} seeds"
         yield Sentence(f"Best {score}: {scored[0]['arm']} with {best['mean']:.4g} ({within}).", tone="good")
+        yield from _against(document, score)
     for one in document["left_out"][:MOST_NAMED]:
         reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"
         yield Sentence(f"Left out: {one['run']} {reason}.", tone="warning")
+
+
+def _against(document: Json, score: str) -> Iterable[Sentence]:
+    """Which arms differ from the one compared with by more than twice the standard error of the paired difference."""
+    differences = {arm["arm"]: arm.get("differences", {}).get(score) for arm in document["arms"]}
+    known = {arm: found for arm, found in differences.items() if found and found["standard_error"] is not None}
+    for words, sign, tone in (("lower", -1, "good"), ("higher", 1, "warning")):
+        clear = {arm: one for arm, one in known.items() if sign * one["mean"] > 2 * one["standard_error"]}
+        named = ", ".join(
+            f"{arm} by {abs(one['mean']):.3g} ± {one['standard_error']:.2g}" for arm, one in list(clear.items())[:4]
+        )
+        if clear:
+            yield Sentence(
+                f"{score.capitalize()} clearly {words} than of {document['against']}, paired by seed: {named}.",
+                tone=tone,
+            )
+    if differences and document.get("against") and len(known) < len(differences) - 1:
+        single = _count(len(differences) - 1 - len(known), "arm")
+        yield Sentence(f"{single} with a single seed: no interval, so nothing is claimed of them.")
 
 
 def name(key: Key) -> str:

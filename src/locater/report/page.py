@@ -17,7 +17,7 @@ from .headline import Sentence, headline
 from .packing import Pack
 from .quantities import GLOSSARY, QUANTITIES, is_shown, quantity
 from .text import all_shown, shown
-from .views import Document, View, views_of
+from .views import Document, View, last_part, views_of
 
 TITLE = "Self-attention Networks Localize When QK-eigenspectrum Concentrates"
 PAPER = f'<a href="https://arxiv.org/abs/2402.02098" rel="noreferrer">Bao, Hataya, Karakida: {TITLE}, ICML 2024</a>'
@@ -53,6 +53,7 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
         "made": definitions(all_shown(facts or {}) | _sources(views)),
         "glossary": definitions(GLOSSARY),
+        "primer": asset("primer.html") if views else "",
         "paper": PAPER,
         "data": pack.text(data),
     }
@@ -85,7 +86,7 @@ def _title(views: list[View], others: list[Document]) -> str:
         names = list(dict.fromkeys(view.name for view in views))
         return "Attention of " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
     first = others[0] if others else {}
-    return first.get("question") or f"Runs in {first.get('folder', 'a folder')}"
+    return first.get("question") or f"Runs in {last_part(first.get('folder', 'a folder'))}"
 
 
 def _sentence(number: int, sentence: Sentence) -> str:

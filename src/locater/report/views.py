@@ -96,10 +96,10 @@ def _of_scan(document: Document) -> View:
     records = [_with_ratios(record) for record in document["heads"]]
     names = ("source", "family", "format", "coverage")
     return View(
-        name=_last_part(document["source"]),
+        name=last_part(document["source"]),
         facts={name: str(document[name]) for name in names if name in document},
         heads=[_key(record) for record in records],
-        frames=[_last_part(document["source"])],
+        frames=[last_part(document["source"])],
         columns=_columns([records]),
         regimes=[[record.get("regime") for record in records]],
         records=records,
@@ -128,10 +128,10 @@ def _of_compare(document: Document) -> View:
     columns = {name: [[head[name][frame] for head in heads] for frame in range(len(sources))] for name in names}
     columns["moved"] = [[head["moved"] for head in heads]] * len(sources)
     return View(
-        name=" → ".join((_last_part(sources[0]), _last_part(sources[-1]))),
+        name=" → ".join((last_part(sources[0]), last_part(sources[-1]))),
         facts={"source": ", ".join(sources), "family": document["family"], "coverage": document["coverage"][0]},
         heads=[_key(head) for head in heads],
-        frames=[_last_part(source) for source in sources],
+        frames=[last_part(source) for source in sources],
         columns=columns,
         regimes=[[head["regime"][frame] for head in heads] for frame in range(len(sources))],
     )
@@ -146,10 +146,10 @@ def _of_predict(document: Document) -> View:
         })  # fmt: skip
     measured = ("text", "window")
     return View(
-        name=_last_part(document["source"]),
+        name=last_part(document["source"]),
         facts={"source": document["source"]} | {name: str(document[name]) for name in measured},
         heads=[_key(record) for record in records],
-        frames=[_last_part(document["source"])],
+        frames=[last_part(document["source"])],
         columns=_columns([records]),
         regimes=[[None] * len(records)],
         records=records,
@@ -170,7 +170,7 @@ def _of_steps(document: Document) -> View:
     heads = sorted({key for step in by_step for key in step})
     frames = [[step.get(key, {}) for key in heads] for step in by_step]
     return View(
-        name=_last_part(document["source"]),
+        name=last_part(document["source"]),
         facts={"source": document["source"]},
         heads=heads,
         frames=[str(step["step"]) for step in document["steps"]],
@@ -223,7 +223,7 @@ def _key(record: Document) -> Key:
         raise refusal("heads with layer and head numbers", f"{record!s:.80}") from None
 
 
-def _last_part(source: str) -> str:
+def last_part(source: str) -> str:
     """The name that people call a source by: the last part of its path, without a file's suffix."""
     *folders, name = [part for part in source.split("/") if part] or [source]
     for suffix in (".gguf", ".safetensors", ".jsonl", ".json", ".pt", ".pth"):

@@ -22,7 +22,7 @@ function axis(range, pixels, options = {}) {
   let marks = options.ticks ?? ticks(range[0], range[1], options.count ?? 5);
   if (options.log && !options.ticks) marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384].filter((value) => value <= range[1]);
   if (options.factors) marks = powers(range);
-  return { place, marks, label: options.label ?? "", name: options.name ?? shownNumber };
+  return { place, marks, label: options.label ?? "", name: options.name ?? tickName };
 }
 
 // Powers of ten within a range, or its ends where there are too few.
@@ -30,6 +30,11 @@ function powers([low, high]) {
   const found = [];
   for (let power = Math.ceil(Math.log10(low) - 1e-9); 10 ** power <= high * (1 + 1e-9); power++) found.push(10 ** power);
   return found.length > 1 ? found : [low, high];
+}
+
+// Short enough for the margin: 45k, not 45000.
+function tickName(value) {
+  return Math.abs(value) >= 1e4 && Math.abs(value) < 1e6 ? `${shownNumber(value / 1000)}k` : shownNumber(value);
 }
 
 function spanOf(series, part, given) {
@@ -57,14 +62,35 @@ function chart(title, series, options = {}) {
   series.forEach((one) => drawSeries(inside, one, x, y));
   element.append(inside);
   options.over?.(element, x, y, box);
+  followPointer(element, series, x, y, box);
   return element;
+}
+
+// The nearest point under the pointer, ringed, with its numbers in words.
+function followPointer(element, series, x, y, box) {
+  const points = series.flatMap((one) => one.points.filter((point) => Number.isFinite(point[1])).map((point) => ({ one, point, at: [x.place(point[0]), y.place(point[1])] })));
+  const clear = () => element.querySelectorAll(".here").forEach((mark) => mark.remove());
+  element.addEventListener("pointerleave", clear);
+  element.addEventListener("pointermove", (event) => {
+    clear();
+    const frame = element.getBoundingClientRect();
+    const [px, py] = [event.clientX - frame.left, event.clientY - frame.top].map((part) => (part * box.width) / frame.width);
+    const away = ({ at }) => Math.hypot(at[0] - px, at[1] - py);
+    const nearest = points.reduce((best, one) => (best && away(best) <= away(one) ? best : one), null);
+    if (!nearest || away(nearest) > 40) return;
+    const { one, point, at } = nearest;
+    const words = [one.name ?? "", `${x.name(point[0])}: ${shownNumber(point[1])}`].filter(Boolean).join(", ");
+    const left = at[0] > box.width / 2;
+    element.append(svg("circle", { class: "here", cx: at[0], cy: at[1], r: 5, fill: "none", stroke: look("focus"), "stroke-width": 2 }),
+      text(words, at[0] + (left ? -8 : 8), Math.max(14, at[1] - 9), { class: "here", "text-anchor": left ? "end" : "start", fill: look("ink"), stroke: look("panel"), "stroke-width": 4, "paint-order": "stroke" }));
+  });
 }
 
 function drawAxes(element, x, y, box) {
   const [soft, line] = [look("soft"), look("line")];
   for (const value of y.marks) {
     element.append(svg("line", { x1: box.left, x2: box.width - box.right, y1: y.place(value), y2: y.place(value), stroke: line }));
-    element.append(text(shownNumber(value), box.left - 6, y.place(value) + 4, { "text-anchor": "end", fill: soft }));
+    element.append(text(tickName(value), box.left - 6, y.place(value) + 4, { "text-anchor": "end", fill: soft }));
   }
   for (const value of x.marks) {
     element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
@@ -80,13 +106,13 @@ function drawSeries(element, one, x, y) {
   const at = (point, part) => `${x.place(point[0]).toFixed(2)},${y.place(point[part]).toFixed(2)}`;
   if (points.length && points[0].length === 4) {
     const edge = [...points.map((point) => at(point, 3)), ...points.toReversed().map((point) => at(point, 2))];
-    element.append(svg("polygon", { points: edge.join(" "), fill: one.look.colour, opacity: 0.18 }));
+    element.append(svg("polygon", { points: edge.join(" "), fill: one.look.colour, "fill-opacity": 0.18, "data-name": one.name ?? "" }));
   }
   if (one.kind === "points") {
     for (const point of points) element.append(svg("circle", { cx: x.place(point[0]), cy: y.place(point[1]), r: one.radius ?? 3,
       fill: one.look.colour, "fill-opacity": 0.65, stroke: one.look.colour, "stroke-width": 0.6 }));
   } else {
-    element.append(svg("polyline", { points: points.map((point) => at(point, 1)).join(" "), fill: "none", stroke: one.look.colour,
+    element.append(svg("polyline", { "data-name": one.name ?? "", points: points.map((point) => at(point, 1)).join(" "), fill: "none", stroke: one.look.colour,
       "stroke-width": 2, "stroke-dasharray": one.look.dash ?? "", "stroke-linejoin": "round" }));
   }
 }

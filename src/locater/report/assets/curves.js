@@ -2,12 +2,26 @@
 
 function drawCurves(app, controls, place) {
   const drawn = [];
+  if (app.view) drawn.push(...courseCharts(app.view, app));
   if (app.view && app.view.frames.length > 1) drawn.push(...layerCurves(app));
   for (const runs of app.data.runs) drawn.push(...armCurves(runs));
   for (const study of app.data.studies) drawn.push(...studyCharts(study));
   const section = document.getElementById("curves");
   section.hidden = !drawn.length;
+  document.getElementById("curves-title").textContent = app.views.length ? "Over time" : app.data.runs.length ? "Arms over training" : "What was measured";
   place.replaceChildren(...drawn);
+}
+
+// The losses of a run, the first thing that people look for; the step of the map is marked.
+function courseCharts(view, app) {
+  const names = Object.keys(view.course ?? {});
+  const of = (words) => names.filter((name) => name.endsWith(words)).map((name, n) => ({ label: name, name, look: lineLook(n), points: view.course[name] }));
+  const over = (element, x, y, box) => {
+    const at = x.place(Number(view.frames[app.frame]));
+    element.append(svg("line", { x1: at, x2: at, y1: box.top, y2: box.height - box.bottom, stroke: look("focus"), "stroke-dasharray": "3 3" }));
+  };
+  return [["loss", "Loss (lower is better)"], ["perplexity", "Perplexity on held-out text (lower is better)"]].map(([words, title]) => [of(words), title, words])
+    .filter(([series]) => series.length).map(([series, title, words]) => figure(title, series, { key: true, over, x: { label: "training step" }, y: { label: words, ...(words === "perplexity" ? { range: laterRange(series) } : {}) } }));
 }
 
 // The mean of the chosen quantity over the heads of each layer; many layers share six colours and five dashes.
@@ -24,7 +38,7 @@ function layerCurves(app) {
     const known = heads.map((head) => view.value(quantity.name, frame, head)).filter(Number.isFinite);
     return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
   };
-  const series = [...layers].map(([label, heads], n) => ({ label, look: lineLook(n), points: steps.map((step, frame) => [step, mean(heads, frame)]) }));
+  const series = [...layers].map(([label, heads], n) => ({ label, name: label, look: lineLook(n), points: steps.map((step, frame) => [step, mean(heads, frame)]) }));
   const numbered = view.frames.every((frame) => Number.isFinite(Number(frame)));
   const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? {} : { ticks: steps }) }, y: { label: quantity.symbol },
     over: (element, x, y, box) => {
@@ -50,7 +64,7 @@ const ARM_WORDS = { perplexity: "Perplexity on held-out text (lower is better)",
   trace_over_temperature: "tr W/λ, mean over heads", eta_over_temperature: "η/λ, mean over heads", xi: "ξ, mean over heads", localisation: "Localisation, mean over heads",
   effective_rank: "Effective rank of the last layer", residual: "Rank residual of the last layer", near_mass: "Attention on the 16 nearest tokens" };
 
-const ARM_HEADINGS = { trace_over_temperature: "tr W/λ", eta_over_temperature: "η/λ", xi: "ξ", localisation: "L", effective_rank: "rank", near_mass: "near" };
+const ARM_HEADINGS = { entropy: "entropy", residual: "rank residual", trace_over_temperature: "tr W/λ", eta_over_temperature: "η/λ", xi: "ξ", localisation: "L", effective_rank: "rank", near_mass: "near" };
 
 // By name and not by rank, so that an arm looks the same at every step; the arm compared with is drawn in ink.
 function armLooks(runs) {
@@ -61,7 +75,7 @@ function armLooks(runs) {
 }
 
 function armCurves(runs) {
-  const names = Object.keys(ARM_WORDS).filter((name) => runs.arms.some((arm) => arm.curves[name]?.step.length));
+  const names = armQuantities(runs).filter((name) => runs.arms.some((arm) => arm.curves[name]?.step.length > 1));
   const looks = armLooks(runs);
   const figures = names.map((name) => {
     const series = runs.arms.filter((arm) => arm.curves[name]).map((arm) => {
@@ -69,27 +83,50 @@ function armCurves(runs) {
       const points = step.map((at, n) => (error[n] === null ? [at, mean[n]] : [at, mean[n], mean[n] - error[n], mean[n] + error[n]]));
       return { name: arm.arm, look: looks[arm.arm], points };
     });
-    const options = { x: { label: "training step" }, y: { label: name.replaceAll("_", " ") } };
+    const options = { x: { label: "training step" }, y: { label: ARM_HEADINGS[name] ?? name } };
     if (name === runs.score) options.y.range = laterRange(series);
     return figure(ARM_WORDS[name], series, options);
   });
   return [armTable(runs, looks), ...figures];
 }
 
+// A loss says nothing beside its perplexity.
+function armQuantities(runs) {
+  return Object.keys(ARM_WORDS).filter((name) => (name !== "loss" || runs.score === "loss") && runs.arms.some((arm) => arm.quantities[name]));
+}
+
+// As many decimals as the error has two digits for.
+function withError({ mean, standard_error: error }) {
+  if (error === null || !(error > Math.abs(mean) * 1e-6)) return shownNumber(mean);
+  const places = Math.min(4, Math.max(0, 1 - Math.floor(Math.log10(error))));
+  return `${mean.toFixed(places)} ± ${error.toFixed(places)}`.replaceAll("-", "−");
+}
+
+// One arm in front of the others, in every chart.
+function emphasise(name) {
+  for (const line of document.querySelectorAll("#curve-body [data-name]")) line.style.opacity = name === null || line.dataset.name === name ? "" : "0.12";
+}
+
 // One table for the key of all charts and the numbers at the step compared at; bands are one standard error over seeds.
 function armTable(runs, looks) {
-  const columns = Object.keys(ARM_WORDS).filter((name) => runs.arms.some((arm) => arm.quantities[name]));
-  const number = (found) => (found ? shownNumber(found.mean) + (found.standard_error === null ? "" : ` ± ${shownNumber(Number(found.standard_error.toPrecision(2)))}`) : "–");
+  const columns = armQuantities(runs);
+  const number = (found) => (found ? withError(found) : "–");
+  const press = (event) => {
+    const on = event.currentTarget.getAttribute("aria-pressed") !== "true";
+    document.querySelectorAll(".arms [aria-pressed]").forEach((one) => one.setAttribute("aria-pressed", "false"));
+    event.currentTarget.setAttribute("aria-pressed", String(on));
+    emphasise(on ? event.currentTarget.textContent.trim() : null);
+  };
   const rows = runs.arms.map((arm) => {
     const stroke = svg("svg", { width: 26, height: 10, "aria-hidden": "true" }, svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: looks[arm.arm].colour,
       "stroke-width": 3, "stroke-dasharray": looks[arm.arm].dash }));
     const difference = runs.against === null ? [] : [html("td", {}, number(arm.differences?.[runs.score]))];
-    return html("tr", {}, html("td", {}, stroke, ` ${arm.arm}`), html("td", {}, String(arm.seeds.length)), ...columns.slice(0, 1).map((name) => html("td", {}, number(arm.quantities[name]))),
+    return html("tr", {}, html("td", {}, stroke, html("button", { type: "button", class: "link", "aria-pressed": "false", onclick: press }, arm.arm)), html("td", {}, String(arm.seeds.length)), ...columns.slice(0, 1).map((name) => html("td", {}, number(arm.quantities[name]))),
       ...difference, ...columns.slice(1).map((name) => html("td", {}, number(arm.quantities[name]))));
   });
   const words = ["arm", "seeds", columns[0], ...(runs.against === null ? [] : [`minus ${runs.against}`]), ...columns.slice(1)].map((word) => html("th", { scope: "col" }, ARM_HEADINGS[word] ?? word.replaceAll("_", " ")));
   return html("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Arms" }, html("h3", {}, `Arms at step ${runs.step}, mean over seeds ± standard error`),
-    html("table", { class: "arms" }, html("thead", {}, html("tr", {}, ...words)), html("tbody", {}, ...rows)));
+    html("p", { class: "small" }, "Click an arm to bring it to the front of every chart. Bands are one standard error over seeds."), html("table", { class: "arms" }, html("thead", {}, html("tr", {}, ...words)), html("tbody", {}, ...rows)));
 }
 
 // The range of the later steps: the first ones lie far above and would press the end into one line.
@@ -110,7 +147,7 @@ function studyCharts({ figure: plan, rows }) {
     const words = [...new Set(here.map((row) => row[plan.x]))];
     const counted = words.every((word) => typeof word === "number");
     const at = (row) => (counted ? row[plan.x] : words.indexOf(row[plan.x]));
-    const series = names.map((name, n) => ({ label: `${plan.by} ${name}`, look: lineLook(n), points: meansOver(here.filter((row) => String(row[plan.by]) === name), at, plan.y) }))
+    const series = names.map((name, n) => ({ label: `${plan.by} ${name}`, name: `${plan.by} ${name}`, look: lineLook(n), points: meansOver(here.filter((row) => String(row[plan.by]) === name), at, plan.y) }))
       .filter((one) => one.points.length);
     const x = { label: plan.x_label || plan.x, factors: counted && plan.logarithmic && words.every((word) => word > 0) };
     if (!counted) Object.assign(x, { ticks: words.map((_, n) => n), name: (n) => String(words[n]) });

@@ -1,8 +1,9 @@
 // The explorer: sliders, pictures, the plane and the story, drawn anew whenever a slider moves.
 
+const SNAP = 7; // pixels of the plane
 const KNOBS = [
-  { name: "trace", words: "mean of the eigenvalues, as tr W/λ", low: -6, high: 6, bend: (value) => PLANE.bend * Math.sinh(value), back: (value) => Math.asinh(value / PLANE.bend) },
-  { name: "deviation", words: "spread of the eigenvalues, as √d·σ/λ", low: 0.003, high: 6, bend: Math.exp, back: Math.log },
+  { name: "trace", snaps: true, words: "mean of the eigenvalues, as tr W/λ", low: -6, high: 6, bend: (value) => PLANE.bend * Math.sinh(value), back: (value) => Math.asinh(value / PLANE.bend) },
+  { name: "deviation", snaps: true, words: "spread of the eigenvalues, as √d·σ/λ", low: 0.003, high: 6, bend: Math.exp, back: Math.log },
   { name: "symmetry", words: "symmetry tr W²/‖W‖² (1: symmetric, −1: rotates)", low: -1, high: 1, bend: (value) => Math.round(value * 100) / 100, back: (value) => value },
   { name: "temperature", words: "temperature, times the usual λ", low: 0.2, high: 5, bend: Math.exp, back: Math.log },
 ];
@@ -28,13 +29,32 @@ class Explorer {
     this.set({ symmetry: 1, temperature: 1, base: 0, length: 64, width: this.data.grid.width, ...STORY[step].start });
   }
 
+  // A click on the plane: a head of the scan where one is near, with its own symmetry and width; else the place itself.
   jump(trace, deviation) {
+    const near = this.nearest(trace, deviation);
+    if (near && near.away < SNAP) return this.take(near.head);
     const clamp = (value, { low, high }) => Math.min(high, Math.max(low, value));
-    this.set({ trace: clamp(trace, KNOBS[0]), deviation: clamp(deviation, KNOBS[1]), temperature: 1 });
+    return this.set({ trace: clamp(trace, KNOBS[0]), deviation: clamp(deviation, KNOBS[1]), temperature: 1 });
+  }
+
+  // The head of the scan that lies nearest on the plane, and how far away in the plane's own pixels.
+  nearest(trace, deviation) {
+    const at = planeAxes(this.plane);
+    const here = inFrame(at, trace, deviation);
+    const away = (head) => { const there = inFrame(at, head.trace, head.deviation); return Math.hypot(there.cx - here.cx, there.cy - here.cy); };
+    return this.heads.reduce((best, head) => { const distance = away(head); return best && best.away <= distance ? best : { head, away: distance }; }, null);
+  }
+
+  // A slider that was let go beside a head goes on to it: mean, spread and symmetry.
+  settle() {
+    const { trace, deviation, temperature } = this.knobs;
+    const near = this.nearest(trace / temperature, deviation / temperature);
+    if (near && near.away < SNAP) this.take(near.head);
   }
 
   set(changes) {
     Object.assign(this.knobs, changes);
+    this.at = changes.head ?? null;
     for (const knob of KNOBS) {
       const slider = document.getElementById(`knob-${knob.name}`);
       slider.value = knob.back(this.knobs[knob.name]);
@@ -43,13 +63,14 @@ class Explorer {
     }
     document.getElementById("knob-length").value = this.knobs.length;
     document.getElementById("knob-base").value = this.knobs.base;
+    if (this.heads.length) document.getElementById("knob-head").value = this.at ? this.heads.indexOf(this.at) : "";
     this.draw();
   }
 
   drawKnobs() {
     const rows = KNOBS.map((knob) => {
       const move = (event) => this.set({ [knob.name]: knob.bend(Number(event.target.value)) });
-      const slider = html("input", { type: "range", id: `knob-${knob.name}`, min: knob.back(knob.low), max: knob.back(knob.high), step: "any", oninput: move });
+      const slider = html("input", { type: "range", id: `knob-${knob.name}`, min: knob.back(knob.low), max: knob.back(knob.high), step: "any", oninput: move, onchange: () => knob.snaps && this.settle() });
       return html("label", {}, html("span", {}, knob.words), slider, html("output", { id: `value-${knob.name}` }));
     });
     const number = (name) => (value) => this.set({ [name]: Number(value) });
@@ -62,7 +83,7 @@ class Explorer {
 
   // The head's own three moments: the sliders may not reach all of them, the pictures do.
   take(head) {
-    this.set({ trace: head.trace, deviation: head.deviation, symmetry: head.symmetry, width: head.width, temperature: 1 });
+    this.set({ trace: head.trace, deviation: head.deviation, symmetry: head.symmetry, width: head.width, temperature: 1, head });
   }
 
   draw() {
@@ -99,7 +120,8 @@ class Explorer {
     const { regime, localisation: local, entropy } = this.now;
     const eta = Math.sqrt((moments.square + 2 * moments.norm) / 3);
     const words = this.data.regimes.find((one) => one.name === regime).meaning;
-    document.getElementById("verdict").textContent = `${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${shownNumber(local)}, softmax entropy ${shownNumber(entropy)} (1: all alike).`;
+    const whose = this.at ? `Head ${this.at.title}, its own mean, spread and symmetry. ` : "";
+    document.getElementById("verdict").textContent = `${whose}${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${shownNumber(local)}, softmax entropy ${shownNumber(entropy)} (1: all alike).`;
   }
 
   drawStep() {

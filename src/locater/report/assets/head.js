@@ -4,10 +4,14 @@ function drawHead(app, place) {
   const { view, selected } = app;
   document.getElementById("head-title").textContent = `Head ${view.title(selected)}`;
   const figures = html("div", { class: "charts" });
-  for (const one of [eigenvalueFigure, profileFigure, logitFigure, attentionFigure]) {
-    const drawn = one(app);
-    if (drawn) figures.append(drawn);
-  }
+  const known = [eigenvalueFigure, profileFigure, logitFigure, attentionFigure].filter((one) => one(app, BOX));
+  known.forEach((one, n) => {
+    // An odd last one fills its row.
+    const wide = n === known.length - 1 && known.length % 2 === 1 && place.clientWidth > 560;
+    const drawn = one(app, wide ? { ...BOX, width: 2 * BOX.width + 16 } : BOX);
+    if (wide) drawn.classList.add("wide");
+    figures.append(drawn);
+  });
   place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures);
 }
 
@@ -27,7 +31,14 @@ function sentenceOn(app) {
     const symmetry = view.value("symmetry", frame, selected);
     parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is far from symmetric, as in most trained heads.");
   }
+  for (const quantity of app.shownQuantities()) parts.push(...unhealthy(app, quantity).map((words) => `${quantity.symbol} ${words}.`));
   return parts.join(" ");
+}
+
+// Which limits of health this head is beyond, in words.
+function unhealthy(app, quantity) {
+  const value = app.view.value(quantity.name, app.frame, app.selected);
+  return app.limitsOf(quantity).filter((limit) => (limit.side === "above" ? value > limit.value : value < limit.value)).map((limit) => `is ${limit.side} ${shownNumber(limit.value)}: ${limit.words}`);
 }
 
 // Each number with a strip: the grey hill is the model's distribution, the line is this head.
@@ -37,11 +48,18 @@ function numbersOf(app) {
   for (const quantity of app.shownQuantities()) {
     const value = view.value(quantity.name, frame, selected);
     if (!Number.isFinite(value)) continue;
-    body.append(html("tr", {}, html("th", { scope: "row", title: quantity.words }, quantity.symbol), html("td", { "data-quantity": quantity.name }, shownNumber(value)),
-      html("td", {}, strip(app.sorted(quantity.name), value))));
+    const sorted = app.sorted(quantity.name);
+    body.append(html("tr", { class: unhealthy(app, quantity).length ? "beyond" : "" }, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
+      html("td", { "data-quantity": quantity.name }, shownNumber(value)), html("td", {}, strip(sorted, value), html("small", {}, rankOf(sorted, value)))));
   }
   const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, "among all heads")));
   return html("table", { class: "numbers" }, head, body);
+}
+
+function rankOf(sorted, value) {
+  if (value === sorted.at(-1)) return value === sorted[0] ? "all alike" : "highest";
+  const below = sorted.filter((one) => one < value).length;
+  return below ? `above ${Math.min(99, Math.round((100 * below) / sorted.length))} %` : "lowest";
 }
 
 function strip(sorted, value) {
@@ -51,15 +69,13 @@ function strip(sorted, value) {
   for (const one of sorted) counts[Math.min(32, Math.floor(place(one) / 3.04))]++;
   const most = Math.max(...counts);
   const path = counts.map((count, n) => `L${(n + 0.5) * 3.03},${16 - (14 * count) / most}`).join("");
-  const below = sorted.filter((one) => one < value).length;
-  return svg("svg", { viewBox: "0 0 100 17", preserveAspectRatio: "none", role: "img",
-    "aria-label": `above ${Math.round((100 * below) / sorted.length)} % of the heads` },
+  return svg("svg", { viewBox: "0 0 100 17", preserveAspectRatio: "none", "aria-hidden": "true" },
   svg("path", { d: `M0,16${path}L100,16Z`, fill: look("soft"), opacity: 0.35 }),
   svg("line", { x1: place(value), x2: place(value), y1: 0, y2: 17, stroke: look("focus"), "stroke-width": 1.6 }));
 }
 
 // In the complex plane, with the mean as a cross and the root of the mean squared distance from it as a circle.
-function eigenvalueFigure(app) {
+function eigenvalueFigure(app, around) {
   const flat = app.view.spectrum(app.selected);
   if (!flat || app.frame !== app.view.frames.length - 1) return null;
   const points = [];
@@ -68,8 +84,8 @@ function eigenvalueFigure(app) {
   const radius = Math.sqrt(points.reduce((sum, [re, im]) => sum + (re - mean) ** 2 + im ** 2, 0) / points.length);
   const far = Math.max(...points.map(([re, im]) => Math.max(Math.abs(re - mean), Math.abs(im))), radius) * 1.08 || 1;
   const height = 300;
-  const box = { height, left: 52 };
-  const tall = far * (height - BOX.top - BOX.bottom) / (BOX.width - BOX.left - BOX.right);
+  const box = { ...around, height, left: 52 };
+  const tall = far * (height - BOX.top - BOX.bottom) / (around.width - BOX.left - BOX.right);
   const over = (element, x, y) => {
     const [cx, cy] = [x.place(mean), y.place(0)];
     element.append(svg("ellipse", { cx, cy, rx: x.place(mean + radius) - cx, ry: cy - y.place(radius), fill: "none", stroke: look("focus"), "stroke-width": 1.5, "stroke-dasharray": "5 3" }));
@@ -82,7 +98,7 @@ function eigenvalueFigure(app) {
 
 const PROFILE_WORDS = { closed: "closed form, without positions", exact: "exact, without positions", positions: "closed form, with this head's positions" };
 
-function profileFigure(app) {
+function profileFigure(app, box) {
   const { view, frame, selected } = app;
   const length = view.length ?? 1024;
   const series = [];
@@ -92,9 +108,11 @@ function profileFigure(app) {
   }
   if (!series.length && view.columns.trace_of_square) series.push({ ...momentProfile(view, frame, selected, length), look: lineLook(0) });
   if (!series.length) return null;
-  return figure("Which tokens are heard: ρ over the context", series, { key: true,
+  return figure("Which tokens are heard (ρ)", series, { box, key: true,
     x: { range: [1, length], ticks: evenly(length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
 }
+
+const TEXT_WORDS = { predicted: "predicted for the text", measured: "measured on the text" };
 
 function momentProfile(view, frame, head, length) {
   const value = (name) => view.value(name, frame, head);
@@ -107,29 +125,28 @@ function middles(bins) {
   return bins.map(([low, high]) => (low + high) / 2);
 }
 
-function logitFigure(app) {
+function logitFigure(app, box) {
   const { view, selected } = app;
   const series = [];
   for (const name of Object.keys(view.expected_logits ?? {})) {
     const line = view.line("expected_logits", name, selected);
     series.push({ points: onto(view.distances, line), label: "from the weights: two tokens of like content", look: lineLook(0) });
   }
-  const words = { predicted: "predicted for the text", measured: "measured on the text" };
   Object.keys(view.logit_profile ?? {}).forEach((name, n) => {
     const line = view.line("logit_profile", name, selected);
-    series.push({ points: onto(middles(view.bins), line), label: words[name] ?? name, look: lineLook(n + 1) });
+    series.push({ points: onto(middles(view.bins), line), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) });
   });
   if (!series.length) return null;
   const furthest = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
-  return figure("Expected logit over distance", series, { key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
+  return figure("Expected logit over distance", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
 }
 
-function attentionFigure(app) {
+function attentionFigure(app, box) {
   const { view, selected } = app;
   const series = Object.keys(view.attention_profile ?? {}).map((name, n) => ({
-    points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: name, look: lineLook(n) }));
+    points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) }));
   if (!series.length) return null;
   const furthest = Math.max(...series[0].points.map((point) => point[0]));
-  return figure("Attention over distance (the first token apart)", series, { key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
+  return figure("Attention over distance, the first token apart", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
     y: { range: [0, Math.max(...series.flatMap((one) => one.points.map((point) => point[1])), 0.1)], label: "share of attention" } });
 }

@@ -1,6 +1,6 @@
 // The map: a cell per head, layers downwards and heads to the right, on a canvas so that a large model stays quick.
 
-const CELL = { least: 3, wide: 52, high: 22 };
+const CELL = { least: 3, wide: 72, high: 36 };
 const MARGIN = { left: 46, top: 20 };
 
 // Where each head stands: rows are the layers of every block, in order.

@@ -61,10 +61,12 @@ class App {
   }
 
   // The limits of health in the quantity's own unit: some are multiples of the model's median.
-  limits() {
-    if (this.difference) return [];
-    const middle = quantile(this.sorted(this.quantity.name), 0.5);
-    return this.quantity.limits.map((limit) => ({ ...limit, value: limit.relative ? limit.value * middle : limit.value,
+  limits() { return this.difference ? [] : this.limitsOf(this.quantity); }
+
+  limitsOf(quantity) {
+    if (!quantity.limits.length) return [];
+    const middle = quantile(this.sorted(quantity.name), 0.5);
+    return quantity.limits.map((limit) => ({ ...limit, value: limit.relative ? limit.value * middle : limit.value,
       words: limit.words + (limit.relative ? ` (${shownNumber(limit.value)} × the model's median)` : "") }));
   }
 
@@ -167,19 +169,22 @@ function quantityChoice(app) {
 function frameSlider(app) {
   const { frames } = app.view;
   if (frames.length < 2) return null;
-  const slide = (event) => { app.frame = Number(event.target.value); app.draw(); };
+  const go = (value) => { app.frame = Number(value); app.draw(); };
+  const slide = (event) => go(event.target.value);
   const slider = html("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, step: 1, value: app.frame, "aria-valuetext": frames[app.frame], oninput: slide });
   const differ = html("input", { type: "checkbox", id: "difference", checked: app.difference, onchange: (event) => {
     app.difference = event.target.checked;
     app.choose(app.quantity.name === "regime" ? app.shownQuantities()[0].name : app.quantity.name);
     app.draw();
   } });
-  return html("span", { class: "group" }, html("label", {}, "at ", slider, html("output", {}, frames[app.frame])), html("label", {}, differ, `minus ${frames[0]}`));
+  const numbered = frames.every((frame) => Number.isFinite(Number(frame)));
+  const choice = numbered ? html("label", {}, "step ", slider, html("output", {}, frames[app.frame])) : selection("frame", "of ", frames.map((frame, n) => [n, frame]), app.frame, go);
+  return html("span", { class: "group" }, choice, html("label", {}, differ, `difference to ${numbered ? "step " : ""}${frames[0]}`));
 }
 
 function regimeButtons(app) {
   if (!app.hasRegimes()) return null;
-  const group = html("span", { class: "group", role: "group", "aria-label": "Mark all heads of a regime" });
+  const group = html("span", { class: "group", role: "group", "aria-label": "Mark all heads of a regime" }, html("span", {}, "mark all"));
   app.data.regimes.forEach((regime, code) => {
     let count = 0;
     for (let head = 0; head < app.view.count; head++) count += app.view.regimeOf(app.frame, head) === code;

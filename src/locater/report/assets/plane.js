@@ -20,16 +20,10 @@ function planeAxes(plane) {
 // One panel: cells by `colourAt(column, row)` over nx × ny of equal size, axes, the heads of a scan, and the current point.
 function drawPlane(explorer, title, nx, ny, colourAt, note, key) {
   const at = planeAxes(explorer.plane);
-  const cells = html("canvas", { width: nx, height: ny });
-  const pen = cells.getContext("2d");
-  for (let row = 0; row < ny; row++)
-    for (let column = 0; column < nx; column++) {
-      pen.fillStyle = colourAt(column, row);
-      pen.fillRect(column, ny - 1 - row, 1, 1);
-    }
+  const ground = keptGround(explorer, `${title} ${isDark()} ${key ? "" : `${explorer.knobs.length} ${explorer.knobs.symmetry} ${explorer.knobs.width}`}`, nx, ny, colourAt);
   const drawn = svg("svg", { viewBox: `0 0 ${PLANE.width} ${PLANE.height}`, class: "chart", role: "img", "font-size": 11, "font-family": "system-ui, sans-serif", "aria-label": `${title}. ${note}` });
   drawn.append(svg("rect", { width: PLANE.width, height: PLANE.height, fill: look("panel") }));
-  drawn.append(svg("image", { href: cells.toDataURL(), x: PLANE.left, y: PLANE.top, width: at.wide, height: at.tall, preserveAspectRatio: "none", "image-rendering": "pixelated" }));
+  drawn.append(svg("image", { href: ground, x: PLANE.left, y: PLANE.top, width: at.wide, height: at.tall, preserveAspectRatio: "none", "image-rendering": "pixelated" }));
   planeScale(drawn, at);
   for (const head of explorer.heads) drawn.append(svg("circle", { ...inFrame(at, head.trace, head.deviation), r: 2.4, fill: "#fff", stroke: "#000", "stroke-width": 0.7, opacity: 0.85 }));
   const [x, y] = [explorer.knobs.trace / explorer.knobs.temperature, explorer.knobs.deviation / explorer.knobs.temperature];
@@ -40,6 +34,22 @@ function drawPlane(explorer, title, nx, ny, colourAt, note, key) {
     explorer.jump(...at.back((event.clientX - box.left) * scale, (event.clientY - box.top) * scale));
   });
   return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, html("span", {}, key ?? "", note), saveButtons(title, () => drawn)));
+}
+
+// The cells as a picture, kept: only the theory's depend on sliders, and only on some.
+function keptGround(explorer, name, nx, ny, colourAt) {
+  explorer.grounds ??= new Map();
+  if (!explorer.grounds.has(name)) {
+    const cells = html("canvas", { width: nx, height: ny });
+    const pen = cells.getContext("2d");
+    for (let row = 0; row < ny; row++)
+      for (let column = 0; column < nx; column++) {
+        pen.fillStyle = colourAt(column, row);
+        pen.fillRect(column, ny - 1 - row, 1, 1);
+      }
+    explorer.grounds.set(name, cells.toDataURL());
+  }
+  return explorer.grounds.get(name);
 }
 
 // What lies beyond the plane stands on its edge.
@@ -85,7 +95,7 @@ function theoryPlane(explorer) {
     const moments = toyMoments({ ...explorer.knobs, trace, deviation, temperature: 1 });
     return colours[regimeOf(closedForm(moments, explorer.knobs.length, 1, positions), explorer.data.limits)];
   };
-  return drawPlane(explorer, "Theory: regime", ...CELLS, colourAt, `Click to go there.${explorer.heads.length ? " Each dot is a head of the scan; those beyond stand on the edge." : ""}`);
+  return drawPlane(explorer, "Theory: regime", ...CELLS, colourAt, `Click to go there.${explorer.heads.length ? " Each dot is a head of the scan; those beyond stand on the edge. A click beside a dot, or a slider let go there, takes that head." : ""}`);
 }
 
 // What a true softmax layer did at each point, simulated when the page was made.

@@ -23,6 +23,7 @@ function saveButtons(title, svgOf) {
 
 function serialised(element) {
   const copy = element.cloneNode(true);
+  copy.querySelectorAll(".here").forEach((mark) => mark.remove());
   copy.setAttribute("xmlns", SVG);
   const [, , width, height] = copy.getAttribute("viewBox").split(" ");
   copy.setAttribute("width", width);
