@@ -143,3 +143,20 @@ def test_a_head_of_the_scan_sets_the_sliders(opened):
     moments = opened.run("return locater.toyMoments(locater.explorer.knobs)")
     expected = {"trace": 6 / 4, "square": -2 / 16, "norm": 40 / 16}
     assert moments == pytest.approx(expected)
+
+
+def test_a_slider_let_go_beside_a_head_takes_it_with_its_symmetry(opened):
+    """And so does a click beside its dot on the plane; further away the place itself is taken."""
+    slide(opened, "deviation", math.log(math.sqrt((-2 + 2 * 40) / 3 - 6**2 / 64) / 4))
+    slide(opened, "trace", math.asinh(1.45 / 0.03))
+    knobs = "return ['trace', 'symmetry', 'width'].map((name) => locater.explorer.knobs[name])"
+    assert opened.run(knobs)[1:] == [1, 8]
+    opened.run("document.getElementById('knob-trace').dispatchEvent(new Event('change'))")
+    assert opened.run(knobs) == pytest.approx([1.5, -2 / 40, 64])
+    assert "Head decoder 3.1" in opened.run("return document.getElementById('verdict').textContent")
+    opened.run("locater.explorer.begin(0); locater.explorer.jump(0.01, 0.01)")
+    assert opened.run(knobs) == pytest.approx([0.01, 1, 8])
+    opened.run("const e = locater.explorer; e.jump(e.heads[0].trace * 1.01, e.heads[0].deviation)")
+    assert opened.run(knobs) == pytest.approx([1.5, -2 / 40, 64])
+    slide(opened, "symmetry", 0.5)
+    assert "Head" not in opened.run("return document.getElementById('verdict').textContent")

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,52 @@ def test_runs_steps_and_studies_are_curves(browser, tmp_path):
     assert browser.run("return locater.app.value(0)") == 0
     assert browser.run("return document.querySelectorAll('#curve-body figure:last-of-type polyline').length") == 2
     assert serious_faults(browser) == []
+
+
+def test_a_saved_map_says_what_its_colours_mean(opened):
+    opened.run("document.querySelector('#map-figure .save[aria-label$=SVG]').click()")
+    (name,) = [path.name for path in waited(opened)]
+    drawn = opened.downloaded(name).decode()
+    assert drawn.startswith("<svg") and "positive mean: localizes" in drawn and "mean of the eigenvalues" in drawn
+
+
+def waited(browser):
+    """What lies in the folder of downloads, once anything does."""
+    browser.wait("return true")
+    end = time.monotonic() + 10
+    while not (found := [path for path in browser.downloads.iterdir() if path.suffix == ".svg"]):
+        assert time.monotonic() < end, "nothing was saved"
+        time.sleep(0.05)
+    return found
+
+
+def test_the_pointer_and_the_arms_bring_numbers_and_lines_forward(browser, tmp_path):
+    measured = Path(__file__).parents[1] / "runs" / "measured" / "words"
+    assert locater("runs", measured, "--against", "none", "--html", tmp_path / "page.html").code == 0
+    browser.open(tmp_path / "page.html")
+    said = browser.run("return document.getElementById('sentences').textContent")
+    assert "clearly lower than of none" in said and "free-2.5e-3 by 17.5 ± 1.5" in said
+    browser.run("[...document.querySelectorAll('.arms button')].find((b) => b.textContent === 'initial').click()")
+    clear = "[...document.querySelectorAll('polyline')].filter((line) => line.style.opacity === '')"
+    assert set(browser.run(f"return {clear}.map((line) => line.dataset.name)")) == {"initial"}
+    browser.run(
+        "const c = document.querySelector('.chart'), p = c.querySelector('polyline'), b = c.getBoundingClientRect();"
+        "const [x, y] = p.getAttribute('points').split(' ').at(-1).split(',').map((v) => v * b.width / 330);"
+        "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + x, clientY: b.top + y}))"
+    )
+    assert browser.run("return document.querySelector('text.here').textContent").startswith("free-1e-2, 1020: 364")
+
+
+def test_two_models_open_with_what_differs(browser, minilm, tmp_path):
+    heads = [{**head, "eta": head["eta"] * (2 if n == 40 else 1.1)} for n, head in enumerate(minilm["heads"])]
+    save_page([minilm, {**minilm, "source": "tuned", "heads": heads}], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    assert "η/λ differs most in encoder 3.4" in browser.run("return document.getElementById('sentences').textContent")
+    assert browser.run("return [locater.app.selected, locater.app.difference]") == [40, True]
+    assert browser.run("return locater.app.value(40)") == pytest.approx(minilm["heads"][40]["eta"] / 32**0.5)
+    browser.run("const s = document.getElementById('model'); s.value = 0; s.dispatchEvent(new Event('change'))")
+    assert browser.run("return [locater.app.difference, locater.app.value(40)]") == [
+        False,
+        pytest.approx(minilm["heads"][40]["eta"] / 32**0.5),
+    ]
+    assert browser.complaints() == [] and serious_faults(browser) == []

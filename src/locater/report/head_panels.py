@@ -1,7 +1,7 @@
 """One head as a figure of up to four panels, the same as on the page; needs matplotlib and no torch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import refusal
@@ -63,7 +63,7 @@ def _profile(axis: "Axes", view: View, record: Json) -> None:
     length = view.length or 1024
     for number, (name, line) in enumerate(record["profiles"].items()):
         places = [1 + step * (length - 1) / max(1, len(line) - 1) for step in range(len(line))]
-        _line(axis, places, line, PROFILE_WORDS.get(name, name), number)
+        _line(axis, places, line, PROFILE_WORDS.get(str(name), str(name)), number)
     axis.set(xlabel="token t (the query is the last)", ylabel="probability ρ", ylim=(-0.02, 1.02))
     _finish(axis, "Which tokens are heard")
 
@@ -72,14 +72,14 @@ def _logit(axis: "Axes", view: View, record: Json) -> None:
     for line in (record.get("expected_logits") or {}).values():
         _line(axis, view.distances or range(len(line)), line, "from the weights", 0)
     for number, (name, line) in enumerate((record.get("logit_profile") or {}).items(), start=1):
-        _line(axis, _middles(view), line, TEXT_WORDS.get(name, name), number)
+        _line(axis, _middles(view), line, TEXT_WORDS.get(str(name), str(name)), number)
     _over_distance(axis, "logit ω")
     _finish(axis, "Expected logit over distance")
 
 
 def _attention(axis: "Axes", view: View, record: Json) -> None:
     for number, (name, line) in enumerate(record["attention_profile"].items()):
-        _line(axis, _middles(view), line, TEXT_WORDS.get(name, name), number)
+        _line(axis, _middles(view), line, TEXT_WORDS.get(str(name), str(name)), number)
     _over_distance(axis, "share of attention")
     _finish(axis, "Attention over distance, the first token apart")
 
@@ -97,7 +97,7 @@ def _middles(view: View) -> list[float]:
     return [(low + high) / 2 for low, high in view.bins or ()]
 
 
-def _line(axis: "Axes", x: object, y: object, label: str, number: int) -> None:
+def _line(axis: "Axes", x: Sequence[float], y: Sequence[float], label: str, number: int) -> None:
     axis.plot(x, y, color=LINES[number], ls=DASHES[number], lw=1.8, label=label)
 
 

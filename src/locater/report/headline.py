@@ -10,7 +10,7 @@ from statistics import median
 
 from ..records import Json
 from ..theory.words import MOSTLY_NEAR, WORDS
-from .quantities import COLD, HOT
+from .quantities import COLD, HOT, quantity
 from .views import Key, View
 
 MOST_NAMED = 3
@@ -34,7 +34,11 @@ class Sentence:
 
 def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     """All sentences of a page: view by view, then those of runs and studies."""
-    found = [sentence for number, view in enumerate(views) for sentence in _of_view(number, view)]
+    compared = any(view.is_pair for view in views)
+    found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view)]
+    for number, view in enumerate(views):
+        if not view.is_pair:
+            found += _of_view(number, view, briefly=compared)
     for document in others:
         found += _of_study(document) if document["schema"] == "locater.study/1" else _of_runs(document)
     return found
@@ -48,7 +52,27 @@ def _of_study(document: Json) -> Iterable[Sentence]:
         yield Sentence(f"{_count(len(failures), 'point')} could not be measured.", tone="warning")
 
 
-def _of_view(number: int, view: View) -> list[Sentence]:
+def _of_pair(number: int, view: View) -> Iterable[Sentence]:
+    """What differs between two models: the usual head of each, and where they differ most."""
+    first, last = view.frames
+    name_of = next((n for n in ("eta_over_temperature", "xi") if n in view.columns), next(iter(view.columns)))
+    usual = []
+    for column in ("eta_over_temperature", "xi", "localisation"):
+        if column in view.columns:
+            before, after = (median([x for x in frame if x is not None] or [0.0]) for frame in view.columns[column])
+            usual.append(f"{quantity(column).symbol} {before:.3g} → {after:.3g}")
+    yield Sentence(f"From {first} to {last}, the usual head: {', '.join(usual)}.", number)
+    before, after = view.columns[name_of]
+    change = [abs((b or 0) - (a or 0)) for a, b in zip(before, after, strict=True)]
+    most = sorted(range(len(change)), key=lambda n: -change[n])[:MOST_NAMED]
+    if not any(change):
+        return
+    named = ", ".join(f"{name(view.heads[n])} ({before[n] or 0:.3g} → {after[n] or 0:.3g})" for n in most)
+    yield Sentence(f"{quantity(name_of).symbol} differs most in {named}.", number, tuple(most))
+    yield from _movement(number, view)
+
+
+def _of_view(number: int, view: View, *, briefly: bool = False) -> list[Sentence]:
     layers = len({key[:2] for key in view.heads})
     family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
     opening = f"{view.name}: {family}{_count(len(view.heads), 'attention head')} in {_count(layers, 'layer')}"
@@ -56,7 +80,8 @@ def _of_view(number: int, view: View) -> list[Sentence]:
     found = [Sentence(opening, number)]
     # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
     found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view)]
-    found += [*_theory(number, view), *_pronounced(number, view), *_next(number, view)]
+    if not briefly:
+        found += [*_theory(number, view), *_pronounced(number, view), *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
@@ -116,6 +141,8 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
             f"{_count(len(far), 'head')} moved by more than half of their scale; most of all {name(view.heads[most])}.",
             number, far or (most,),
         )  # fmt: skip
+    if not any(view.regimes[-1]):
+        return
     words = _count(len(changed), "head") if changed else "No head"
     yield Sentence(f"{words} changed regime between first and last.", number, tuple(changed))
 
@@ -161,7 +188,8 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
         keys = {(alarm["block"], alarm["layer"], head) for alarm in of_kind for head in _alarmed(alarm)}
         heads = tuple(sorted(at[key] for key in keys if key in at))
         yield Sentence(
-            f"Alarm, {count} times: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}.",
+            f"Alarm, {_count(count, 'time')}: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}"
+            + (f" ({_names(view, heads)})." if heads else "."),
             number, heads, "warning",
         )  # fmt: skip
         yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")

@@ -23,8 +23,9 @@ def steps_of(reports: Sequence[Json], source: str) -> Json:
 
 def _heads(layer: Json) -> list[Json]:
     """A layer as heads: the statistics by head instead of the heads by statistic."""
-    found = [{"block": layer["block"], "layer": layer["layer"], "head": head} for head in layer["heads"]]
-    for name, values in {**layer["statistics"], **layer.get("weights", {})}.items():
+    found: list[Json] = [{"block": layer["block"], "layer": layer["layer"], "head": head} for head in layer["heads"]]
+    columns: dict[str, list] = {**layer["statistics"], **layer.get("weights", {})}
+    for name, values in columns.items():
         for record, value in zip(found, values, strict=True):
             record[SAME.get(name, name)] = value
     return found

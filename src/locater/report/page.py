@@ -83,7 +83,9 @@ def _digest(text: str) -> str:
 
 def _title(views: list[View], others: list[Document]) -> str:
     if views:
-        names = list(dict.fromkeys(view.name for view in views))
+        names = list(dict.fromkeys(view.name for view in views if not view.is_pair))
+        if any(len(view.frames) > 2 for view in views):
+            return "Attention over time: " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
         return "Attention of " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
     first = others[0] if others else {}
     return first.get("question") or f"Runs in {last_part(first.get('folder', 'a folder'))}"
@@ -128,6 +130,7 @@ def _packed(view: View, pack: Pack) -> Document:
         "columns": {name: pack.add(_floats(frames), "f8") for name, frames in view.columns.items()},
         "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
         "alarms": view.alarms,
+        "is_pair": view.is_pair,
         "length": view.length,
         "course": view.course,
         "bins": view.bins,

@@ -11,7 +11,7 @@ from .monitored import MONITOR, steps_of
 Key = tuple[str, int, int]
 Document = Json
 # Columns that are no quantity: names, shapes, and what another column says better.
-GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics"}
+GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics", "attention"}
 APART = {"block", "layer", "head", "key_head", "d_model", "d_head", "regime", "eigenvalues", "curves", "kind"}
 
 
@@ -30,6 +30,7 @@ class View:
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
+    is_pair: bool = False  # two models side by side, each of which has its own view too
     length: int | None = None
     bins: list[list[int]] | None = None
     distances: list[int] | None = None
@@ -64,6 +65,7 @@ def _side_by_side(first: View, second: View) -> View:
         frames=[first.name, second.name],
         columns={name: [first.columns[name][0], second.columns[name][0]] for name in common},
         regimes=[first.regimes[0], second.regimes[0]],
+        is_pair=True,
         length=first.length if first.length == second.length else None,
     )
 

@@ -8,7 +8,7 @@ function drawCurves(app, controls, place) {
   for (const study of app.data.studies) drawn.push(...studyCharts(study));
   const section = document.getElementById("curves");
   section.hidden = !drawn.length;
-  document.getElementById("curves-title").textContent = app.views.length ? "Over time" : app.data.runs.length ? "Arms over training" : "What was measured";
+  document.getElementById("curves-title").textContent = app.views.length ? (app.view.frames.every((frame) => Number.isFinite(Number(frame))) ? "Over time" : "Model by model") : app.data.runs.length ? "Arms over training" : "What was measured";
   place.replaceChildren(...drawn);
 }
 
@@ -40,13 +40,17 @@ function layerCurves(app) {
   };
   const series = [...layers].map(([label, heads], n) => ({ label, name: label, look: lineLook(n), points: steps.map((step, frame) => [step, mean(heads, frame)]) }));
   const numbered = view.frames.every((frame) => Number.isFinite(Number(frame)));
-  const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? {} : { ticks: steps }) }, y: { label: quantity.symbol },
+  const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? {} : { ticks: steps, name: (n) => shortName(view.frames[n]) }) }, y: { label: quantity.symbol },
     over: (element, x, y, box) => {
       const mark = (step, colour) => element.append(svg("line", { x1: x.place(step), x2: x.place(step), y1: box.top, y2: box.height - box.bottom, stroke: colour, "stroke-dasharray": "3 3" }));
       for (const step of new Set(view.alarms.map((alarm) => alarm.step))) mark(step, look("warn"));
       mark(steps[app.frame], look("focus"));
     } };
-  return [figure(`${quantity.symbol} over time, mean of each layer`, series, options), alarmList(app)].filter(Boolean);
+  return [figure(`${quantity.symbol}, mean of each layer`, series, options), alarmList(app)].filter(Boolean);
+}
+
+function shortName(words) {
+  return words.length > 14 ? `…${words.slice(-13)}` : words;
 }
 
 function alarmList(app) {
@@ -54,7 +58,7 @@ function alarmList(app) {
   const list = html("ul", { class: "small" });
   for (const alarm of app.view.alarms.slice(0, 40)) {
     const heads = alarm.heads ?? (alarm.head === null ? [] : [alarm.head]);
-    const place = `${alarm.block} layer ${alarm.layer}` + (heads.length ? `, head ${heads.join(", ")}` : "");
+    const place = `${alarm.block} layer ${alarm.layer}` + (heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : "");
     list.append(html("li", {}, `step ${alarm.step}: ${alarm.kind} in ${place}: ${alarm.meaning}; try ${alarm.remedy}`));
   }
   return html("div", {}, html("h3", {}, `Alarms (${app.view.alarms.length}), dashed in the chart`), list);

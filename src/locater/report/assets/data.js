@@ -39,7 +39,7 @@ function scaledRow(lines, count, head, at) {
 function rangeOf(views, quantity, difference) {
   const values = [];
   for (const view of views) {
-    if (!view.columns[quantity.name]) continue;
+    if (!view.columns[quantity.name] || (difference && view.frames.length < 2)) continue;
     for (let frame = 0; frame < view.frames.length; frame++)
       for (let head = 0; head < view.count; head++) {
         const value = view.value(quantity.name, frame, head) - (difference ? view.value(quantity.name, 0, head) : 0);

@@ -107,9 +107,9 @@ class Explorer {
     const { knobs } = this;
     const series = [{ label: "closed form", points: onto(positions, closed), look: lineLook(0) }];
     const exact = gridProfile(this.data.grid, this.grid, knobs);
-    if (exact) series.push({ label: `exact, head of width ${this.data.grid.width} (grid, within ${shownNumber(this.data.grid.error)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
+    if (exact) series.push({ label: `exact, head of width ${this.data.grid.width} (grid, within ${this.data.grid.error.toPrecision(2)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
     if (knobs.base) series.push({ label: "closed form with rotary positions", points: onto(positions, shown), look: lineLook(2) });
-    const profile = figure("Which tokens are heard: ρ over the context", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
+    const profile = figure("Which tokens are heard (ρ)", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
     const bars = [{ label: `softmax, mean of ${WALKS.count} random walks`, points: attention.map((value, t) => [t + 1, value]), look: lineLook(3) }];
     const top = Math.max(0.1, ...attention) * 1.05;
     const simulated = figure("True softmax on simulated walks", bars, { key: true, x: { range: [1, attention.length], ticks: [1, 16, 32, 48], label: "token t" }, y: { range: [0, top], label: "attention" } });
@@ -121,7 +121,7 @@ class Explorer {
     const eta = Math.sqrt((moments.square + 2 * moments.norm) / 3);
     const words = this.data.regimes.find((one) => one.name === regime).meaning;
     const whose = this.at ? `Head ${this.at.title}, its own mean, spread and symmetry. ` : "";
-    document.getElementById("verdict").textContent = `${whose}${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${shownNumber(local)}, softmax entropy ${shownNumber(entropy)} (1: all alike).`;
+    document.getElementById("verdict").textContent = `${whose}${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${local.toFixed(2)}, softmax entropy ${entropy.toFixed(2)} (1: all alike).`;
   }
 
   drawStep() {

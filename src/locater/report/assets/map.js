@@ -2,6 +2,7 @@
 
 const CELL = { least: 3, wide: 72, high: 36 };
 const MARGIN = { left: 46, top: 20 };
+const TITLE_ROOM = 26;
 
 // Where each head stands: rows are the layers of every block, in order.
 function layoutOf(view) {
@@ -94,7 +95,7 @@ class HeadMap {
     this.drawLabels(pen);
     this.drawCells(pen);
     this.outline();
-    this.legend.replaceChildren(drawLegend(this.app), saveButtons(this.app.figureTitle(), () => this.asSvg()));
+    this.legend.replaceChildren(this.app.quantity.name === "regime" ? regimeWords() : drawLegend(this.app, Math.min(544, Math.max(280, this.place.clientWidth))), saveButtons(this.app.figureTitle(), () => this.asSvg()));
   }
 
   drawLabels(pen) {
@@ -154,44 +155,66 @@ class HeadMap {
     return [MARGIN.left + this.app.view.head[head] * this.width, MARGIN.top + this.layout.row[head] * this.height];
   }
 
+  // With its title above and its scale below: a map that is sent on must still say what its colours mean.
   asSvg() {
-    const [width, height] = [MARGIN.left + this.layout.columns * this.width + 8, MARGIN.top + this.layout.rows * this.height + 8];
+    const cells = MARGIN.top + this.layout.rows * this.height + 8;
+    const scale = this.app.quantity.name === "regime" ? regimeKey(this.app) : drawLegend(this.app, 420);
+    const tall = Number(scale.getAttribute("viewBox").split(" ")[3]);
+    const [width, height] = [Math.max(430, MARGIN.left + this.layout.columns * this.width + 8), TITLE_ROOM + cells + tall];
     const label = { "font-size": 11, "font-family": "system-ui, sans-serif", fill: look("soft") };
-    const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}` }, svg("rect", { width, height, fill: look("panel") }));
-    this.layout.labels.forEach((words, row) => drawn.append(text(words, 4, MARGIN.top + (row + 0.75) * this.height, label)));
+    const drawn = svg("g", { transform: `translate(0 ${TITLE_ROOM})` });
+    for (let column = 0; column < this.layout.columns; column += Math.max(1, Math.ceil(22 / this.width)))
+      drawn.append(text(column, MARGIN.left + (column + 0.5) * this.width, MARGIN.top - 6, { ...label, "text-anchor": "middle" }));
+    const every = Math.max(1, Math.ceil(12 / this.height));
+    this.layout.labels.forEach((words, row) => row % every || drawn.append(text(words, 4, MARGIN.top + (row + 0.75) * this.height, label)));
     for (let head = 0; head < this.app.view.count; head++) {
       const [x, y] = this.corner(head);
       drawn.append(svg("rect", { x, y, width: this.width, height: this.height, fill: this.colour(head) ?? look("line") }));
     }
-    return drawn;
+    for (const [name, value] of [["x", 0], ["y", TITLE_ROOM + cells], ["width", 420], ["height", tall]]) scale.setAttribute(name, value);
+    const title = text(this.app.figureTitle(), 4, 18, { ...label, "font-size": 13, fill: look("ink") });
+    return svg("svg", { viewBox: `0 0 ${width} ${height}` }, svg("rect", { width, height, fill: look("panel") }), title, drawn, scale);
   }
 }
 
+function regimeWords() {
+  return html("p", { class: "small" }, "Letters and colours are explained at the foot of the page. They are words of the random-walk theory.");
+}
+
+// The colours of the regimes, for a map that is saved.
+function regimeKey(app) {
+  const drawn = svg("svg", { viewBox: "0 0 420 52", "font-size": 11, "font-family": "system-ui, sans-serif" });
+  app.data.regimes.forEach((regime, n) => {
+    const [x, y] = [10 + (n % 3) * 130, 8 + Math.floor(n / 3) * 20];
+    drawn.append(svg("rect", { x, y, width: 12, height: 12, fill: regime.colour, stroke: look("soft") }), text(regime.name, x + 18, y + 10, { fill: look("ink") }));
+  });
+  return drawn;
+}
+
 // The scale, with the heads' distribution over it, what its ends mean, and where health ends.
-function drawLegend(app) {
-  if (app.quantity.name === "regime") return html("p", { class: "small" }, "Letters and colours are explained at the foot of the page. They are words of the random-walk theory.");
+function drawLegend(app, width) {
   const { low, high, values } = app.range;
-  const box = { width: 420, left: 10, right: 10 };
-  const x = axis([low, high], [box.left, box.width - box.right], { count: 5 });
-  const drawn = svg("svg", { viewBox: "0 0 420 96", class: "legend", role: "img", "font-size": 11, "font-family": "system-ui, sans-serif",
+  const x = axis([low, high], [10, width - 10], { count: 5 });
+  const step = (width - 20) / 40;
+  const drawn = svg("svg", { viewBox: `0 0 ${width} 80`, class: "legend", role: "img", "font-size": 11, "font-family": "system-ui, sans-serif",
     "aria-label": `Scale from ${shownNumber(low)}, ${app.quantity.low}, to ${shownNumber(high)}, ${app.quantity.high}.` });
   const counts = new Array(40).fill(0);
   for (const value of values) counts[Math.min(39, Math.max(0, Math.floor(((value - low) / (high - low)) * 40)))]++;
   const most = Math.max(...counts, 1);
   for (let n = 0; n < 40; n++) {
     const size = (26 * counts[n]) / most;
-    drawn.append(svg("rect", { x: 10 + n * 10, y: 28 - size, width: 9, height: size, fill: look("soft"), opacity: 0.55 }));
-    drawn.append(svg("rect", { x: 10 + n * 10, y: 30, width: 10.5, height: 14, fill: css(ramp(app.scale, (n + 0.5) / 40)) }));
+    drawn.append(svg("rect", { x: 10 + n * step, y: 28 - size, width: step - 1, height: size, fill: look("soft"), opacity: 0.55 }));
+    drawn.append(svg("rect", { x: 10 + n * step, y: 30, width: step + 0.5, height: 14, fill: css(ramp(app.scale, (n + 0.5) / 40)) }));
   }
   for (const mark of x.marks) drawn.append(text(shownNumber(mark), x.place(mark), 58, { "text-anchor": "middle", fill: look("soft") }));
   drawn.append(text(`◂ ${app.difference ? "fell" : app.quantity.low}`, 10, 74, { fill: look("ink") }));
-  drawn.append(text(`${app.difference ? "rose" : app.quantity.high} ▸`, 410, 74, { "text-anchor": "end", fill: look("ink") }));
+  drawn.append(text(`${app.difference ? "rose" : app.quantity.high} ▸`, width - 10, 74, { "text-anchor": "end", fill: look("ink") }));
   app.limits().forEach((limit, n) => {
     const inside = limit.value > low && limit.value < high;
     if (inside) drawn.append(svg("line", { x1: x.place(limit.value), x2: x.place(limit.value), y1: 2, y2: 47, stroke: look("warn"), "stroke-width": 2 }));
     const words = `${limit.side} ${shownNumber(limit.value)}: ${limit.words}`;
-    drawn.append(text(words, 10, 90 + n * 14, { fill: look("warn") }));
-    drawn.setAttribute("viewBox", `0 0 420 ${96 + n * 14}`);
+    drawn.append(text(words, 10, 90 + n * 14, { fill: look("warn"), ...(words.length * 5.4 > width - 20 ? { textLength: width - 20, lengthAdjust: "spacingAndGlyphs" } : {}) }));
+    drawn.setAttribute("viewBox", `0 0 ${width} ${96 + n * 14}`);
   });
   return drawn;
 }

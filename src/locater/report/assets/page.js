@@ -12,10 +12,15 @@ class App {
     document.documentElement.dataset.ready = "yes";
   }
 
+  // Two models open with what differs between them; else the first view, with what is wrong or stands out.
   start() {
+    this.number = Math.max(0, this.views.findIndex((view) => view.is_pair));
+    this.difference = this.view.is_pair;
     this.frame = this.view.frames.length - 1;
-    this.selected = this.data.sentences.find((one) => one.tone === "warning" && one.heads.length)?.heads[0] ?? this.mostPronounced();
-    this.choose(this.data.quantities.find((one) => this.view.columns[one.name])?.name ?? "regime");
+    const named = (tone) => this.data.sentences.find((one) => (!tone || one.tone === tone) && one.view === this.number && one.heads.length)?.heads[0];
+    this.selected = named("warning") ?? (this.view.is_pair ? named() : null) ?? this.mostPronounced();
+    const wanted = this.view.is_pair ? ["eta_over_temperature"] : ["xi", "normalised_entropy"];
+    this.choose(wanted.find((name) => this.view.columns[name]) ?? this.shownQuantities()[0]?.name ?? "regime");
     this.map = new HeadMap(this, document.getElementById("map-figure"));
     this.table = new HeadTable(this, document.getElementById("table-controls"), document.getElementById("table-body"));
     addEventListener("resize", () => this.map.draw());
@@ -107,10 +112,17 @@ class App {
     this.mark(heads, `${this.quantity.symbol} ${this.side} ${shownNumber(value)}`);
   }
 
+  // After a change of view: its last frame, a quantity that it has, and no difference where there is nothing to differ from.
+  settle() {
+    this.frame = this.view.frames.length - 1;
+    if (this.view.frames.length < 2) this.difference = false;
+    this.choose(this.quantity.name !== "regime" && !this.view.columns[this.quantity.name] ? this.shownQuantities()[0]?.name ?? "regime" : this.quantity.name);
+  }
+
   // A sentence of the headline: its view, its heads marked, the first of them opened.
   follow(sentence) {
     this.number = sentence.view;
-    this.frame = this.view.frames.length - 1;
+    this.settle();
     this.marked = new Set(sentence.heads);
     this.why = "the sentence above";
     this.selected = sentence.heads[0];
@@ -150,8 +162,7 @@ function modelChoice(app) {
   if (app.views.length < 2) return null;
   return selection("model", "model", app.views.map((view, n) => [n, view.name]), app.number, (value) => {
     Object.assign(app, { number: Number(value), selected: 0, marked: null, bound: null });
-    app.frame = app.view.frames.length - 1;
-    if (!app.view.columns[app.quantity.name]) app.choose(app.shownQuantities()[0]?.name ?? "regime");
+    app.settle();
     app.draw();
   });
 }
