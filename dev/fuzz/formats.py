@@ -388,7 +388,7 @@ def read_tokens(folder: Path) -> Any:
 
     words = "the cat and the dog and one owl make seven " * 20
     with mock.patch.dict(os.environ, LOCATER_CACHE=str(folder / "cache")):
-        tokens = tokenise(Corpus(words, words[:90]), DataOptions(tokenizer="words"))
+        tokens = tokenise(Corpus("x", words, words[:90]), DataOptions(tokenizer="words"))
         return [tokens.train.tolist(), tokens.valid.tolist(), len(tokens.vocabulary)]
 
 

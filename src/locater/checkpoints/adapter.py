@@ -59,6 +59,7 @@ class Adapted(Checkpoint):
     def _change(self, pair: Pair, rows: Rows | None) -> Tensor:
         """Rows of s·B·A, or of its transpose."""
         down, up = (_wide(self.adapter.read(stored)) for stored in (pair.down, pair.up))
+        down, up = (factor.to(torch.promote_types(down.dtype, up.dtype)) for factor in (down, up))
         left, right = (down.T, up.T) if pair.is_flipped else (up, down)
         return pair.scale * (left if rows is None else left[rows[0] : rows[1]]) @ right
 

@@ -1,15 +1,21 @@
 """Weights that lie elsewhere: a Hugging Face id, or any address that fsspec knows. Only the bytes asked for travel."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
+from ..budget import budget
 from ..errors import Refusal, refusal
-from ..records import Json
-from .bytes import Folder, LocalFolder, check_range
+from ..records import Json, JsonMapping
+from .bytes import ByteSource, Folder, LocalFolder, check_range
 from .document import read_object
 from .locate import INDEX, METADATA, WEIGHTS, choose
 
 # Seconds until an address counts as out of reach, and without a single byte during a transfer.
 CONNECT, SILENCE = 15, 60
+SLOWEST = 50_000  # bytes in a second, over a whole request
+PAUSES = (0.5, 1.0, 2.0)  # seconds between requests that may yet succeed
+ABSENT, BUSY = (404, 410), (408, 425, 429, 500, 502, 503, 504)
 # What addresses may begin with. fsspec knows more: chains, archives, and references that it renders as templates.
 PROTOCOLS = ("http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hdfs")
 PROTOCOLS += ("webhdfs", "ftp", "sftp", "ssh", "memory")
@@ -46,13 +52,97 @@ class RemoteBytes:
         self.file.close()
 
 
+class WebBytes:
+    """A file of a web server, by ranges of one version: all answers name the same length and the same mark."""
+
+    def __init__(self, system: Any, path: str, info: JsonMapping) -> None:
+        self.system, self.path, self.mark = system, path, ""
+        self.name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
+        if not isinstance(info.get("size"), int):
+            raise refusal(f"a server that sends parts of {self.name}", "one that does not", "download the file first")
+        self.size: int = info["size"]
+
+    def read(self, start: int, length: int) -> bytearray:
+        check_range(self, start, length)
+        if not length:
+            return bytearray()
+        headers, data = retried(self.path, lambda: self._answer(start, length))
+        mark = headers.get("ETag") or headers.get("Last-Modified") or ""
+        total = headers.get("Content-Range", "").rpartition("/")[2]
+        if (self.mark and mark != self.mark) or (total.isdigit() and int(total) != self.size):
+            remedy = "it was replaced meanwhile; begin again"
+            raise refusal(f"one version of {self.name} while it is read", "two", remedy)
+        self.mark = mark
+        if len(data) != length:
+            remedy = "the server does not send parts; download it first"
+            raise refusal(f"{length} bytes of {self.name}", len(data), remedy)
+        return data
+
+    def _answer(self, start: int, length: int) -> tuple[JsonMapping, bytearray]:
+        from fsspec.asyn import sync
+
+        seconds = CONNECT + SILENCE + length / SLOWEST  # a server that drips is given up
+        left = budget().seconds_left()
+        return sync(
+            self.system.loop, self._fetch, start, length, timeout=seconds if left is None else min(left, seconds)
+        )
+
+    async def _fetch(self, start: int, length: int) -> tuple[JsonMapping, bytearray]:
+        session = await self.system.set_session()
+        headers = {"Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+        async with session.get(self.system.encode_url(self.path), headers=headers) as answer:
+            answer.raise_for_status()
+            data = bytearray()
+            async for part in answer.content.iter_chunked(2**20):
+                data += part
+                if len(data) > length:  # the whole file, and not what was asked for
+                    break
+            return answer.headers, data  # which are looked up in any case of letters
+
+    def readinto(self, start: int, view: memoryview) -> None:
+        view[:] = self.read(start, len(view))
+
+    def close(self) -> None:
+        pass
+
+
+def retried(path: str, request: Callable[[], Any]) -> Any:
+    """What a request gives; a server that is busy or stumbles is asked again, as long as the budget has time."""
+    for pause in (*PAUSES, None):
+        budget().seconds_left()
+        try:
+            return request()
+        except FileNotFoundError as cause:
+            # fsspec says "not found" for every other answer of a server, too.
+            reason: BaseException = cause if cause.__cause__ is None else cause.__cause__
+            if getattr(reason, "status", 404) in ABSENT and not isinstance(reason, _aiohttp_errors()):
+                raise FileNotFoundError(path) from None
+        except Refusal:
+            raise
+        except Exception as cause:  # noqa: BLE001  (every way a network can fail)
+            reason = cause
+        status = getattr(reason, "status", None)
+        if status in ABSENT:
+            raise FileNotFoundError(path) from None
+        if pause is None or (isinstance(status, int) and status not in BUSY):
+            raise _unreachable(path, reason) from None
+        time.sleep(pause)
+    raise AssertionError("the last pause is none")
+
+
+def _aiohttp_errors() -> tuple[type[BaseException], ...]:
+    import aiohttp
+
+    return (aiohttp.ClientConnectionError, TimeoutError)
+
+
 class RemoteFolder:
     """A folder behind fsspec. Web servers cannot list; a query (such as a signature) belongs to one file only."""
 
     def __init__(self, system: Any, root: str, *, can_list: bool, queries: dict[str, str] | None = None) -> None:
         self.system, self.place, self.can_list = system, root, can_list
         self.queries = queries or {}
-        self.found: dict[str, RemoteBytes | None] = {}
+        self.found: dict[str, ByteSource | None] = {}
 
     def files(self) -> frozenset[str]:
         if not self.can_list:
@@ -65,23 +155,18 @@ class RemoteFolder:
             raise _unreachable(self.place, cause) from None
         return frozenset(item["name"].rpartition("/")[2] for item in items if item["type"] == "file")
 
-    def find(self, name: str) -> RemoteBytes | None:
+    def find(self, name: str) -> ByteSource | None:
         if name not in self.found:
             self.found[name] = self._find(f"{self.place}/{name}{self.queries.get(name, '')}")
         return self.found[name]
 
-    def _find(self, path: str) -> RemoteBytes | None:
+    def _find(self, path: str) -> ByteSource | None:
         try:
-            return RemoteBytes(self.system, path)
-        except Refusal:
-            raise
-        except FileNotFoundError as cause:
-            # fsspec says "not found" for a server that could not be reached, too.
-            if isinstance(cause.__cause__, OSError):
-                raise _unreachable(path, cause.__cause__) from None
+            if not self.can_list:
+                return WebBytes(self.system, path, retried(path, lambda: self.system.info(path)))
+            return retried(path, lambda: RemoteBytes(self.system, path))
+        except FileNotFoundError:
             return None
-        except Exception as cause:  # noqa: BLE001
-            raise _unreachable(path, cause) from None
 
 
 def locate_address(address: str) -> tuple[Folder, str | None]:
@@ -116,13 +201,15 @@ def locate_hub(text: str) -> Folder:
         if _is_complete(folder):
             return folder
     try:
-        name = hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT).id
+        info = hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT)
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError, hub.errors.HFValidationError):
         remedy = "check the spelling, or log in with `hf auth login` if it is private or gated"
         raise refusal("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy) from None
     except Exception as cause:  # noqa: BLE001  (every way a network can fail)
         raise _unreachable(f"{text} on Hugging Face (there is no such path on disk)", cause) from None
-    return RemoteFolder(hub.HfFileSystem(), f"{name}@{revision}" if revision else name, can_list=True)
+    # By commit: a branch may move between two requests.
+    commit = getattr(info, "sha", None) or revision
+    return RemoteFolder(hub.HfFileSystem(), f"{info.id}@{commit}" if commit else info.id, can_list=True)
 
 
 def _is_complete(folder: LocalFolder) -> bool:
@@ -152,6 +239,11 @@ def _import(module: str, source: str, *, extra: str) -> Any:
 
 
 def _unreachable(path: str, cause: BaseException) -> Refusal:
+    status = getattr(cause, "status", None)
+    if isinstance(status, int):
+        got = f"the answer {status} ({getattr(cause, 'message', '') or 'no reason given'})"
+        remedy = "log in, or check that the address is signed" if status in (401, 403) else "try again later"
+        return refusal(f"to read {path.partition('?')[0][:200]}", got, remedy)
     reason = (str(cause).splitlines() or [""])[0][:160] or type(cause).__name__
     remedy = "check the network and the address, or give a local copy"
     return refusal(f"to reach {path.partition('?')[0][:200]}", f"{type(cause).__name__} ({reason})", remedy)

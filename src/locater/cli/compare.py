@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import BadArguments
+from ..errors import BadArguments, Refusal
 from ..scanning import DEFAULT_LENGTH
 from .output import FittedTable, JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
@@ -52,6 +52,9 @@ def compare(
         write_json(found.to_json(), json)
     if html:
         save_html([found.to_json()], html)
+    if found.refused:
+        first, *others = found.refused
+        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
 
 
 def _heading(found: "Comparison") -> str:
@@ -59,8 +62,10 @@ def _heading(found: "Comparison") -> str:
     shown = " → ".join(names if len(names) <= 4 else [names[0], names[1], "…", names[-1]])
     still = sum(movement.moved < 1e-6 for movement in found.heads)
     changed = sum(len({row.regime for row in movement.rows}) > 1 for movement in found.heads)
+    lost = f", [red]{len(found.refused)} not read[/red]" if found.refused else ""
     return (
-        f"[bold]{escape(shown)}[/bold]\n{len(found.heads)} heads, {still} unmoved, {changed} changed their regime; "
+        f"[bold]{escape(shown)}[/bold]\n"
+        f"{len(found.heads)} heads, {still} unmoved, {changed} changed their regime{lost}; "
         "moved = |Δ(tr W, η)|/η"
     )
 

@@ -87,6 +87,9 @@ class Side:
         if norm.gain is not None and len(norm.gain) > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
+        for what, values in (("gain", norm.gain), ("bias", norm.bias)):
+            if values is not None and not is_finite(values):
+                raise refusal(f"a finite {what} of the head's norm", "NaN or infinity", "the checkpoint is damaged")
         whole = self._whole if self.places.row.norm_over == "projection" else None
         return replace(projection, norm=norm, whole=whole)
 

@@ -59,6 +59,11 @@ class Comparison(Shown):
     scans: tuple[Scan, ...]
     heads: tuple[Movement, ...]
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Heads that could not be read in one of them, and are not followed: damaged or diverged, not unmoved."""
+        return tuple(f"{one.source}: {sentence}" for one in self.scans for sentence in one.refused)
+
     def most_moved(self, count: int) -> list[Movement]:
         return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
 
@@ -68,6 +73,7 @@ class Comparison(Shown):
             "sources": [one.source for one in self.scans],
             "family": self.scans[0].family,
             "coverage": [one.coverage for one in self.scans],
+            **({"refused": list(self.refused)} if self.refused else {}),
             "heads": [movement.to_json() for movement in self.heads],
         }
 

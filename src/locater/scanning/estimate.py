@@ -223,12 +223,15 @@ def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
             return None
         x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
     kinds = _table(tensors, ("token_type_embeddings",))
-    return x if kinds is None else x + widen(tensors.read(kinds, (0, 1)).detach())
+    return (
+        x if kinds is None or tensors.shape(kinds)[1] != x.shape[1] else x + widen(tensors.read(kinds, (0, 1)).detach())
+    )
 
 
 def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
     found = [name for name in tensors.names for end in endings if f".{name}".endswith(f".{end}.weight")]
-    return min(found, key=len) if found else None
+    name = min(found, key=len) if found else None
+    return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
 
 
 def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens d_model"]:

@@ -1,5 +1,6 @@
 """The heads of one layer, as rows: taken in chunks of one shape by several threads, so that memory stays bounded."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
         "sigma": sigma.flatten().tolist(),
         "logit_bound": _bounds(groups, grams, sigma, settings),
     }
+    _check_finite(columns)
     heads = [head for group in groups for head in group]
     pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
     curves = curves_of(groups, grams, spectrum, profiles, settings) if settings.keep_curves else [None] * len(heads)
@@ -148,6 +150,13 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     ]
 
 
+def _check_finite(columns: dict[str, list]) -> None:
+    """Finite weights can have moments that are not; a result with infinity in it is no result."""
+    for name, cells in columns.items():
+        if any(isinstance(cell, float) and not math.isfinite(cell) for cell in cells):
+            raise refusal(f"a finite {name.replace('_', ' ')}", "NaN or infinity", "the weights are too large")
+
+
 def _bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, settings: Settings) -> list[float | None]:
     """None for weights as stored: what multiplies them between the norm and the logit is left out there."""
     if settings.raw:
@@ -166,6 +175,7 @@ def _estimated(groups: list[list[Head]], grams: Grams, settings: Settings) -> di
     """What the heads probably do; nothing is said of weights without their gains."""
     num_heads = sum(map(len, groups))
     found = [None] * num_heads if settings.raw else estimates(groups, grams, settings.direct)
+    found = [one if one is not None and math.isfinite(one.near_mass) else None for one in found]
     return {
         "estimated_near_mass": [one and one.near_mass for one in found],
         "estimated_near_mass_interval": [one and (one.low, one.high) for one in found],

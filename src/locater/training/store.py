@@ -1,5 +1,6 @@
 """Checkpoints on disk by `torch.distributed.checkpoint`: whole or absent, readable by any number of processes."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from ..errors import refusal
 from ..records import Json, State, write_json
 from .processes import Processes
 
-INDEX, SMALL = "index.json", "state.json"
+INDEX, SMALL, CHECKSUMS = "index.json", "state.json", "checksums.json"
 PARTIAL = ".partial"
 FIELDS = ("step", "best", "loss_sum", "loss_count", "data")  # of the small document
 
@@ -64,7 +65,7 @@ class Store:
 
     def save(self, state: State, small: Json, *, best: bool) -> None:
         """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one."""
-        name = f"step-{small['step']:08d}"
+        name = self._free_name(small["step"])
         partial = self.folder / (name + PARTIAL)
         if self.processes.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,6 +74,8 @@ class Store:
             self._write(partial, state, small)
         except (OSError, RuntimeError, CheckpointException) as reason:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(_innermost(reason), KeyboardInterrupt):
+                raise KeyboardInterrupt from None
             kept = self.names().get("last")
             remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
             raise refusal(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
@@ -87,9 +90,15 @@ class Store:
         if self.processes.is_first:
             write_json(self.model_config, partial / "config.json")  # by which `locater scan` reads it
             write_json(small, partial / SMALL)
+            write_json(checksums_of(partial), partial / CHECKSUMS)
+
+    def _free_name(self, step: int) -> str:
+        """A name that the index does not use: a step that is saved twice never stands in the way of itself."""
+        names = (f"step-{step:08d}", f"step-again-{step:08d}")
+        return next(name for name in names if name not in (self.names().get("last"), None))
 
     def _publish(self, partial: Path, name: str, *, best: bool) -> None:
-        if (self.folder / name).exists():  # written by a run that was stopped before it could say so
+        if (self.folder / name).exists():  # written by a run that was stopped before it could say so, or not the last
             shutil.rmtree(self.folder / name)
         partial.rename(self.folder / name)
         names = self.names() | {"last": name} | ({"best": name} if best else {})
@@ -102,6 +111,11 @@ class Store:
     def load(self, state: State, *, which: str = "last") -> None:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]
+        damaged = damaged_files(self.folder / name) if self.processes.is_first else []
+        if self.processes.any(bool(damaged)):
+            got = f"other bytes in {', '.join(damaged[:3])}" if damaged else "others"
+            remedy = "restore the folder, or start a new run with --out"
+            raise refusal(f"the checkpoint that was written to {self.folder / name}", got, remedy)
         check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -124,10 +138,36 @@ def _read(path: Path, names: tuple[str, ...]) -> Json:
     raise refusal(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
 
 
+def checksums_of(folder: Path) -> dict[str, str]:
+    """By file; what is not in it cannot be told from what the disk made of it."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    return {path.name: _checksum(path) for path in files}
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """The files of a checkpoint that are not as they were written; none where it was written without checksums."""
+    if not (folder / CHECKSUMS).exists():
+        return []
+    return [name for name, kept in _read(folder / CHECKSUMS, (SMALL,)).items() if _checksum(folder / name) != kept]
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    except OSError:
+        return "none"
+
+
+def _innermost(reason: BaseException) -> BaseException:
+    """The checkpoint library wraps errors by rank."""
+    is_wrapped = isinstance(reason, CheckpointException) and reason.failures
+    return next(iter(reason.failures.values()))[0] if is_wrapped else reason  # type: ignore[union-attr]
+
+
 def _cause(reason: BaseException) -> str:
-    """The innermost error in one line: the checkpoint library wraps them by rank."""
-    if isinstance(reason, CheckpointException) and reason.failures:
-        reason = next(iter(reason.failures.values()))[0]
+    """The innermost error in one line."""
+    reason = _innermost(reason)
     lines = str(getattr(reason, "strerror", None) or reason).strip().splitlines()
     return f"{lines[0]:.160}" if lines else type(reason).__name__
 

@@ -58,8 +58,9 @@ class GGUFFile(Checkpoint):
         own = make_config(settings, self.places)
         self.translated = translate(settings, shapes)
         entries = {name: self._entry(item) for name, item in self.translated.items()}
-        # What lies beside the file may know more, but only if it speaks of the same model.
-        beside = config if config.get("model_type") == own["model_type"] else {}
+        # What lies beside the file may know more, but only if it contradicts nothing of what the file says itself.
+        beside = config if all(key not in config or config[key] == own[key] for key in own if _tells(own[key])) else {}
+        beside = beside if config.get("model_type") == own["model_type"] else {}
         super().__init__(entries, config={**beside, **own}, place=sources[0].name)
         add_factors(self.config, self.entries, self.read)
 
@@ -115,6 +116,11 @@ def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
         files = complete_parts(files[0], [file for file in files if folder.find(file) is not None] or files[:1])
     sources = [source for file in files if (source := folder.find(file)) is not None]
     return GGUFFile(sources, config=config)
+
+
+def _tells(value: object) -> bool:
+    """Whether a setting tells models apart: whole numbers and words are written alike everywhere, fractions rounded."""
+    return isinstance(value, int | str) and not isinstance(value, bool)
 
 
 def _numbers(data: bytearray, kind: int, shape: Shape) -> Tensor:

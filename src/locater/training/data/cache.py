@@ -15,6 +15,7 @@ from .options import DataOptions
 from .text import Corpus
 from .vocabulary import BytePairs, Vocabulary, Words
 
+CHECKSUM, ATTEMPTS = "checksum", 3
 FORMAT = "1"  # part of every hash: raise it when what is stored changes
 
 
@@ -32,7 +33,9 @@ def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
     """The tokens of a corpus, from the cache if it was met before."""
     identity = _identity(corpus, options)
     folder = cache_folder() / "tokens" / identity
-    if folder.exists():
+    for _ in range(ATTEMPTS):  # several processes may find it damaged at once, and one throw away what another made
+        if not folder.exists():
+            _make(folder, corpus, options)
         try:
             return _read(folder)
         except Exception:  # damaged in whatever way, by a loss of power perhaps: it can be made again
@@ -42,6 +45,8 @@ def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
 
 
 def _read(folder: Path) -> Tokens:
+    if (folder / CHECKSUM).read_text(encoding="ascii") != _checksum(folder):
+        raise refusal(f"the tokens that were written to {folder}", "others")
     parts = [numpy.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("train", "valid")]
     return Tokens(folder.name, vocabulary.load(folder), *parts)
 
@@ -56,6 +61,16 @@ def _identity(corpus: Corpus, options: DataOptions) -> str:
     return digest.hexdigest()[:32]
 
 
+def _checksum(folder: Path) -> str:
+    """Of all files and their names: a token that was changed in place would train as any other."""
+    digest = hashlib.blake2b()
+    for path in sorted(path for path in folder.iterdir() if path.name != CHECKSUM):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()[:32]
+
+
 def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
     """Write a neighbouring folder, then rename it: no reader ever sees half of it."""
     made = BytePairs.of(corpus.train, options.bpe_size) if options.tokenizer == "bpe" else Words.of(corpus.train)
@@ -66,6 +81,7 @@ def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
             for name in ("train", "valid"):
                 numpy.save(temporary / f"{name}.npy", made.encode(getattr(corpus, name)), allow_pickle=False)
             made.save(temporary)
+            (temporary / CHECKSUM).write_text(_checksum(temporary), encoding="ascii")
             temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
