@@ -95,4 +95,4 @@ def _default(name: str) -> list[str]:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return str(value) or "none"
+    return (f"{value:.3g}" if isinstance(value, float) and len(str(value)) > 8 else str(value)) or "none"

@@ -6,7 +6,7 @@ The options are the fields of the config's dataclasses, each documented where it
 import inspect
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from ..errors import BadArguments
 from ..records import Json
 from ..training.config import GROUPS, PRESETS, Config, make_config
 from ..training.data.options import WALK
-from ..training.shape import Shape
+from ..training.shape import Shape, choices_of
 from .grouped_help import ALL
 from .output import FittedTable, JsonPath, aside, console_for, table
 
@@ -209,19 +209,24 @@ def _annotation(one: Any, panel: str) -> Any:
     if one.type is bool:
         names = [f"{flag}/--no-{flag[2:]}"]
         return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
-    choices = getattr(one.type, "__args__", None)
+    choices, numbers = choices_of(one.type), float in get_args(one.type)
     kind = str if choices else one.type
-    metavar = "|".join(choices) if choices else OWN_METAVARS.get(one.name, METAVARS[kind])
-    check = _among(choices) if choices else None
+    words = ["X", *choices] if numbers else choices
+    metavar = "|".join(words) if choices else OWN_METAVARS.get(one.name, METAVARS[kind])
+    check = _among(choices, numbers) if choices else None
     options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
     return Annotated[kind | None, typer.Option(flag, **options)]
 
 
-def _among(choices: tuple[str, ...]) -> Any:
-    def check(value: str | None) -> str | None:
-        if value is not None and value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
-        return value
+def _among(choices: tuple[str, ...], numbers: bool) -> Any:
+    def check(value: str | None) -> str | float | None:
+        if value is None or value in choices:
+            return value
+        try:
+            return float(value) if numbers else float("")
+        except ValueError:
+            among = f"is not {'a number or ' * numbers}one of {', '.join(choices)}"
+            raise typer.BadParameter(f"{value!r} {among}") from None
 
     return check
 

@@ -7,6 +7,7 @@ from .base import Stabiliser
 from .live.gains import Normalised, Raw
 from .locater import LocAteR
 from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
+from .rivals.alpha_decay import AlphaDecay
 from .rivals.attention_losses import EntropyBonus, ZLoss
 from .rivals.initialisation import MimeticInitialisation, SpectralInitialisation
 from .rivals.qk_clip import QKClip
@@ -17,6 +18,7 @@ from .rivals.weight_decay import QKDecay
 from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
 
 __all__ = [
+    "AlphaDecay",
     "Constant",
     "EntropyBonus",
     "Eta",

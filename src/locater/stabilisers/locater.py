@@ -12,13 +12,17 @@ from ..models import Family
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
 from ..records import State, head_key, layer_key
+from ..spectra import moments_of
 from .base import Rates, Stabiliser, non_negative
 from .live import descent
 from .live.gains import Inputs, Raw
+from .live.gauge import Gauge, slopes_of
+from .live.latent import LatentPair
 from .live.pairs import find_pairs
 from .live.sharding import shard_of
 from .mean import Mean, as_mean, traces
 from .scales import Eta, Objective, Scale
+from .strength import Auto
 
 
 class LocAteR(Stabiliser):
@@ -26,15 +30,16 @@ class LocAteR(Stabiliser):
 
     In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`,
     and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is then 0.
-    Call `step()` in both forms when the mean is held by projection or warms up. Heads are found as a scan finds
-    them: by the model's family, by one pass over a batch (`sample`), or named (`heads`: see `locater.heads`).
+    Call `step()` in both forms when the mean is held by projection or warms up, or with `strength="auto"`, which sets κ
+    in the first steps (`strength.py`). Heads are found as a scan finds them: by the model's family, by one pass over a
+    batch (`sample`), or named (`heads`: see `locater.heads`).
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        strength: float,
+        strength: float | str,
         scale: Scale | None = None,
         mean: Mean | float | str | None = None,
         optimizer: Optimizer | None = None,
@@ -43,15 +48,17 @@ class LocAteR(Stabiliser):
         family: Family | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        self.strength = non_negative(strength, "strength")
+        self.auto = Auto() if strength == "auto" else None
+        self.strength = 0.0 if self.auto else _number(strength)
         self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
-        self.pairs = find_pairs(model, heads=heads, sample=sample, family=family)
+        self.pairs = find_pairs(model, heads=heads, sample=sample, family=family, latent=True)
         self.inputs.find(model, self.pairs, heads=heads, sample=sample, family=family)
         self.optimizer = optimizer
         if optimizer is not None:
             self._check_owner(optimizer)
         self.steps, self._in_loss = 0, False
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
+        self.gauge = Gauge(self.pairs, optimizer) if self.auto else None
 
     def penalty(self) -> Float[Tensor, ""]:
         """κ Σ_heads scale(W), and the mean's penalty if it has one; 0 where the optimiser was given."""
@@ -60,6 +67,8 @@ class LocAteR(Stabiliser):
             return torch.zeros((), device=self.pairs[0].weights()[0].device)
         values = [descent.value(pair, *self._objective(number)) for number, pair in enumerate(self.pairs)]
         total = torch.stack(values).sum()
+        if self.gauge is not None and total.requires_grad:
+            self.gauge.listen(total, self._slopes, self.strength)
         if not torch.compiler.is_compiling():
             _check_finite(torch.isfinite(total.detach()))
         return total
@@ -70,6 +79,8 @@ class LocAteR(Stabiliser):
         if self.optimizer is None and not self._in_loss:
             raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
         self.steps += 1
+        if self.gauge is not None:
+            self._choose(self.gauge)
         if self.optimizer is not None:
             rates = Rates(self.optimizer)
             finite = [descent.descend(pair, *self._objective(n), rates) for n, pair in enumerate(self.pairs)]
@@ -95,13 +106,19 @@ class LocAteR(Stabiliser):
         return means | single if heads else means
 
     def state_dict(self) -> State:
-        return {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
+        state = {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
+        return state | ({"auto": self.auto.state_dict()} if self.auto else {})
 
     def load_state_dict(self, state: State) -> None:
-        """Refuses the state of a model with other heads."""
+        """Refuses the state of a model with other heads, or of a strength that was chosen where this one is given."""
+        if self.auto is not None and "auto" not in state:
+            raise refusal('the state of strength="auto"', "that of a number", "give that number")
         shapes = [tuple(values.shape) for values in state["initial"]]
         if shapes != [pair.shape for pair in self.pairs]:
             raise refusal("the state of a model with these heads", f"one of {len(shapes)} attention modules")
+        if self.auto is not None:
+            self.auto.load_state_dict(state["auto"])
+            self._settle(self.auto)
         self.steps = int(state["steps"])
         self.initial = [values.to(own).clone() for values, own in zip(state["initial"], self.initial, strict=True)]
 
@@ -110,6 +127,28 @@ class LocAteR(Stabiliser):
         target = self.mean.target
         wanted = None if target is None else target.at(self.steps, self.initial[number])
         return None if wanted is None else wanted * self.pairs[number].temperature
+
+    def _choose(self, gauge: Gauge) -> None:
+        """One more step to go by; κ holds for the step that follows."""
+        assert self.auto is not None
+        self.auto.add(gauge.read(self._slopes))
+        self._settle(self.auto)
+
+    def _settle(self, auto: Auto) -> None:
+        """The strength of now; who has seen enough does not listen any more."""
+        self.strength = auto.strength
+        if auto.is_done and self.gauge is not None:
+            self.gauge.close()
+            self.gauge = None
+
+    def _slopes(self, number: int) -> list[Tensor]:
+        """The gradient of a pair's scale alone, by its parameters."""
+        return slopes_of(self.pairs[number], self.scale, self.inputs.gain(number))
+
+    def detach(self) -> None:
+        """Nothing of it is in the model, but for the ears of the first steps."""
+        if self.gauge is not None:
+            self.gauge.close()
 
     def _objective(self, number: int) -> tuple[Objective, Tensor | None]:
         """What a pair's heads descend on, and the gain that is folded into them."""
@@ -120,26 +159,44 @@ class LocAteR(Stabiliser):
     @torch.no_grad()
     def _initial(self, number: int) -> Float[Tensor, "groups heads"]:
         """tr W / λ of all heads, on every rank."""
-        pair = self.pairs[number]
-        shard = shard_of(pair, pair.weights())
-        values = shard.everywhere(traces(shard, shard.own(self.inputs.gain(number)))) / pair.temperature
+        pair, gain = self.pairs[number], self.inputs.gain(number)
+        if isinstance(pair, LatentPair):
+            values = pair.grams(gain).trace / pair.temperature
+        else:
+            shard = shard_of(pair, pair.weights())
+            values = shard.everywhere(traces(shard, shard.own(gain))) / pair.temperature
         _check_finite(torch.isfinite(values))
         return values
 
     @torch.no_grad()
     def _numbers(self, number: int) -> dict[str, list[float]]:
-        pair = self.pairs[number]
-        shard = shard_of(pair, pair.weights())
-        moments = descent.moments_at(shard, self.inputs.gain(number))
+        pair, gain = self.pairs[number], self.inputs.gain(number)
+        if isinstance(pair, LatentPair):
+            moments, everywhere = moments_of(pair.grams(gain), d_model=pair.d_model), _same
+        else:
+            shard = shard_of(pair, pair.weights())
+            moments, everywhere = descent.moments_at(shard, gain), shard.everywhere
         numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / pair.temperature}
-        return {name: shard.everywhere(values).flatten().tolist() for name, values in numbers.items()}
+        return {name: everywhere(values).flatten().tolist() for name, values in numbers.items()}
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         rates = Rates(optimizer)
         for pair in self.pairs:
+            for name, leaf in pair.leaves().items() if isinstance(pair, LatentPair) else ():
+                rates.learning_rate(leaf, name)
             for rows, weight in zip(pair.sides, pair.weights(), strict=False):
                 if rows.weight.is_stored and weight.requires_grad:
                     rates.learning_rate(weight, rows.weight.name)
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
+
+
+def _number(strength: float | str) -> float:
+    if isinstance(strength, str):
+        raise refusal('a strength that is a number or "auto"', repr(strength))
+    return non_negative(strength, "strength")
 
 
 def _checked(scale: Scale | None) -> Scale:

@@ -43,7 +43,7 @@ class OptimiserOptions:
 class StabiliserOptions:
     """LocAteR: κ Σ η² beside the loss, and what becomes of the mean; or a rival, with its options."""
 
-    strength: float = option(0.0, "κ of LocAteR; 0 with a free mean: none.")
+    strength: float | Literal["auto"] = option(0.0, "κ of LocAteR, or auto; 0 with a free mean: none.")
     mean: str = option("free", "Mean of the eigenvalues: free, initial, or a target for tr W in units of λ.")
     hold: Literal["projection", "penalty"] = option("projection", "Hold the mean exactly, or by a penalty.")
     mean_weight: float = option(1.0, "Weight of that penalty, on ((tr W − target)/λ)².")
@@ -77,7 +77,7 @@ class StabiliserOptions:
                 f"--strength and --mean are LocAteR's: leave them out with --stabiliser {self.stabiliser}"
             )
         if self.stabiliser == LOCATER and not self.is_locater:
-            raise BadArguments("--stabiliser locater needs --strength, or --mean")
+            raise BadArguments("--stabiliser locater needs --strength (auto, or a number), or --mean")
         if self.stabiliser_options and not self.stabiliser:
             raise BadArguments("--stabiliser-options are those of a --stabiliser: name one")
         self.settings  # noqa: B018  # refuses what is none of its options

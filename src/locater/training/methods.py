@@ -100,6 +100,17 @@ METHODS: dict[str, Method] = {
         {"decay": Setting(float, None, "Share of a weight taken off, times the learning rate.")},
         takes_optimizer=True,
     ),
+    "alpha-decay": Method(
+        "AlphaDecay",
+        "Weight decay of linear layers by the tail of their spectrum; give --weight-decay 0.",
+        {
+            "decay": Setting(float, 0.1, "Share of a weight taken off, times the learning rate."),
+            "lowest": Setting(float, 2 / 3, "What multiplies it for the heaviest tail."),
+            "highest": Setting(float, 5.0, "What multiplies it for the lightest tail."),
+            "every": Setting(int, 500, "Steps between two looks at the spectra."),
+        },
+        takes_optimizer=True,
+    ),
     "mimetic-initialisation": Method(
         "MimeticInitialisation",
         "Start from W ≈ noise·Z + identity·I.",

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from ..errors import refusal
 from ..records import Json
@@ -17,17 +17,22 @@ def option(default: object, help: str) -> Any:
 KINDS: dict[Any, type | tuple[type, ...]] = {float: (float, int), int: int, bool: bool, str: str}
 
 
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The words that a field of this type may be, if any."""
+    alone = get_args(kind) if get_origin(kind) is Literal else ()
+    return alone or tuple(word for part in get_args(kind) for word in choices_of(part))
+
+
 def check_fields(options: Any) -> None:
     """Refuse what no field of a config can be: another type, an unknown choice, NaN or infinity."""
     for one in fields(options):
-        value, choices = getattr(options, one.name), get_args(one.type)
-        if choices:
-            expected, fits = f"{one.name} to be one of {', '.join(choices)}", value in choices
-        else:
-            kind = "finite number" if one.type is float else getattr(one.type, "__name__", "value")
-            expected, fits = f"{one.name} to be a {kind}", isinstance(value, KINDS.get(one.type, object))
+        value, choices = getattr(options, one.name), choices_of(one.type)
+        kinds: list[Any] = [kind for kind in (one.type, *get_args(one.type)) if kind in KINDS]
+        names = ["finite number" if kind is float else kind.__name__ for kind in kinds]
+        fits = value in choices or any(isinstance(value, KINDS[kind]) for kind in kinds)
         if not fits or isinstance(value, float) and not math.isfinite(value):
-            raise refusal(expected, repr(value))
+            said = [f"a {' or '.join(names)}"] * bool(names) + [f"one of {', '.join(choices)}"] * bool(choices)
+            raise refusal(f"{one.name} to be {', or '.join(said)}", repr(value))
 
 
 @dataclass(frozen=True)

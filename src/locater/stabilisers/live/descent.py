@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...projections import widen
+from ...projections import whole, widen
 from ...spectra import Grams, Moments, gram_products, moments_of
 from ..base import Rates
 from ..penalty import Gain, fold, penalty, pull_back
 from ..scales import Scale
+from .latent import LatentPair
 from .pairs import Pair
 from .sharding import HeadShard, shard_of
 
@@ -23,6 +24,9 @@ TINY = 1e-12  # where neither the loss nor the penalty has a gradient there is n
 
 def value(pair: Pair, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
     """The sum over the pair's heads, as a scalar of the autograd graph."""
+    if isinstance(pair, LatentPair):
+        with torch.autocast(pair.weights()[0].device.type, enabled=False):
+            return scale.value(pair.grams(gain), d_model=pair.d_model, rotary=pair.rotary).sum()
     weights = pair.weights()
     if torch.compiler.is_compiling():
         return _traced(pair, scale, gain, weights)
@@ -48,8 +52,8 @@ class _Value(torch.autograd.Function):
         with torch.autocast(core.device.type, enabled=False):
             shard = shard_of(ctx.pair, weights)
             slope = Grams(*(by_value[0].to(core) * matrix for matrix in (core, query, key)))
-            by_heads = pull_back(slope, shard.query, shard.key, gain=shard.own(ctx.gain))
-            return None, None, None, *shard.scatter(*by_heads)
+            gradients = pull_back(slope, shard.query, shard.key, gain=shard.own(ctx.gain))
+            return None, None, None, *shard.scatter(*gradients)
 
 
 def _traced(pair: Pair, scale: Scale, gain: Gain, weights: tuple[Tensor, ...]) -> Float[Tensor, ""]:
@@ -69,6 +73,13 @@ def moments_at(shard: HeadShard, gain: Gain = None) -> Moments:
     return moments_of(grams_of(shard, gain), d_model=shard.pair.d_model)
 
 
+def by_heads(shard: HeadShard, scale: Scale, gain: Gain) -> tuple[Grams, tuple[Tensor, Tensor]]:
+    """The Gram products of the heads at hand, and the gradient by their queries and keys."""
+    grams, pair = grams_of(shard, gain), shard.pair
+    slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
+    return grams, pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
+
+
 def descend(pair: Pair, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
     """W −= lr·∇/s in place, lr and s as the optimiser has them. Seven d_h×d_h×d products per head.
 
@@ -78,17 +89,17 @@ def descend(pair: Pair, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, 
     (LoRA, parametrisations) hand the gradient on to these. Says whether all was finite, as a tensor, so that a GPU need
     not be waited for at each layer.
     """
+    if isinstance(pair, LatentPair):
+        return _descend_latent(pair, scale, gain, rates)
     with torch.enable_grad():
         weights = pair.weights()
     shard = shard_of(pair, weights)
-    grams = grams_of(shard, gain)
-    slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
-    by_heads = pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
+    grams, gradients = by_heads(shard, scale, gain)
     if not pair.is_stored:
-        _hand_on(pair, weights, shard.scatter(*by_heads), rates)
+        _hand_on(pair, weights, shard.scatter(*gradients), rates)
         return grams.is_finite
-    units = _units(shard, by_heads, rates)
-    sides = zip((shard.query, shard.key), by_heads, units, pair.sides, (weights[0], weights[-1]), strict=True)
+    units = _units(shard, gradients, rates)
+    sides = zip((shard.query, shard.key), gradients, units, pair.sides, (weights[0], weights[-1]), strict=True)
     for heads, by_weight, unit, rows, weight in sides:
         if weight.requires_grad:
             rate = rates.learning_rate(weight, rows.weight.name)
@@ -97,7 +108,7 @@ def descend(pair: Pair, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, 
     return grams.is_finite
 
 
-def _units(shard: HeadShard, by_heads: tuple[Tensor, Tensor], rates: Rates) -> list[Tensor | None]:
+def _units(shard: HeadShard, gradients: tuple[Tensor, Tensor], rates: Rates) -> list[Tensor | None]:
     """s for every head's query and key; None for 1."""
     moments = [rates.second_moment(weight) for weight in shard.weights]
     if any(one is None for one in moments):
@@ -106,11 +117,27 @@ def _units(shard: HeadShard, by_heads: tuple[Tensor, Tensor], rates: Rates) -> l
     corrections = [one[1] for one in moments if one is not None]
     squares = []
     for heads, gradient, correction in zip(
-        (means.query, means.key), by_heads, (corrections[0], corrections[-1]), strict=True
+        (means.query, means.key), gradients, (corrections[0], corrections[-1]), strict=True
     ):
         total = heads.sum((-2, -1)) * correction + torch.linalg.vector_norm(gradient, dim=(-2, -1)).square()
         squares.append(shard.complete_sums(total) / (heads.shape[-2] * shard.pair.d_model))
     return [square.sqrt().clamp_min(TINY)[..., None, None] for square in squares]
+
+
+def latent_slopes(pair: LatentPair, scale: Scale, gain: Gain) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """The gradient by every trained parameter that the heads are made of, under its name."""
+    leaves = pair.leaves()
+    with torch.enable_grad():
+        total = value(pair, scale, gain)
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {name: (leaf, by) for (name, leaf), by in zip(leaves.items(), found, strict=True)}
+
+
+def _descend_latent(pair: LatentPair, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
+    slopes = latent_slopes(pair, scale, gain)
+    for name, (parameter, by) in slopes.items():
+        _move(parameter, by, rates, name)
+    return torch.stack([torch.isfinite(whole(by)).all() for _, by in slopes.values()]).all()
 
 
 def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, ...], rates: Rates) -> None:
@@ -121,6 +148,11 @@ def _hand_on(pair: Pair, weights: tuple[Tensor, ...], gradients: tuple[Tensor, .
     by_leaf = torch.autograd.grad([weight for weight, _ in moved], leaves, [by for _, by in moved], allow_unused=True)
     for (name, parameter), by in zip(named.values(), by_leaf, strict=True):
         if by is not None:
-            known = rates.second_moment(parameter)
-            unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
-            parameter.sub_(by / unit, alpha=rates.learning_rate(parameter, name))
+            _move(parameter, by, rates, name)
+
+
+def _move(parameter: nn.Parameter, by: Tensor, rates: Rates, name: str) -> None:
+    """In the optimiser's unit, taken over the whole parameter."""
+    known = rates.second_moment(parameter)
+    unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
+    parameter.sub_(by / unit, alpha=rates.learning_rate(parameter, name))

@@ -69,17 +69,19 @@ def find_pairs(
     sample: Sample | None = None,
     family: Family | None = None,
     trained: bool = True,
+    latent: bool = False,
 ) -> list[Pair]:
     """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
 
-    `trained` leaves out heads whose query and key are both frozen, and those whose query is their key.
+    `trained` leaves out heads whose query and key are both frozen, and those whose query is their key. `latent` takes
+    in those whose weights are products, as `LatentPair`.
     """
     markers = Markers(model)
     skipped: list[str] = []
     found: dict[object, Pair] = {}
     for layer in layers(markers.model, heads=heads, sample=sample, family=family, tensors=markers):
         skipped += layer.refused
-        for pair in _pairs_of(layer, markers, skipped):
+        for pair in _pairs_of(layer, markers, skipped, latent=latent):
             reason = _unfit(pair) if trained else None
             if reason:
                 skipped.append(f"{pair.name}: {reason}")
@@ -102,10 +104,15 @@ def _unfit(pair: Pair) -> str | None:
     return None
 
 
-def _pairs_of(layer: Layer, markers: Markers, skipped: list[str]) -> Iterator[Pair]:
+def _pairs_of(layer: Layer, markers: Markers, skipped: list[str], *, latent: bool) -> Iterator[Pair]:
     """A layer's heads as one pair; as several where their rows follow no single grid (CodeGen's four blocks)."""
     if any(head.query.low_rank or head.key.low_rank for head in layer.heads):
-        skipped.append(f"{layer.block} layer {layer.number}: latent attention, whose weights are products")
+        from .latent import latent_pair  # a kind of pair, so it stands above this file
+
+        if latent and (found := latent_pair(layer.heads, markers)) is not None:
+            yield found
+        else:
+            skipped.append(f"{layer.block} layer {layer.number}: latent attention, whose weights are products")
         return
     groups = [tuple(group) for _, group in groupby(layer.heads, key=lambda head: head.key_index)]
     start = 0
@@ -120,8 +127,8 @@ def _pairs_of(layer: Layer, markers: Markers, skipped: list[str]) -> Iterator[Pa
 
 def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
     head = groups[0][0]
-    query = _rows([[one.query.weight for one in group] for group in groups], markers)
-    key = _rows([[group[0].key.weight] for group in groups], markers)
+    query = one_grid([[one.query.weight for one in group] for group in groups], markers)
+    key = one_grid([[group[0].key.weight] for group in groups], markers)
     if query is None or key is None:
         if len(groups) > 1:
             return None
@@ -129,7 +136,7 @@ def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
     return Pair(head.block, head.layer, head.index, query, key, head.temperature, head.d_model, head.rotary)
 
 
-def _rows(weights: list[list[Tensor]], markers: Markers) -> Rows | None:
+def one_grid(weights: list[list[Tensor]], markers: Markers) -> Rows | None:
     """The one grid of rows on which all slices lie, or None."""
     located = [[markers.locate(weight) for weight in group] for group in weights]
     weight, first, transposed = located[0][0]

@@ -27,7 +27,7 @@ class AttentionLoss(Stabiliser):
     ) -> None:
         self.weight = non_negative(weight, "weight")
         self.gathered: dict[str, list[Tensor]] = {}
-        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.slots = Slots(pairs, lambda name: Watcher(self._attend, name))
         self.last: dict[str, float] = {}
 

@@ -1,6 +1,6 @@
 """QK-Clip: weights of a head rescaled after a step in which its logits grew too large.
 
-Kimi Team 2025, "Kimi K2", arXiv 2507.20534, there for latent attention; here for keys of their own or shared.
+Kimi Team 2025, "Kimi K2", arXiv 2507.20534: for latent attention as there, and for keys of their own or shared.
 """
 
 import math
@@ -18,6 +18,7 @@ from ...models.live.watch import Sample
 from ...records import head_key, layer_key
 from ..base import Stabiliser
 from ..live.interception import Slots, Watcher
+from ..live.latent import LatentPair, clip_latent
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
@@ -46,7 +47,7 @@ class QKClip(Stabiliser):
         if not 0 < threshold < float("inf"):
             raise refusal("a positive, finite threshold", threshold)
         self.threshold, self.log_only, self.group = threshold, log_only, group
-        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only)
+        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))
@@ -66,7 +67,8 @@ class QKClip(Stabiliser):
         self.last, self.largest = self.largest, {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
-                clip(pair, (self.threshold / self._of(pair)).clamp(max=1.0))
+                factors = (self.threshold / self._of(pair)).clamp(max=1.0)
+                clip_latent(pair, factors) if isinstance(pair, LatentPair) else clip(pair, factors)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/max_logit` at the last step, and with `heads` each head's."""

@@ -76,7 +76,7 @@ class QKNorm(Stabiliser):
         sample: Sample | None = None,
     ) -> None:
         self.kind = kind or RMS()
-        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]

@@ -23,7 +23,7 @@ class SoftCap(Stabiliser):
     ) -> None:
         if not 0 < cap < float("inf"):
             raise refusal("a positive, finite cap", cap)
-        pairs = find_pairs(model, heads=heads, sample=sample, trained=False)
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.slots = Slots(pairs, lambda name: Capping(cap))
 
     def detach(self) -> None:

@@ -1,0 +1,126 @@
+"""How large the loss's gradient by queries and keys is beside that of LocAteR's scale, in the first steps of a run."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...errors import refusal
+from ...projections import whole
+from ..penalty import Gain
+from ..scales import Scale
+from .descent import by_heads, latent_slopes
+from .latent import LatentPair
+from .pairs import Pair
+from .sharding import shard_of
+
+
+class Gauge:
+    """‖∇loss‖ / ‖∇scale‖ for each group of heads, the median over groups, once in every step.
+
+    In the loss, parameters are listened to as their gradients arrive, before anyone clips them; what the penalty itself
+    has put there, and the factor of a loss scaler, are taken out again. Decoupled, the optimiser is asked as it steps.
+    Holds one copy of these gradients. Computed weights (LoRA) are compared by the parameters that they are made from.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], optimizer: Optimizer | None) -> None:
+        self.pairs = pairs
+        self.seen: dict[int, Tensor] = {}
+        self.inside: dict[int, list[Tensor]] = {}  # the scale's gradient, where a strength of it is in the loss
+        self.strength, self.factor = 0.0, 0.0
+        leaves = {id(one): one for pair in pairs for one in leaves_of(pair)}
+        if optimizer is None:
+            self.handles: list[Any] = [one.register_post_accumulate_grad_hook(self._note) for one in leaves.values()]
+        else:
+            self.leaves = list(leaves.values())
+            self.handles = [optimizer.register_step_pre_hook(self._note_all)]
+
+    def _note_all(self, *given: object) -> None:
+        for one in self.leaves:
+            self._note(one)
+
+    def _note(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.seen[id(parameter)] = parameter.grad.detach().clone()
+
+    def listen(self, value: Tensor, slopes: Callable[[int], list[Tensor]], strength: float) -> None:
+        """Told of a penalty of that strength, which goes into the loss."""
+        self.inside = {number: slopes(number) for number in range(len(self.pairs))} if strength else {}
+        self.strength = strength
+        value.register_hook(self._scaled)
+
+    def _scaled(self, by_value: Tensor) -> None:
+        self.factor += float(by_value)
+
+    def read(self, slopes: Callable[[int], list[Tensor]]) -> float:
+        """The ratio of this step. `slopes` gives the scale's gradient by a pair's leaves."""
+        ratios = []
+        for number, pair in enumerate(self.pairs):
+            known = [self.seen.get(id(one)) for one in leaves_of(pair)]
+            if any(one is None for one in known):
+                continue
+            of_loss = [one / (self.factor or 1.0) for one in known if one is not None]
+            of_scale = self.inside.get(number) or slopes(number)
+            if number in self.inside:
+                of_loss = [one - self.strength * by for one, by in zip(of_loss, of_scale, strict=True)]
+            ratios.append(_squares(pair, of_loss) / _squares(pair, of_scale))
+        self.seen, self.inside, self.factor = {}, {}, 0.0
+        return _agreed(ratios)
+
+    def close(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+
+def leaves_of(pair: Pair) -> list[nn.Parameter]:
+    """The trained parameters that a pair's queries and keys are, or are computed from."""
+    if isinstance(pair, LatentPair):
+        return list(pair.leaves().values())
+    if pair.is_stored:
+        return [one for one in pair.weights() if one.requires_grad]  # type: ignore[misc]
+    return list({id(one): one for rows in pair.sides for one in rows.weight.parameters().values()}.values())
+
+
+def slopes_of(pair: Pair, scale: Scale, gain: Gain) -> list[Tensor]:
+    """The scale's gradient by each leaf."""
+    if isinstance(pair, LatentPair):
+        return [by for _, by in latent_slopes(pair, scale, gain).values()]
+    with torch.enable_grad():
+        weights = pair.weights()
+    shard = shard_of(pair, weights)
+    by_weights = shard.scatter(*by_heads(shard, scale, gain)[1])
+    if pair.is_stored:
+        return [by for weight, by in zip(weights, by_weights, strict=True) if weight.requires_grad]
+    moved = [(weight, by) for weight, by in zip(weights, by_weights, strict=True) if weight.requires_grad]
+    found = torch.autograd.grad(
+        [one for one, _ in moved], leaves_of(pair), [by for _, by in moved], materialize_grads=True, allow_unused=True
+    )
+    return list(found)
+
+
+def _squares(pair: Pair, gradients: list[Tensor]) -> Tensor:
+    """‖·‖² over the rows of each group of heads; of all leaves at once where weights are computed from them."""
+    if not pair.is_stored:
+        return torch.stack([whole(one.square().sum()) for one in gradients]).sum()[None]
+    weights, parts = pair.weights(), iter(gradients)
+    shard = shard_of(pair, [next(parts) if one.requires_grad else torch.zeros_like(one) for one in weights])
+    sides = [side.square().sum((1, 2, 3)) for side in (shard.query, shard.key)]
+    return shard.everywhere(shard.complete_sums(sides[0] + sides[1])[:, None])[:, 0]
+
+
+def _agreed(ratios: list[Tensor]) -> float:
+    """√ of the median over all groups; the geometric mean over processes, which have seen other texts."""
+    known = torch.cat(ratios) if ratios else torch.zeros(0)
+    known = known[torch.isfinite(known) & (known > 0)]
+    if not len(known):
+        remedy = "call step() after backward(), or give a number"
+        raise refusal('gradients of queries and keys for strength="auto" to go by', "none", remedy)
+    found = known.double().log().median() / 2
+    if dist.is_initialized():
+        dist.all_reduce(found)
+        found = found / dist.get_world_size()
+    return math.exp(float(found))

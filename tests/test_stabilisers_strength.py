@@ -1,0 +1,171 @@
+"""`strength="auto"`: the share that it states, found in any loop, kept over a stop; and AlphaDecay."""
+
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from locater.stabilisers import AlphaDecay, LocAteR
+from locater.stabilisers.rivals.alpha_decay import tail_index
+from locater.stabilisers.strength import SHARE, STEPS
+
+TOKENS = torch.arange(64).reshape(4, 16) * 7 % 50
+RATIO = SHARE / (1 - SHARE)
+
+
+def make(**changed) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_head=4, n_embd=32, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes | changed, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2)
+    )
+
+
+def loss_of(model) -> torch.Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss
+
+
+def wanted(model) -> float:
+    """RATIO times the median over heads of ‖∇loss‖/‖∇η²‖, by autograd on the weights themselves."""
+    weights = [block.attn.c_attn.weight for block in model.transformer.h]
+    by_loss = torch.autograd.grad(loss_of(model), weights)
+    total = torch.zeros(())
+    for weight in weights:
+        query, key, _ = weight.mT.unflatten(0, (3, 4, 8)).unbind(0)
+        full = key.mT @ query
+        total = total + ((full * full.mT).sum() + 2 * full.square().sum()) / 3
+    by_scale = torch.autograd.grad(total, weights)
+    norms = [
+        torch.stack([by.mT.unflatten(0, (3, 4, 8))[:2].square().sum((0, 2, 3)) for by in gradients])
+        for gradients in (by_loss, by_scale)
+    ]
+    return RATIO * math.sqrt(float((norms[0] / norms[1]).flatten().median()))
+
+
+@pytest.mark.parametrize("form", ["loss", "decoupled"])
+def test_the_first_step_gives_the_stated_share(form):
+    model = make()
+    expected = wanted(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    locater = LocAteR(model, strength="auto", optimizer=optimizer if form == "decoupled" else None)
+    (loss_of(model) + locater.penalty()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    locater.step()
+    assert locater.strength == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["scaled", "parts", "clipped"])
+def test_what_the_loop_does_to_gradients_does_not_matter(kind):
+    """A loss scaler, accumulation and clipping; the penalty's own part is taken out from the second step on."""
+    model = make()
+    expected = wanted(model)
+    locater = LocAteR(model, strength="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(STEPS + 1):
+        for part in range(2 if kind == "parts" else 1):
+            loss = loss_of(model) / (2 if kind == "parts" else 1)
+            loss = loss + locater.penalty() if part == (1 if kind == "parts" else 0) else loss
+            (loss * (1024 if kind == "scaled" else 1)).backward()
+        if kind == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        locater.step()
+    assert locater.strength == pytest.approx(expected, rel=1e-3)  # the same in every step, and so is their mean
+    assert locater.gauge is None and all(not one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def train(model, locater, optimizer, steps: int) -> None:
+    for _ in range(steps):
+        (loss_of(model) + locater.penalty()).backward()
+        optimizer.step()
+        locater.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stop", [3, STEPS + 2])
+def test_a_stop_changes_nothing(stop):
+    models = [make(), make()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    whole = LocAteR(models[0], strength="auto")
+    train(models[0], whole, optimizers[0], STEPS + 5)
+    first = LocAteR(models[1], strength="auto")
+    train(models[1], first, optimizers[1], stop)
+    second = LocAteR(models[1], strength="auto")
+    second.load_state_dict(first.state_dict())
+    first.detach()
+    train(models[1], second, optimizers[1], STEPS + 5 - stop)
+    assert second.strength == whole.strength
+    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_lora_is_compared_by_its_own_parameters():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    model = peft.get_peft_model(make(), config)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    for own in (None, optimizer):
+        locater = LocAteR(model, strength="auto", optimizer=own)
+        (model(input_ids=TOKENS, labels=TOKENS).loss + locater.penalty()).backward()
+        optimizer.step()
+        locater.step()
+        assert 0 < locater.strength < math.inf
+        locater.detach()
+
+
+def test_without_gradients_or_with_a_word_it_is_refused():
+    model = make()
+    locater = LocAteR(model, strength="auto")
+    locater.penalty()
+    with pytest.raises(ValueError, match='strength="auto" to go by, got none'):
+        locater.step()
+    with pytest.raises(ValueError, match="a number or \"auto\", got 'much'"):
+        LocAteR(model, strength="much")
+    with pytest.raises(ValueError, match="that of a number"):
+        locater.load_state_dict(LocAteR(model, strength=1.0).state_dict())
+
+
+def test_detached_it_leaves_no_ear_behind():
+    model = make()
+    LocAteR(model, strength="auto").detach()
+    assert all(not one._post_accumulate_grad_hooks for one in model.parameters())
+
+
+def test_the_tail_index_is_hills():
+    torch.manual_seed(0)
+    weight = torch.randn(20, 33)
+    values = torch.linalg.svdvals(weight.double()).square().flip(0)  # ascending
+    tail = values[10:]
+    assert tail_index(weight) == pytest.approx(1 + 10 / float((tail / tail[0]).log().sum()), rel=1e-5)
+    assert tail_index(weight.mT) == pytest.approx(tail_index(weight))
+    pareto = torch.rand(4000, dtype=torch.float64) ** (-1 / 1.5)  # a tail of density x^(−2.5)
+    assert tail_index(torch.diag(pareto.sqrt())) == pytest.approx(2.5, abs=0.15)
+
+
+def test_alpha_decay_takes_more_off_lighter_tails_and_resumes():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = AlphaDecay(model, optimizer=optimizer, decay=0.5, lowest=0.5, highest=2.0, every=2)
+    weights = [module.weight for _, module, _ in own.places]
+    assert len(weights) == 8 and not any(weight is model.transformer.wte.weight for weight in weights)
+    indices = torch.tensor([tail_index(weight.detach()) for weight in weights])
+    before = [weight.detach().clone() for weight in weights]
+    own.step()
+    shares = [float((1 - (weight / old).mean()) / 0.05) for weight, old in zip(weights, before, strict=True)]
+    order = sorted(range(8), key=lambda n: indices[n])
+    assert shares[order[0]] == pytest.approx(0.5, abs=1e-3) and shares[order[-1]] == pytest.approx(2.0, abs=1e-3)
+    assert [shares[n] for n in order] == sorted(shares)
+    other = AlphaDecay(model, optimizer=optimizer, decay=0.5, lowest=0.5, highest=2.0, every=2)
+    with torch.no_grad():
+        weights[0].copy_(torch.randn_like(weights[0]))
+    other.load_state_dict(own.state_dict())
+    assert other.shares() == own.shares() and other.steps == 1
+    own.step()
+    assert own.shares() == other.shares()  # not measured yet
+    own.step()
+    assert own.shares() != other.shares()
+    with pytest.raises(ValueError, match="at most once in a step"):
+        AlphaDecay(model, optimizer=optimizer, every=0)
