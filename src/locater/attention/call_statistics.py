@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..projections import whole, widen
+from ..projections import widen
+from .arguments import Arguments, read
 from .calls import AttentionCall
 from .masks import Mask, Rule
 from .statistics import NEAR, Statistics, materialised
@@ -17,63 +18,6 @@ from .streaming import Bias, Blocks, stream
 # A float mask that adds this or less admits nothing: the customary −10,000 and all that lie below.
 FORBIDDEN = -9_999.0
 ROWS = 128  # queries whose probabilities exist at a time, where logits were written out
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    """A call with one dimension of texts, one of heads and nothing else before its tokens; or its logits alone."""
-
-    query: Float[Tensor, "..."]  # (texts, heads, queries, d_head)
-    key: Float[Tensor, "..."]  # (texts, key heads, keys, d_head)
-    mask: Shaped[Tensor, "#texts #heads queries keys"] | None  # bool, or added
-    logits: Float[Tensor, "texts heads queries keys"] | None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Texts, heads, queries, keys."""
-        if self.logits is not None:
-            texts, heads, queries, keys = self.logits.shape
-            return texts, heads, queries, keys
-        texts, heads, queries, _ = self.query.shape
-        return texts, heads, queries, self.key.shape[2]
-
-
-def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
-    """Folded or spread to four dimensions; `num_heads` tells heads from texts where a call has them in one.
-
-    Under autocast the kernel computes in its type, and so does this.
-    """
-    if call.logits is not None:
-        logits = _four(whole(call.logits.detach()), num_heads)
-        return Arguments(call.query, call.key, None, logits)
-    query, key = (_as_computed(whole(part.detach())) for part in (call.query, call.key))
-    leading = query.dim() - 2
-    query, key = (_four(part, num_heads if part is query else None) for part in (query, key))
-    if leading == 1 and num_heads is not None:
-        key = key.view(len(query), -1, *key.shape[-2:])
-    key = key.expand(len(query), *key.shape[1:])
-    mask = call.attn_mask
-    if mask is not None:
-        mask = whole(mask.detach())
-        mask = mask[(None,) * (leading + 2 - mask.dim())]
-        mask = mask.expand(*mask.shape[:-2], query.shape[2], key.shape[2])
-        mask = _four(mask, num_heads if len(mask) > 1 else None) if leading != 2 else mask
-    return Arguments(query, key, mask, None)
-
-
-def _four(tensor: Tensor, num_heads: int | None) -> Tensor:
-    if tensor.dim() == 2:
-        return tensor[None, None]
-    if tensor.dim() == 3:
-        return tensor[:, None] if num_heads is None else tensor.unflatten(0, (-1, num_heads))
-    return tensor.flatten(1, -3)
-
-
-def _as_computed(tensor: Tensor) -> Tensor:
-    device = tensor.device.type
-    if tensor.dtype != torch.float32 or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 @torch.no_grad()

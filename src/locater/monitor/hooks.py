@@ -6,7 +6,7 @@ The hooks change nothing, hold nothing after the pass, and belong to one thread'
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.calls import AttentionCall, Eagerly, Interception, in_backward, in_compiled
+from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
+from ..attention.interception import Eagerly, Interception, in_compiled
 from ..errors import refusal
 from ..models.live import Site
 from ..projections import whole
@@ -36,6 +37,8 @@ class Observer(Protocol):
     """Who is told what a pass shows."""
 
     def is_due(self) -> bool: ...
+    def recording(self) -> AbstractContextManager[None]: ...
+    def written_out(self, call: AttentionCall) -> None: ...
     def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: "Pass") -> bool: ...
     def by_inputs(self, site: Site, inputs: Inputs, run: "Pass") -> None: ...
 
@@ -56,6 +59,7 @@ class Pass:
     has_cached_keys: bool
     running: dict[str, Inputs] = field(default_factory=dict)
     num_runs: Counter[str] = field(default_factory=Counter)
+    current: dict[str, Site] = field(default_factory=dict)  # of an owner of several sites, whose projection ran last
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
     modes: ExitStack = field(default_factory=ExitStack)
 
@@ -83,17 +87,18 @@ class Hooks:
     def _register(self, entry: nn.Module) -> None:
         keep = self.handles.append
         keep(entry.register_forward_pre_hook(OutsideHook(entry, self._begin_pass), with_kwargs=True))  # type: ignore
-        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))  # type: ignore
         for name, owner in self.owners.items():
             self._hook(owner.module, self._begin(name))
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
-            sides = defaultdict(set)
+            sides: dict[str, dict[str, list[Site]]] = defaultdict(lambda: defaultdict(list))
             for site in owner.sites:
-                sides[site.query_name].add("x_query")
-                sides[site.key_name].add("x_key")
+                sides[site.query_name]["x_query"].append(site)
+                sides[site.key_name]["x_key"].append(site)
             for projection, attributes in sides.items():
                 if projection in self.modules and not projection.endswith(PACKED):
                     self._hook(self.modules[projection], self._capture(name, attributes))
+        # The last of all: the model itself may be the attention module, whose run must end before the pass does.
+        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))  # type: ignore
 
     def _hook(self, module: nn.Module, function: Callable[..., None]) -> None:
         hook = Hook(module, self._while_observing(function))
@@ -130,7 +135,8 @@ class Hooks:
             given = arguments(module, args, kwargs)
             run = Pass(given, has_cached_keys(given))
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
-            run.modes.enter_context(Interception(lambda call: self._call(run, call), written_out=bool(self.owners)))
+            run.modes.enter_context(self.observer.recording())
+            run.modes.enter_context(Interception(lambda call: self._call(run, call), written_out=True))
             self.num_observing += 1
             self.num_passes += 1
         passes.append(run)
@@ -158,32 +164,50 @@ class Hooks:
 
         return begin
 
-    def _capture(self, name: str, attributes: Iterable[str]) -> Callable[..., None]:
+    def _capture(self, name: str, attributes: dict[str, list[Site]]) -> Callable[..., None]:
+        served = [site for sites in attributes.values() for site in sites]
+
         def capture(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
             given = first_argument(args, kwargs)
             if name in run.running and isinstance(given, Tensor):
+                if len({id(site) for site in served}) == 1 and run.current.get(name) is not served[0]:
+                    self._turn(run, name, served[0])
                 for attribute in attributes:
                     setattr(run.running[name], attribute, whole(given.detach()))
 
         return capture
+
+    def _turn(self, run: Pass, name: str, site: Site) -> None:
+        """A module with the projections of several layers goes on to another one."""
+        if name in run.current:
+            self._finish(run, run.current[name], run.running[name])
+            run.running[name] = Inputs(run.running[name].given, run.running[name].is_flash)
+        run.current[name] = site
 
     def _end(self, name: str) -> Callable[..., None]:
         def end(run: Pass, module: nn.Module, args: tuple, output: object) -> None:
             inputs = run.running.pop(name, None)
             site = self._site(run, name)
             run.num_runs[name] += 1
-            if inputs is None or inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
-                return
-            if site.block != "cross" and run.has_cached_keys:
-                self.num_cached += 1
-            else:
-                self.observer.by_inputs(site, inputs, run)
+            run.current.pop(name, None)
+            if inputs is not None:
+                self._finish(run, site, inputs)
 
         return end
 
+    def _finish(self, run: Pass, site: Site, inputs: Inputs) -> None:
+        """What no kernel was seen to compute is left to be reconstructed."""
+        if inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
+            return
+        if site.block != "cross" and run.has_cached_keys:
+            self.num_cached += 1
+        else:
+            self.observer.by_inputs(site, inputs, run)
+
     def _site(self, run: Pass, name: str) -> Site:
+        """Where layers share a module and its projections, the how manieth of its runs this is."""
         sites = self.owners[name].sites
-        return sites[run.num_runs[name] % len(sites)]
+        return run.current.get(name) or sites[run.num_runs[name] % len(sites)]
 
     def _call(self, run: Pass, call: AttentionCall) -> None:
         """A kernel was called: whose layer is it, and was that not seen already?"""
@@ -191,6 +215,8 @@ class Hooks:
         if name is None:
             if not self.owners and call.logits is None:
                 self.observer.by_call(None, call, None, run)
+            elif not self.owners:
+                self.observer.written_out(call)
             return
         inputs = run.running.get(name)
         if call.logits is not None and (inputs is None or inputs.was_seen):

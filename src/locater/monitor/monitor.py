@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from ..attention import NEAR, Blocks
 from ..errors import Refusal, refusal
+from ..models.live import Sample
 from ..models.live.explicit import Explicit
 from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
 from .alarms import Thresholds, find_alarms
-from .hooks import Hooks
+from .hooks import Hooks, owner_name
 from .observation import Key, Observation
-from .places import entry_of, silent
+from .places import entry_of, repeated, silent, written_out
 from .report import LayerReport, Report, make_notes
 from .sinks import Sink
 from .tally import Tally, merge
@@ -33,7 +34,8 @@ class AttentionMonitor:
 
     What is read is what the attention kernel was given, for any model: known, unknown, compiled, wrapped. Attention
     that goes through no kernel is reconstructed from what its module was given, if the model is known or its
-    projections are named by `heads=[(query, key, num_heads, num_key_heads), …]`; then `causal` must be said.
+    projections are named by `heads=[(query, key, num_heads, num_key_heads), …]`; then `causal` must be said. The heads
+    of a model that no table knows are found on `sample`, a batch as it takes them, or in the first pass watched.
 
     `layers` and `head_numbers` choose what to watch, `per_head` logs every head by itself. `budget` bounds the logits
     computed per report and mode, by looking at a sample of the queries if need be. Forward passes in training and in
@@ -59,6 +61,7 @@ class AttentionMonitor:
         blocks: Blocks | None = None,
         group: dist.ProcessGroup | None = None,
         heads: Sequence[Explicit] = (),
+        sample: Sample | None = None,
         causal: bool | None = None,
         weights: bool = True,
         on_alarm: Actions | None = None,
@@ -72,7 +75,7 @@ class AttentionMonitor:
         self.thresholds, self.sinks = thresholds or Thresholds(), tuple(sinks)
         self.seen = Observation(
             model, is_due=self.is_due, layers=layers, head_numbers=head_numbers, heads=heads, causal=causal,
-            budget=budget, near=near, blocks=blocks, group=group,
+            budget=budget, near=near, blocks=blocks, group=group, sample=sample, weights=weights,
         )  # fmt: skip
         self.weights: dict[int, Weights] | None = {} if weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
@@ -166,23 +169,28 @@ class AttentionMonitor:
 
     def _layers(self, tallies: dict[Key, Tally], training: bool) -> tuple[LayerReport, ...]:
         found = [(index, site, tallies[index, training]) for index, site in enumerate(self.seen.sites)]
+        through, named = self.seen.through, self.seen.unknown is not None
         return tuple(
-            LayerReport.of(site.block, site.number, self.seen.indices(site), tally, self.seen.through.get(index, ""))
+            LayerReport.of(
+                site.block,
+                site.number,
+                self.seen.indices(site),
+                tally,
+                through.get(index, ""),
+                site.query_name if named else owner_name(site),
+            )  # fmt: skip
             for index, site, tally in found
             if tally.has_seen_any
         )
 
     def _with_weights(self, layer: LayerReport) -> LayerReport:
         """The layer with what its heads' weights say, where they are known."""
-        if self.weights is None or self.seen.unknown is not None:
+        if self.weights is None:
             return layer
         index = next(
             n for n, one in enumerate(self.seen.sites) if (one.block, one.number) == (layer.block, layer.layer)
         )
-        try:
-            heads = self.seen.sites[index].build().heads
-        except Refusal:  # weights that are not finite, or of a form that no table reads
-            heads = ()
+        heads = self.seen.found.heads(self.seen.sites[index])
         now = Weights.of([head for head in heads if head.index in layer.heads])
         if now is None or len(now.query) != len(layer.heads):
             return layer
@@ -205,14 +213,20 @@ class AttentionMonitor:
     def _check_seen(self, seen: Sequence[LayerReport]) -> None:
         ran = self.hooks is not None and self.hooks.num_passes > 0
         if self.seen.unknown is not None and ran and not seen:
+            if self.seen.refused:
+                raise Refusal("; ".join(sorted(self.seen.refused)))
+            written = written_out(self.seen.modules, self.seen.softmaxes, self.seen.calling)
+            instead = f", but a softmax of its own in {', '.join(written)}" if written else ""
             raise refusal(
                 "attention that calls a kernel (scaled_dot_product_attention, FlexAttention, flash-attn, "
                 "nn.MultiheadAttention), or a model that is known",
-                f"neither in {type(self.seen.model).__name__}",
+                f"neither in {type(self.seen.model).__name__}{instead}",
                 "name its projections by heads=[(query, key, num_heads, num_key_heads), …] and say causal=…",
             )
         if self.seen.unknown is not None and seen:
-            self.seen.refused.update(silent(self.seen.modules, self.seen.calling))
+            self.seen.refused.update(silent(self.seen.modules, self.seen.softmaxes, self.seen.calling))
+            self.seen.refused.update(repeated(self.seen.sites))
+            self.seen.refused.update(self.seen.found.unexplained())
 
     def _begin(self) -> None:
         self.seen.begin()

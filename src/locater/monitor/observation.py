@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..attention import Blocks, Statistics, observe, rank, sample_queries
-from ..attention.call_statistics import is_shifted, read, statistics_of_call
+from ..attention.arguments import read
+from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
+from ..attention.kernels import packed
 from ..errors import Refusal, refusal
 from ..models import spans
-from ..models.live import Site, sites
+from ..models.live import Sample, Site, sites
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules, unwrap
+from .finding import FoundHeads
 from .hooks import Pass
 from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
-from .places import discovered, named_site, whole_call
+from .places import discovered, module_name, named_site, whole_call
 from .report import MODULE_INPUTS
 from .tally import Budget, Tally, keys_per_query
 
@@ -31,7 +35,7 @@ class Observation:
     """Told of every pass by the hooks; `tallies` hold the sums, one per layer and mode.
 
     `sites` are the layers that are known; in a model that is `unknown`, for the reason given, they are found by their
-    calls, in the order of these.
+    calls, in the order of these, and their heads by what came before, on a sample or in the first pass that is watched.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Observation:
         near: int,
         blocks: Blocks | None,
         group: dist.ProcessGroup | None,
+        sample: Sample | None,
+        weights: bool,
     ) -> None:
         self.model, self.is_due = unwrap(model), is_due
         self.causal, self.is_named = causal, bool(heads)
@@ -56,6 +62,7 @@ class Observation:
         self.modules = named_modules(self.model)
         self.unknown: Refusal | None = None
         self.sites = self._find_sites(model, heads)
+        self.found = FoundHeads(model, sample, is_wanted=self.unknown is not None and weights)
         self.generator = torch.Generator().manual_seed(0)
         self.lock = threading.Lock()  # passes of several threads add to one tally
         self.begin()
@@ -70,6 +77,7 @@ class Observation:
         self.refused: set[str] = set()
         self.through: dict[int, str] = {}
         self.calling: set[str] = set()  # modules whose calls were seen, where nothing else is known
+        self.softmaxes: set[str] = set()  # modules that compute a softmax themselves, where nothing else is known
         self.shown: set[str] = set()  # stabilisers that calls have shown
 
     def _find_sites(self, model: nn.Module, heads: Sequence[Explicit]) -> list[Site]:
@@ -87,6 +95,16 @@ class Observation:
             )
         return known
 
+    def recording(self) -> AbstractContextManager[None]:
+        """For one pass: while it lasts, what leads to its calls is recorded, if their heads are not known yet."""
+        return self.found.recording()
+
+    def written_out(self, call: AttentionCall) -> None:
+        """A softmax in a model of which nothing is known: perhaps attention, but of which queries and keys?"""
+        name = module_name(call, self.modules)
+        if name is not None and call.logits is not None and call.logits.dim() == 4 and min(call.logits.shape[-2:]) > 1:
+            self.softmaxes.add(name)
+
     def _is_wanted(self, site: Site) -> bool:
         return (self.layers is None or site.number in self.layers) and bool(self.indices(site))
 
@@ -95,21 +113,27 @@ class Observation:
         return tuple(every if self.head_numbers is None else (head for head in self.head_numbers if head in every))
 
     def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
-        """One call of a kernel; False where it is not this layer's attention."""
+        """One call of a kernel; False where it is not this layer's attention. What cannot be read is noted."""
         with self.lock:
-            return self._by_call(site, call, inputs, run)
+            try:
+                return self._by_call(site, call, inputs, run)
+            except Exception as reason:  # whatever it is, to be watched must not end a run
+                if call.logits is None:
+                    name = (site and site.query_name) or module_name(call, self.modules)
+                    self.refused.add(f"a call of {call.through} in `{name}` could not be read: {reason}")
+                return False
 
     def _by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+        call = packed(call)
         if site is None and (site := self._discover(call, run)) is None:
             return False
-        try:
-            call = whole_call(call, site, self.modules)
-            given = read(call, site.num_heads)
-        except (Refusal, RuntimeError):
-            return False
+        call = whole_call(call, site, self.modules)
+        given = read(call, site.num_heads)
         num_texts, num_heads, num_queries, num_keys = given.shape
-        if num_heads != site.num_heads or (given.logits is not None and not _fits(given.logits, inputs)):
+        if given.logits is not None and not (num_heads == site.num_heads and _fits(given.logits, inputs)):
             return False
+        if num_heads != site.num_heads:
+            raise refusal(f"{site.num_heads} heads", num_heads)
         lookahead = 0 if call.is_causal else call.window[1]
         per_query = num_texts * len(self.indices(site)) * keys_per_query(
             num_keys, lookback=call.window[0], lookahead=lookahead)  # fmt: skip
@@ -131,7 +155,10 @@ class Observation:
     def by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""
         with self.lock:
-            self._by_inputs(site, inputs, run)
+            try:
+                self._by_inputs(site, inputs, run)
+            except Exception as reason:  # whatever it is, to be watched must not end a run
+                self.refused.add(f"what `{site.query_name}` was given could not be read: {reason}")
 
     def _by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
         indices = self.indices(site)
@@ -170,6 +197,7 @@ class Observation:
         site = discovered(call, run, self.modules, self.sites)
         if site is not None:
             self.calling.add(site.query_name)
+            self.found.add(site, call)
             if site not in self.sites:
                 self._append(site)
         return site if site is not None and self._is_wanted(site) else None

@@ -1,5 +1,6 @@
 """Where attention is in a model that nobody described: by the calls that its modules make."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -8,12 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..attention.calls import AttentionCall
+from ..attention.arguments import num_heads_of
+from ..attention.calls import AttentionCall, Rule
 from ..errors import refusal
 from ..head import Block
 from ..models.live import Site
 from ..models.live.tensors import WRAPPERS
 from .hooks import Pass
+
+AGAIN = "#"  # between a module's name and the number of its call, from the second on
 
 
 def entry_of(model: nn.Module) -> nn.Module:
@@ -32,25 +36,47 @@ def _wraps(model: nn.Module, name: str) -> bool:
     return name in model._modules and (wrapper or name != "module")
 
 
+def module_name(call: AttentionCall, modules: dict[str, nn.Module]) -> str | None:
+    """The innermost of the model's modules that was running."""
+    names = {id(module): name for name, module in modules.items()}
+    return next((names[id(module)] for module in call.modules if id(module) in names), None)
+
+
 def discovered(call: AttentionCall, run: Pass, modules: dict[str, nn.Module], known: Sequence[Site]) -> Site | None:
     """The site of a call: its innermost module's, or a further one if that calls more than once in a pass."""
-    names = {id(module): name for name, module in modules.items()}
-    name = next((names[id(module)] for module in call.modules if id(module) in names), None)
+    name = module_name(call, modules)
     if name is None:
         return None
     number = run.num_calls[name]
     run.num_calls[name] += 1
-    name = name if number == 0 else f"{name}#{number}"
+    name = call_name(name, number)
     site = next((site for site in known if site.query_name == name), None)
     if site is not None:
         return site
     block = _block(call)
     count = sum(site.block == block for site in known)
-    return named_site(block, count, call.query.shape[-3], name)
+    return named_site(block, count, num_heads_of(call), name)
+
+
+def call_name(name: str, number: int) -> str:
+    """What the how manieth call of a module in a pass is known by."""
+    return name if number == 0 else f"{name}{AGAIN}{number}"
 
 
 def named_site(block: Block, number: int, num_heads: int, name: str) -> Site:
     return Site(block, number, num_heads, name, name, build=_unreadable(name))
+
+
+def repeated(sites: Sequence[Site]) -> Iterator[str]:
+    """Modules that call a kernel several times in a pass, whatever for: chunks, heads, or two maps."""
+    times = Counter(site.query_name.split(AGAIN)[0] for site in sites)
+    several = [name for name, number in times.items() if number > 1]
+    if several:
+        more = f" and {len(several) - 1} more call" if len(several) > 1 else " calls"
+        yield (
+            f"`{several[0]}`{more} a kernel {times[several[0]]} times in a pass: each call is a layer of its own here, "
+            "in their order"
+        )
 
 
 def _block(call: AttentionCall) -> Block:
@@ -58,6 +84,8 @@ def _block(call: AttentionCall) -> Block:
     if call.is_causal:
         return "decoder"
     num_queries, num_keys = call.query.shape[-2], call.key.shape[-2]
+    if call.window[1] == 0 or (call.rule is not None and num_queries > 1 and not _admits_last(call.rule, call.key)):
+        return "decoder"
     if call.attn_mask is not None and num_queries > 1 and not _sees_ahead(call.attn_mask):
         return "decoder"
     return "encoder" if num_queries == num_keys else "cross"
@@ -68,6 +96,12 @@ def _sees_ahead(mask: Tensor) -> bool:
     return bool(admitted[..., 0, -1].any()) if admitted.shape[-2] > 1 else True
 
 
+def _admits_last(rule: Rule, keys: Tensor) -> bool:
+    """Whether FlexAttention's rule lets the first query see the last key."""
+    text, head, query, key = torch.tensor([[0], [0], [0], [keys.shape[-2] - 1]], device=keys.device)
+    return bool(rule(text, head, query, key).any())
+
+
 def _unreadable(name: str) -> Callable[[], NoReturn]:
     def build() -> NoReturn:
         raise refusal("heads that a table names", f"those of `{name}`, of which only the calls are known")
@@ -75,15 +109,26 @@ def _unreadable(name: str) -> Callable[[], NoReturn]:
     return build
 
 
-def silent(modules: dict[str, nn.Module], calling: set[str]) -> Iterator[str]:
-    """Modules that are called attention and called no kernel, in a model of which nothing else is known."""
-    names = {name.split("#")[0] for name in calling}
+def silent(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]) -> Iterator[str]:
+    """Modules that look like attention and called no kernel, in a model of which nothing else is known."""
+    names, written = {name.split(AGAIN)[0] for name in calling}, written_out(modules, softmaxes, calling)
+    if written:
+        yield f"a softmax of its own, and no call of a kernel, in {', '.join(written)}: not looked at; name the heads"
     for name, module in modules.items():
         kind = type(module).__name__.lower()
-        if "attention" not in kind and "attn" not in kind:
-            continue
-        if not any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names):
+        if ("attention" in kind or "attn" in kind) and not _is_among(name, names | softmaxes):
             yield f"`{name}` ({type(module).__name__}) looks like attention and called no kernel: it was not looked at"
+
+
+def written_out(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]) -> list[str]:
+    """Modules that compute a softmax over pairs of tokens themselves, and called no kernel."""
+    names = {name.split(AGAIN)[0] for name in calling}
+    return [f"`{name}` ({type(modules[name]).__name__})" for name in sorted(softmaxes) if not _is_among(name, names)]
+
+
+def _is_among(name: str, names: set[str]) -> bool:
+    """Whether a module, one inside it or one around it is named."""
+    return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names)
 
 
 def whole_call(call: AttentionCall, site: Site, modules: dict[str, nn.Module]) -> AttentionCall:

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 
 UNSEEN = (
-    "no forward pass was seen: give the monitor what torch.compile gave; a model that is compiled around its hooks is "
-    "seen from its second pass on, and one that had run before must be reset with torch.compiler.reset()"
+    "no forward pass was seen: call the model itself, model(…), not a method of it, and give the monitor what "
+    "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
+    "run before must be reset with torch.compiler.reset()"
 )
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
@@ -63,9 +64,12 @@ class LayerReport:
     log_keys: float  # the mean over queries of log n: what thresholds are measured in
     through: str = ""  # the kernel whose call was read, or "softmax", or "module inputs" where none was seen
     weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the heads' weights: see `monitor.weights`
+    module: str = ""  # the name of the attention module in the model; "#1" behind it for its second call in a pass
 
     @classmethod
-    def of(cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally, through: str = "") -> "LayerReport":
+    def of(
+        cls, block: Block, layer: int, heads: tuple[int, ...], tally: Tally, through: str = "", module: str = ""
+    ) -> "LayerReport":
         counts = tally.counts.tolist()
         sums, found = tally.statistics[..., SUM], tally.statistics[..., COUNT]
         values = dict(zip(NAMES, (sums / found).tolist(), strict=True))
@@ -83,7 +87,7 @@ class LayerReport:
             {name: tuple(values[name]) for name in names},
             {name: tuple(errors[name]) for name in names if name in errors},
             ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]), int(lost),
-            int(counts[PASSES]), counts[LOG_KEYS] / rows, through,
+            int(counts[PASSES]), counts[LOG_KEYS] / rows, through, module=module,
         )  # fmt: skip
 
     def mean(self, name: str) -> float:
@@ -157,6 +161,7 @@ class Report(Shown):
             for layer in layers:
                 for position, head in enumerate(layer.heads):
                     place = {"step": self.step, "mode": mode, "block": layer.block, "layer": layer.layer, "head": head}
+                    place |= {"module": layer.module}
                     columns = {**layer.statistics, **layer.weights}
                     yield place | {name: values[position] for name, values in columns.items()}
 

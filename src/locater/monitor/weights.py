@@ -56,9 +56,13 @@ class Weights:
 
 
 def _with_gain(weight: Tensor, projection: Projection) -> Tensor:
-    """A copy, so that the next report can tell what has changed; the heads of a layer share the norm before them."""
+    """A copy, so that the next report can tell what has changed; the heads of a layer share the norm before them.
+
+    Centred behind a layer norm, whose output has mean 0: see `Norm.fold`.
+    """
     norm = projection.input_norm
-    return weight.float() * (1.0 if norm is None or norm.gain is None else norm.gain.detach().float())
+    weight = weight.float() * (1.0 if norm is None or norm.gain is None else norm.gain.detach().float())
+    return weight - weight.mean(-1, keepdim=True) if norm is not None and norm.kind == "layer" else weight
 
 
 def _bounds(heads: Sequence[Head], products: Grams, sigma: Tensor, d_model: int) -> Float[Tensor, " heads"]:

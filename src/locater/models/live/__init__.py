@@ -105,6 +105,13 @@ def _read(places: Places, number: int) -> Layer:
     return next(build(places, [number]))
 
 
+def layer_of(found: Found, number: int, tensors: ModuleTensors) -> Layer:
+    """The heads of one attention module whose row is known."""
+    if isinstance(found.row, Refusal):
+        raise found.row
+    return _read(Places(found.row, Config(), tensors, ""), number)
+
+
 def _of_modules(rows: Sequence[Found], tensors: ModuleTensors) -> Iterator[Site]:
     """Modules are numbered within their block, in the order found."""
     numbers = Counter()

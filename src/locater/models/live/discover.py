@@ -1,30 +1,22 @@
 """Heads found by themselves: one forward pass shows which parameters make the queries and keys of each attention call.
 
-`explain` says how a call's vectors follow from products with parameters, and the heads so found must give the call's
-logits again. What cannot be explained is refused with the step that could not.
+What cannot be explained is refused with the step that could not.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...attention.calls import AttentionCall, Eagerly, Interception
+from ...attention.arguments import with_four_dimensions
+from ...attention.calls import AttentionCall
+from ...attention.interception import Eagerly, Interception
 from ...errors import Refusal, refusal, within
-from ...positions import Rotary
-from ...projections import Norm
-from .. import Attention, Config, NormAt, Places, build_layer
-from ..schema import Starts
-from .explain import HeadNorm, Side, Vectors, alike, explain_normed, explain_plain, explain_rotation, tolerance, turned
-from .masks import Reach, reach
+from .. import Attention
 from .modules import Found
+from .proving import Search
 from .tensors import ModuleTensors, named_modules
-from .watch import Normed, Product, Sample, Watch, module_of, run, watched
-
-MOST_TOKENS = 128  # of a call, for the search and the proof; whatever comes later follows the same rule
-EPSILONS = (1e-5, 1e-6, 1e-8, 0.0)
+from .watch import Sample, Watch, quietly, recorded, run
 
 
 def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[Found]:
@@ -32,22 +24,40 @@ def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = N
 
     The pass runs in evaluation mode, without gradients and outside of compiled code, and changes nothing in the model.
     """
-    tensors = tensors or ModuleTensors(model)
-    names = {id(module): name for name, module in named_modules(tensors.model).items()}
-    watch, rows = Watch(), []
-
-    def handle(call: AttentionCall) -> None:
-        name = next((names[id(module)] for module in call.modules if id(module) in names), "")
-        if call.logits is None or (call.logits.dim() == 4 and watch.products):  # else a softmax of something else
-            rows.append(_explained(name, call, watch, tensors))
-            watch.products.clear()
-
-    with Eagerly(), watched(tensors, watch), Interception(handle, written_out=True):
-        run(tensors.model, sample)
+    finder = Finder(tensors or ModuleTensors(model))
+    rows = finder.over(sample)
     if not rows:
-        kind = type(tensors.model).__name__
+        kind = type(finder.tensors.model).__name__
         raise refusal(f"attention in one pass of {kind} over the sample", "none", "name the projections by heads=…")
     return _distinct(rows)
+
+
+class Finder:
+    """Explains every attention call of a pass by what was recorded since the one before."""
+
+    def __init__(self, tensors: ModuleTensors) -> None:
+        self.tensors, self.watch = tensors, Watch()
+        self.names = {id(module): name for name, module in named_modules(tensors.model).items()}
+
+    def over(self, sample: Sample) -> list[Found]:
+        """Every attention of one pass over a batch, in the order of the calls."""
+        rows: list[Found | None] = []
+        seeing = Interception(lambda call: rows.append(self.explain(call)), written_out=True)
+        with Eagerly(), quietly(self.tensors.model), self.recording(), seeing:
+            run(self.tensors.model, sample)
+        return [row for row in rows if row is not None]
+
+    def recording(self) -> AbstractContextManager[None]:
+        return recorded(self.tensors, self.watch)
+
+    def explain(self, call: AttentionCall) -> Found | None:
+        """The row of a call, or why there is none; None where it is a softmax of something else."""
+        name = next((self.names[id(module)] for module in call.modules if id(module) in self.names), "")
+        if call.logits is not None and not (call.logits.dim() == 4 and self.watch.products):
+            return None
+        found = _explained(name, call, self.watch, self.tensors)
+        self.watch.products.clear()
+        return found
 
 
 def _distinct(rows: list[Found]) -> list[Found]:
@@ -58,219 +68,14 @@ def _distinct(rows: list[Found]) -> list[Found]:
 
 def _explained(name: str, call: AttentionCall, watch: Watch, tensors: ModuleTensors) -> Found:
     try:
-        with within(name or type(tensors.model).__name__), torch._C.DisableTorchFunction():
-            row = Search(call, watch, tensors).row()
+        device = call.query.device.type
+        with (
+            within(name or type(tensors.model).__name__),
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False),
+        ):
+            row = Search(with_four_dimensions(call), watch, tensors).row()
             return Found(row.block, name, row)
     except Refusal as reason:
         return Found("decoder", name, reason)
-
-
-@dataclass(frozen=True)
-class Made:
-    """One side of a call as a product explains it: `plain` are its vectors before any rotation."""
-
-    product: Product
-    side: Side
-    plain: Vectors
-
-
-class Search:
-    """One call, cut to its first tokens, and what may have made its vectors."""
-
-    def __init__(self, call: AttentionCall, watch: Watch, tensors: ModuleTensors) -> None:
-        if call.logits is not None:
-            raise refusal(
-                "attention through a kernel",
-                "one written out, whose queries and keys are not seen",
-                "call scaled_dot_product_attention, or name the projections by heads=…",
-            )
-        self.call, self.watch, self.tensors = call, watch, tensors
-        self.allowed = tolerance(call.query.dtype)
-        self.query, self.key = (part.transpose(1, 2)[:, :MOST_TOKENS].float() for part in (call.query, call.key))
-
-    def row(self) -> Attention:
-        """The first pair of explanations, of queries and of keys, that gives the call's logits again."""
-        where, first = reach(self.call, self.allowed), None
-        for query, rotary in self._queries():
-            for key in self._made(self.key):
-                if not alike(turned(rotary, key.plain), self.key, self.allowed):
-                    continue
-                try:
-                    row = self._row(query, key, rotary, where)
-                    self._prove(row, query, key)
-                    return row
-                except Refusal as reason:
-                    first = first or reason
-            first = first or self._unexplained("keys")
-        raise first or self._unexplained("queries")
-
-    def _unexplained(self, side: str) -> Refusal:
-        names = dict.fromkeys(f"`{one.name}`" for one in self.watch.products[-4:])
-        return refusal(
-            f"{side} that are rows of one product with a parameter, normed or not, then turned or not",
-            f"something else behind {', '.join(names) or 'no product with a parameter'}",
-            "name the projections by heads=…",
-        )
-
-    def _queries(self) -> Iterator[tuple[Made, Rotary | None]]:
-        for made in self._made(self.query):
-            rotation = explain_rotation(self.query, made.plain, self.allowed)
-            if rotation is not None:
-                yield made, rotation[0]
-
-    def _made(self, vectors: Vectors) -> Iterator[Made]:
-        """Every product and way that leads to these vectors: without a norm before with one, the last product first."""
-        products = [(one, rows) for one in reversed(self.watch.products) for rows in self._rows(one, vectors)]
-        for product, rows in products:
-            for side, plain in explain_plain(vectors, rows, self.allowed):
-                yield Made(product, side, plain)
-        gains, epsilons = self._gains()
-        for product, rows in products:
-            for side, plain in explain_normed(vectors, rows, gains, epsilons, self.allowed):
-                yield Made(product, side, plain)
-
-    def _rows(self, product: Product, vectors: Vectors) -> Iterator[Tensor]:
-        tokens = (self.call.query if vectors is self.query else self.call.key).shape[2]
-        if product.y.shape[-1] >= vectors.shape[-1]:
-            yield from (rows[:, :MOST_TOKENS].float() for rows in _batched(product.y, vectors.shape[0], tokens))
-
-    def _gains(self) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-        """What a norm inside the attention module may multiply by, and the epsilons that its parts state."""
-        attention = next((module for module in self.call.modules if any(True for _ in module.parameters())), None)
-        inside = set() if attention is None else {id(parameter) for parameter in attention.parameters()}
-        gains = {
-            module_of(name): self.tensors.read(name).detach().float()
-            for name, (module, attribute) in self.tensors.owners.items()
-            if attribute != "bias" and id(module._parameters.get(attribute)) in inside
-        }
-        modules = [] if attention is None else attention.modules()
-        stated = (getattr(module, "eps", getattr(module, "variance_epsilon", None)) for module in modules)
-        finest = torch.finfo(self.call.query.dtype).eps
-        epsilons = dict.fromkeys([*(one for one in stated if isinstance(one, float)), *EPSILONS, finest])
-        return {name: gain for name, gain in gains.items() if gain.dim() == 1}, tuple(epsilons)
-
-    def _row(self, query: Made, key: Made, rotary: Rotary | None, where: Reach) -> Attention:
-        starts = tuple(dict.fromkeys(key.side.starts))
-        times = len(key.side.starts) // len(starts)
-        if len(query.side.starts) % len(starts) or key.side.starts != tuple(s for s in starts for _ in range(times)):
-            raise refusal("query heads in equal groups, one behind the other, each with one key head", key.side.starts)
-        is_cross = query.product.x.shape != key.product.x.shape or not torch.equal(query.product.x, key.product.x)
-        input_norm = self._input_norm(query.product.x)
-        return Attention(
-            block="cross" if is_cross else "decoder" if where.lookahead == 0 else "encoder",
-            query=query.product.name,
-            key=key.product.name,
-            layers=1,
-            heads=len(query.side.starts),
-            key_heads=len(starts),
-            d_model=query.product.x.shape[-1],
-            d_head=self.query.shape[-1],
-            fused=_fused(query, key, starts),
-            transposed=self._transposed(query.product, key.product),
-            prefixes=("",),
-            input_norm=input_norm,
-            key_input_norm=self._input_norm(key.product.x) if is_cross else None,
-            query_norm=_norm_at(query.side.norm),
-            key_norm=_norm_at(key.side.norm),
-            norm_over=_over(query.side.norm, key.side.norm),
-            rotary=rotary,
-            alibi=where.alibi,
-            scale=query.side.factor * key.side.factor / self.call.temperature,
-            softcap=self.call.softcap,
-            lookback=None if is_cross else where.lookback,
-            lookahead=None if is_cross else where.lookahead,
-        )
-
-    def _transposed(self, *products: Product) -> bool:
-        """Whether the weights lie as (in, out)."""
-        found = {_is_transposed(product, self.tensors, 10 * self.allowed) for product in products}
-        if len(found) > 1:
-            raise refusal("query and key weights stored the same way", "one of them transposed")
-        return found.pop()
-
-    def _input_norm(self, x: Tensor) -> NormAt | None:
-        """The norm whose output the projection was given, if it was one and its numbers can be made again."""
-        for norm in reversed(self.watch.norms):
-            if norm.y is x or (norm.y.shape == x.shape and torch.equal(norm.y, x)):
-                return _module_norm(norm, 10 * self.allowed)
-        return None
-
-    def _prove(self, row: Attention, query: Made, key: Made) -> None:
-        """The heads of the row give the logits of the call again, to the precision of its numbers."""
-        layer = build_layer(Places(row, Config(), self.tensors, ""), 0)
-        if layer.refused:
-            raise Refusal(layer.refused[0])
-        batch, call = self.call.query.shape[0], self.call
-        sides = ((query.product.x, call.query.shape[2]), (key.product.x, call.key.shape[2]))
-        x_query, x_key = (next(_batched(x, batch, tokens))[:1, :MOST_TOKENS].float() for x, tokens in sides)
-        query_part, key_part = (part[:1].transpose(1, 2) for part in (self.query, self.key))
-        cut = replace(call, query=query_part, key=key_part, value=key_part, x=None)
-        for head, expected in zip(layer.heads, cut.raw()[0], strict=True):
-            logits = replace(head, position_bias=None).logits(x_query, x_key)[0].detach()
-            if not alike(logits, expected, 10 * self.allowed):
-                names = f"`{query.product.name}` and `{key.product.name}`"
-                raise refusal(f"the call's logits from {names}", f"others in head {head.index}")
-
-
-def _batched(tensor: Tensor, batch: int, tokens: int) -> Iterator[Tensor]:
-    """(batch, tokens, rows), whichever of the two came first, or whether they were one."""
-    width = tensor.shape[-1]
-    if tensor.shape[:-1].numel() != batch * tokens:
-        return
-    sequence_first = tensor.dim() == 3 and tuple(tensor.shape[:2]) == (tokens, batch) and batch != tokens
-    if not sequence_first:
-        yield tensor.reshape(batch, tokens, width)
-    if batch > 1 or sequence_first:
-        yield tensor.reshape(tokens, batch, width).transpose(0, 1)
-
-
-def _fused(query: Made, key: Made, key_starts: tuple[int, ...]) -> Starts | None:
-    """None for two tensors, each with its heads in order and nothing else."""
-    size = query.plain.shape[-1]
-    sides = ((query.product, query.side.starts), (key.product, key_starts))
-    plain = all(
-        starts == tuple(range(0, size * len(starts), size)) and product.y.shape[-1] == size * len(starts)
-        for product, starts in sides
-    )
-    return None if plain and query.product.name != key.product.name else Starts(query.side.starts, key_starts)
-
-
-def _is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
-    """Whether the weight lies as (in, out): by its shape, and by the numbers of two tokens."""
-    places = Places(Attention("decoder", product.name, product.name), Config(), tensors, "")
-    weight, bias = places.weight(product.name).detach().float(), places.bias(product.name)
-    x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))
-    y = y if bias is None else y - bias.detach().float()
-    for transposed in (False, True):
-        matrix = weight.T if transposed else weight
-        if matrix.shape == (y.shape[-1], x.shape[-1]) and alike(x @ matrix.T, y, allowed):
-            return transposed
-    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
-
-
-def _norm_at(norm: HeadNorm | None) -> NormAt | None:
-    if norm is None:
-        return None
-    gain = norm.gain or ""
-    return NormAt(norm.kind, gain, epsilon=norm.epsilon, plus_one=norm.plus_one, plain=norm.gain is None)
-
-
-def _over(*norms: HeadNorm | None) -> Literal["head", "projection"]:
-    whole = {norm.whole for norm in norms if norm is not None}
-    if len(whole) > 1:
-        raise refusal("one kind of QK-norm for queries and keys", "one over each head and one over all")
-    return "projection" if whole == {True} else "head"
-
-
-def _module_norm(norm: Normed, allowed: float) -> NormAt | None:
-    """A module's norm as the tables write it; None where its numbers are not those of a norm that they know."""
-    gain, bias = (getattr(norm.module, name, None) for name in ("weight", "bias"))
-    stated = getattr(norm.module, "eps", getattr(norm.module, "variance_epsilon", None))
-    bias = None if bias is None else bias.detach().float()
-    for epsilon in (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps):
-        for plus_one in (False, True):
-            scaled = None if gain is None else gain.detach().float() + plus_one
-            for kind in ("rms", "layer"):
-                if alike(Norm(kind, scaled, bias, epsilon)(norm.x.float()), norm.y.float(), allowed):
-                    return NormAt(kind, norm.name, epsilon=epsilon, plus_one=plus_one, plain=gain is None)
-    return None

@@ -46,6 +46,10 @@ class Watch:
         """A module's own product comes in place of the one that was seen inside it."""
         self.products = [one for one in self.products if one.y is not product.y] + [product]
 
+    def clear(self) -> None:
+        """Let go of the pass."""
+        self.products, self.norms = [], []
+
 
 def run(model: nn.Module, sample: Sample) -> None:
     """One batch as the model takes it: a tensor, named arguments, or several."""
@@ -58,17 +62,23 @@ def run(model: nn.Module, sample: Sample) -> None:
 
 
 @contextmanager
-def watched(tensors: ModuleTensors, watch: Watch) -> Iterator[None]:
-    """Hooks on everything that holds a weight, evaluation mode, no gradients, random numbers set aside: all undone."""
-    modules = named_modules(tensors.model)
-    modes = {module: module.training for module in modules.values()}
+def quietly(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, random numbers set aside: all undone."""
+    modes = {module: module.training for module in model.modules()}
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])
         for module in modes:
             module.training = False
-        for name, module in modules.items():
+        yield
+
+
+@contextmanager
+def recorded(tensors: ModuleTensors, watch: Watch) -> Iterator[None]:
+    """Hooks on everything that holds a weight, for as long as this lasts."""
+    with ExitStack() as stack:
+        for name, module in named_modules(tensors.model).items():
             if f"{name}.weight".lstrip(".") in tensors.names or _may_be_norm(module):
                 stack.callback(module.register_forward_hook(_hook(name, tensors, watch)).remove)
         stack.enter_context(Recorder(tensors, watch))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.calls import AttentionCall, Interception
+from ...attention.calls import AttentionCall
+from ...attention.interception import Interception
 from ...errors import refusal
 from .pairs import Pair
 

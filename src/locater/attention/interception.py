@@ -1,0 +1,143 @@
+"""The one interception of attention kernels: of the call, and not of the module or the process."""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import refusal
+from .calls import AttentionCall, attend
+from .kernels import read_call
+
+REPLACEABLE = (functional.scaled_dot_product_attention, attend)  # others order heads otherwise, or give several tensors
+Handler = Callable[[AttentionCall], Tensor | None]
+
+
+class Interception(TorchFunctionMode):
+    """While it is entered, every attention of this thread goes to the handler: None lets it be, a tensor replaces it.
+
+    Nothing outside the calls is touched, so there is nothing to put back. The handler runs outside of the mode. With
+    `written_out` it is handed softmax over a last dimension too, which it must tell apart by module and shape.
+    """
+
+    def __init__(self, handle: Handler, *, written_out: bool = False) -> None:
+        super().__init__()
+        self.handle, self.written_out = handle, written_out
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(*args, **kwargs)
+        return self._hand_over(func, args, kwargs)
+
+    def _hand_over(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = read_call(func, args, kwargs, written_out=self.written_out)
+        if call is None:
+            return func(*args, **kwargs)
+        modules, x = callers(None if call.logits is not None else call.query)
+        output = self.handle(replace(call, modules=modules, x=x))
+        if output is not None and func not in REPLACEABLE:
+            kernel = "scaled_dot_product_attention"
+            raise refusal(f"{kernel}, whose output can be replaced", f"a call of {call.through}", f"call {kernel}")
+        return func(*args, **kwargs) if output is None else output
+
+    def _multi_head(self, *args: object, **kwargs: object) -> Any:
+        """torch's function with its kernel replaced in a copy: a mode does not reach into it by itself."""
+        original = functional.multi_head_attention_forward
+        names = {
+            **original.__globals__,
+            "has_torch_function": lambda tensors: False,
+            "scaled_dot_product_attention": partial(self._by_name, functional.scaled_dot_product_attention),
+            "softmax": partial(self._by_name, functional.softmax),
+        }
+        copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+        copy.__kwdefaults__ = original.__kwdefaults__
+        return copy(*args, **kwargs)
+
+    def _by_name(self, func: object, *args: object, **kwargs: object) -> Any:
+        return self._hand_over(func, args, kwargs)
+
+
+class Eagerly:
+    """While it is entered, what torch has compiled runs as it was written: compiled code bypasses an interception.
+
+    torch's stance is one for the process, so entries are counted: the first sets it, the last puts it back. Other
+    threads lose only speed. Inside a compiled region, where a stance comes too late, a mode of this thread keeps the
+    frames that follow from being compiled. What was compiled before stays, and is used again afterwards.
+    """
+
+    lock, number, stance = threading.Lock(), 0, None
+
+    def __init__(self, *, within_compiled: bool = False) -> None:
+        self.mode = _Uncompiled() if within_compiled else None
+
+    def __enter__(self) -> "Eagerly":
+        with Eagerly.lock:
+            Eagerly.stance = Eagerly.stance or torch.compiler.set_stance("force_eager")
+            Eagerly.number += 1
+        if self.mode is not None:
+            self.mode.__enter__()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+        with Eagerly.lock:
+            Eagerly.number -= 1
+            if Eagerly.number == 0 and Eagerly.stance is not None:
+                Eagerly.stance.__exit__(None, None, None)
+                Eagerly.stance = None
+
+
+class _Uncompiled(TorchDispatchMode):
+    """Changes nothing; torch compiles no frame under a mode of this kind."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor | None]:
+    """The modules whose methods are running in this thread, the innermost first, and what their attention is given.
+
+    Read from the stack of calls, so that no module needs a hook for it. The input is that of the innermost forward with
+    one of (texts, tokens, width), as the method calls it now; None where there is none. What is of the query's own
+    shape may be the query, handed to a module around the kernel: it is taken for the input if two modules have such.
+    """
+    found: list[nn.Module] = []
+    inputs: list[Tensor] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and not (found and owner is found[-1]):
+            given = frame.f_locals.get(code.co_varnames[1]) if code.co_argcount > 1 else None
+            inputs += [given] if code.co_name == "forward" and _is_sequence(given) else []
+            found.append(owner)
+        frame = frame.f_back
+    others = [x for x in inputs if query is None or x.shape != query.shape]
+    return tuple(found), others[0] if others else inputs[0] if len(inputs) > 1 else None
+
+
+def _is_sequence(given: object) -> TypeGuard[Tensor]:
+    return isinstance(given, Tensor) and not given.is_nested and given.dim() == 3 and given.is_floating_point()
+
+
+def in_compiled() -> bool:
+    """Whether this thread is inside of what `torch.compile` gave: called from it, though not compiled itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,74 @@
+"""The heads of layers that only their calls have shown: found on a sample, or in the first pass that is watched."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import nn
+
+from ..attention.calls import AttentionCall
+from ..errors import Refusal
+from ..head import Head
+from ..models.live import Sample, Site, layer_of
+from ..models.live.discover import Finder
+from ..models.live.modules import Found
+from .inputs import WholeTensors
+from .places import call_name
+
+
+class FoundHeads:
+    """What made the queries and keys of each call, under the name of its layer; nothing where that is not wanted."""
+
+    def __init__(self, model: nn.Module, sample: Sample | None, *, is_wanted: bool) -> None:
+        self.tensors = WholeTensors(model)
+        self.rows: dict[str, Found] = {}
+        self.was_told = False
+        self.finder = Finder(self.tensors) if is_wanted else None
+        if self.finder is not None and sample is not None:
+            self._find(self.finder, sample)
+
+    def _find(self, finder: Finder, sample: Sample) -> None:
+        """Every call of a pass over the sample, under the names that the calls of later passes will have."""
+        counts: Counter[str] = Counter()
+        for found in finder.over(sample):
+            number, counts[found.name] = counts[found.name], counts[found.name] + 1
+            self.rows[call_name(found.name, number)] = found
+        self.finder = None
+
+    def recording(self) -> AbstractContextManager[None]:
+        """For one pass: while it lasts, what leads to its calls is recorded, if it is not known yet."""
+        return nullcontext() if self.finder is None else self._recording(self.finder)
+
+    @contextmanager
+    def _recording(self, finder: Finder) -> Iterator[None]:
+        with finder.recording():
+            yield
+        finder.watch.clear()
+        self.finder = None if self.rows else self.finder
+
+    def add(self, site: Site, call: AttentionCall) -> None:
+        """A call of a pass that is recorded."""
+        if self.finder is None:
+            return
+        try:
+            found = self.finder.explain(call)
+        except Exception as reason:  # whatever it is, the call itself is looked at all the same
+            found = Found(site.block, site.query_name, Refusal(f"{site.query_name}: {reason}"))
+        if found is not None:
+            self.rows[site.query_name] = found
+
+    def heads(self, site: Site) -> tuple[Head, ...]:
+        """The heads of a layer as they are now; none where they are not known."""
+        try:
+            found = self.rows.get(site.query_name)
+            layer = site.build() if found is None else layer_of(found, site.number, self.tensors)
+        except Refusal:  # weights that are not finite, or of a form that no table reads
+            return ()
+        return layer.heads
+
+    def unexplained(self) -> Iterator[str]:
+        """Once: why the heads of layers were not found, by the first of them."""
+        reasons = [found.row for found in self.rows.values() if isinstance(found.row, Refusal)]
+        if reasons and not self.was_told:
+            self.was_told = True
+            yield f"nothing is said of the weights of {len(reasons)} layers, whose heads were not found: {reasons[0]}"
