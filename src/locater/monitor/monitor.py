@@ -195,7 +195,11 @@ class AttentionMonitor:
         if now is None or len(now.query) != len(layer.heads):
             return layer
         before, self.weights[index] = self.weights.get(index), replace(now, heads=())
-        numbers = {name: tuple(values.tolist()) for name, values in now.numbers(before).items()}
+        try:
+            numbers = {name: tuple(values.tolist()) for name, values in now.numbers(before).items()}
+        except Refusal as reason:  # so large that their moments overflow: that is for the alarms to tell
+            self.seen.refused.add(f"{layer.block} layer {layer.layer}: {reason}")
+            return layer
         return replace(layer, weights=numbers)
 
     def _with_growth(self, layer: LayerReport) -> LayerReport:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from ..errors import BadArguments, refusal
 from ..records import Json
+from .alarm_options import ACTIONS, ATTACH_QK_CLIP, read_actions
 from .data.options import DataOptions
 from .methods import LOCATER, METHODS, NONE, QK_DECAY, Method, method_of, read_settings
 from .shape import SHAPES, Shape, check_fields, option
@@ -121,9 +122,17 @@ class LoopOptions:
     parallel: Literal["ddp", "fsdp"] = option("ddp", "Under torchrun: replicate the model, or shard it (FSDP2).")
     device: str = option("auto", "cpu, cuda, …; auto: a GPU if there is one.")
     tensorboard: bool = option(False, "Also write TensorBoard files into the run's folder.")
+    watch_every: int = option(0, "Steps between looks at attention, for alarms; 0: none.")
+    on_alarm: str = option("", f"On a serious alarm: {', '.join(ACTIONS)}; several with commas.")
 
     def __post_init__(self):
         check_fields(self)
+        if self.watch_every < 0:
+            raise refusal("steps between looks of at least 0", self.watch_every)
+        if read_actions(self.on_alarm) and not self.watch_every:
+            raise BadArguments("--on-alarm needs someone who looks: give --watch-every N with it")
+        if self.compile and ATTACH_QK_CLIP in read_actions(self.on_alarm):
+            raise BadArguments(f"--on-alarm {ATTACH_QK_CLIP} changes a model that runs: leave out --compile")
         for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise refusal(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))

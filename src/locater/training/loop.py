@@ -23,6 +23,7 @@ from .parts import attach, learning_rate, make_model, make_optimizer, make_stabi
 from .processes import Processes, spread, unsynchronised
 from .store import Store, optimiser_state, tensors_of
 from .validation import plain_copy, validate
+from .watch import Watch
 
 Tell = Callable[[int, float, float], None]
 
@@ -47,6 +48,7 @@ class Trainer:
         self.stabiliser = attached or make_stabiliser(self.module, config.stabiliser, self.optimizer)
         self.store = Store(folder / "checkpoints", processes, model_settings(model, config.stabiliser))
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
+        self.watch, self.say = Watch(self), print
         self._restore()
         if loop.compile:
             self.module.compile()
@@ -59,9 +61,10 @@ class Trainer:
         until = min(until, self.num_steps)
         if not self.store.names():
             self.save()  # so that there is a good state whatever comes
+        self.watch.begin()
         while self.step < until and not self.is_done:
-            self._train()
-            at_end, stopping = self.step == self.num_steps, self.processes.any(stop())
+            self._advance()
+            at_end, stopping = self.step == self.num_steps, self.processes.any(stop() or self.watch.should_stop)
             if self.step % loop.log_every == 0 or at_end:
                 self._log(tell)
             improved = self._validate() if self.step % loop.validate_every == 0 or at_end else False
@@ -71,6 +74,16 @@ class Trainer:
                 return False
         return True
 
+    def _advance(self) -> None:
+        """One step, and what a look at it leads to; a step that is lost is gone over, if there is a way back."""
+        try:
+            self._train()
+        except Diverged as reason:
+            if not self.watch.rescue(str(reason)):
+                raise
+        else:
+            self.watch.step()
+
     @property
     def is_done(self) -> bool:
         """At the last step, or at one where no validation has improved for as long as patience allows."""
@@ -78,7 +91,7 @@ class Trainer:
         validated = self.step - self.step % loop.validate_every
         return self.step >= self.num_steps or 0 < loop.patience <= validated - self.best_step
 
-    def save(self, *, best: bool = False) -> None:
+    def save(self, *, best: bool = False, keep: str = "") -> None:
         """A checkpoint of this step; an interrupted interval of metrics is part of it."""
         loss_sum, loss_count = self._sums()
         small = {
@@ -88,8 +101,16 @@ class Trainer:
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "data": self.data.identity,
+            "watch": self.watch.state(),
         }
-        self.store.save(self._state(), small, best=best)
+        self.store.save(self._state(), small, keep=["best"] * best + [keep] * bool(keep))
+
+    def reload(self, which: str) -> int:
+        """Weights and moments of another checkpoint, whose step is given; nothing else goes back."""
+        state = self._state()
+        self.store.load(state, which=which)
+        self.stabiliser.load_state_dict(state["stabiliser"])
+        return self.store.small(which)["step"]
 
     def _state(self) -> State:
         tensors = tensors_of(self.module)
@@ -112,11 +133,12 @@ class Trainer:
         self.step, self.best = small["step"], math.inf if small["best"] is None else small["best"]
         self.best_step = small.get("best_step", self.step)  # runs of before patience do not have it
         self.loss_sum, self.loss_count = small["loss_sum"], small["loss_count"]
+        self.watch.restore(small.get("watch", {}))
 
     def _train(self) -> None:
         """One step of the optimiser, then of the stabiliser."""
         torch.manual_seed(_mixed(self.config.loop.seed, self.step, self.processes.rank))
-        rate = learning_rate(self.step, self.config.optimiser, num_steps=self.num_steps)
+        rate = self.watch.rate * learning_rate(self.step, self.config.optimiser, num_steps=self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()

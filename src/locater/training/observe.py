@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..attention import Statistics, mean_over_queries, rank
 from ..attention.call_statistics import statistics_of_call
-from ..attention.calls import AttentionCall, Interception
+from ..attention.calls import AttentionCall
 from ..attention.capture import inputs_of
+from ..attention.interception import Interception
 from ..models import live
 from ..records import Json
 from ..scanning.scan import scan

@@ -144,6 +144,7 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
         say("this processor has no instructions for bfloat16: float32 would be faster")
     with _begun(config, folder, processes):
         trainer = Trainer(config, data, folder, processes)
+    trainer.say = say
     try:
         _move_end(trainer, folder, say)
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
@@ -154,6 +155,7 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
             vocabulary = data.tokens.vocabulary if data.tokens else None
             export(plain, folder / MODEL, vocabulary, stabiliser=config.stabiliser)
     finally:
+        trainer.watch.end()
         trainer.metrics.close()
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None

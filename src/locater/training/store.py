@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -63,8 +64,11 @@ class Store:
         name = self.names().get(which)
         return _read(self.folder / name / SMALL, FIELDS) if name else {}
 
-    def save(self, state: State, small: Json, *, best: bool) -> None:
-        """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one."""
+    def save(self, state: State, small: Json, *, keep: Sequence[str] = ()) -> None:
+        """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one.
+
+        It is the last from then on; what else it is, such as the best, is kept until another one is.
+        """
         name = self._free_name(small["step"])
         partial = self.folder / (name + PARTIAL)
         if self.processes.is_first:
@@ -80,7 +84,7 @@ class Store:
             remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
             raise refusal(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
         if self.processes.is_first:
-            self._publish(partial, name, best=best)
+            self._publish(partial, name, ("last", *keep))
         self.processes.wait()
 
     def _write(self, partial: Path, state: State, small: Json) -> None:
@@ -97,11 +101,11 @@ class Store:
         names = (f"step-{step:08d}", f"step-again-{step:08d}")
         return next(name for name in names if name not in (self.names().get("last"), None))
 
-    def _publish(self, partial: Path, name: str, *, best: bool) -> None:
+    def _publish(self, partial: Path, name: str, keep: Sequence[str]) -> None:
         if (self.folder / name).exists():  # written by a run that was stopped before it could say so, or not the last
             shutil.rmtree(self.folder / name)
         partial.rename(self.folder / name)
-        names = self.names() | {"last": name} | ({"best": name} if best else {})
+        names = self.names() | dict.fromkeys(keep, name)
         write_json(names, self.folder / INDEX)
         _flush(self.folder)
         for other in self.folder.glob("step-*"):
