@@ -190,9 +190,10 @@ def test_numbers_of_the_weights_are_those_of_dense_matrices():
 
 
 def dense(model):
-    """W of every head of the second layer, the norm's gain folded in."""
+    """W of every head of the second layer, the norm's gain folded in, and centred as its output is."""
     block = model.transformer.h[1]
     weight = block.attn.c_attn.weight.detach().double() * block.ln_1.weight.detach().double()[:, None]
+    weight = weight - weight.mean(0)
     query, key = (part.unflatten(1, (4, 8)) for part in weight.chunk(3, 1)[:2])
     return [key[:, head] @ query[:, head].mT for head in range(4)]
 
