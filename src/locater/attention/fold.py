@@ -5,7 +5,7 @@ Logits are in units of log 2 throughout: 2^x stays quick where it underflows, e^
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,20 @@ class Running(NamedTuple):
     sums: Float[Tensor, "6 batch groups ratio queries"]
 
 
+class Room:
+    """Memory for the logits and exponentials of one block, used again for the next: fresh pages cost more than sums."""
+
+    def __init__(self) -> None:
+        self.flat: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Whatever was there before is gone."""
+        number = math.prod(shape)
+        if name not in self.flat or self.flat[name].numel() < number:
+            self.flat[name] = like.new_empty(number)
+        return self.flat[name][:number].view(*shape)
+
+
 class Block(NamedTuple):
     """What a block of keys brings besides their vectors; None where it does not matter."""
 
@@ -38,6 +52,7 @@ class Block(NamedTuple):
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
     first: Int[Tensor, "batch queries"] | None  # where in the block each query's first token is, if it is
     score: Callable[[Tensor], Tensor] | None = None  # what becomes of the logits before the mask
+    room: Room | None = None  # none where the compiler sees to that
 
 
 def start(queries: Grouped) -> Running:
@@ -56,7 +71,7 @@ def absorb_far(
     inner: Float[Tensor, "#batch keys"],
 ) -> Running:
     """A block all on one side and not near: |i − j| = offset_i + inner_j, so two columns of a product give its sums."""
-    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
+    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap), block.room)
     total, within = _two_sums(e, inner)
     distance = torch.addcmul(within, total, offset[:, None, None])
     return _add(running, maximum, e, shifted, block, total=total, distance=distance, close=torch.zeros_like(total))
@@ -81,7 +96,7 @@ def absorb_near(
     near: int,
 ) -> Running:
     """Any block: distances one by one."""
-    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap))
+    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap), block.room)
     distance = distance[:, None, None]
     within, close = (e * distance).sum(-1), (e * (distance < near)).sum(-1)
     return _add(running, maximum, e, shifted, block, total=e.sum(-1), distance=within, close=close)
@@ -89,7 +104,7 @@ def absorb_near(
 
 def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) -> Tensor:
     # One product per key head: its query heads are rows of the same matrix, so shared keys are never copied.
-    logits = (queries.flatten(2, 3) @ keys.mT).unflatten(2, queries.shape[2:4])
+    logits = _product(queries.flatten(2, 3), keys, block.room).unflatten(2, queries.shape[2:4])
     if softcap is not None:
         softcap = softcap / UNIT
         logits = torch.tanh(logits / softcap) * softcap
@@ -100,11 +115,22 @@ def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) 
     return logits if block.admitted is None else logits.masked_fill_(~block.admitted, MASKED)
 
 
-def _exponentials(running: Running, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _product(queries: Tensor, keys: Tensor, room: Room | None) -> Tensor:
+    if room is None:
+        return queries @ keys.mT
+    shape = (*queries.shape[:-1], keys.shape[-2])
+    out = room.take("logits", shape, queries)
+    torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT, out=out.flatten(0, 1))
+    return out
+
+
+def _exponentials(running: Running, logits: Tensor, room: Room | None) -> tuple[Tensor, Tensor, Tensor]:
     """e, ω − maximum, and the new maximum; the logits are overwritten."""
     maximum = torch.maximum(running.maximum, logits.amax(-1))
     shifted = logits.sub_(maximum[..., None])
-    return shifted.exp2(), shifted, maximum
+    if room is None:
+        return shifted.exp2(), shifted, maximum
+    return torch.exp2(shifted, out=room.take("exponentials", shifted.shape, shifted)), shifted, maximum
 
 
 def _add(

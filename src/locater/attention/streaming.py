@@ -21,6 +21,7 @@ from .fold import (
     TOTAL,
     UNIT,
     Block,
+    Room,
     Running,
     absorb_far,
     absorb_near,
@@ -47,6 +48,10 @@ class Blocks:
     logits: int = 1 << 21
     far: Callable[..., Running] = absorb_far
     near: Callable[..., Running] = absorb_near
+
+    def room(self) -> Room | None:
+        """Memory that all blocks share; compiled functions need none."""
+        return Room() if self.far is absorb_far else None
 
 
 def compiled(blocks: Blocks | None = None) -> Blocks:
@@ -82,12 +87,15 @@ def stream(
     blocks = blocks or Blocks()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
-    room = widen(queries.new_empty(0)).new_empty
-    whole = Running(room(grouped.shape[:-1]), room(6, *grouped.shape[:-1]))
+    empty = widen(queries.new_empty(0)).new_empty
+    whole = Running(empty(grouped.shape[:-1]), empty(6, *grouped.shape[:-1]))
     num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
+    room = blocks.room()
     for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
-        part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks)
+        part = _Part(
+            grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks, room
+        )
         for rows in _slices(queries.shape[2], blocks.queries):
             found, admitted = part.rows(rows, bias, heads)
             whole.maximum[batch, groups, :, rows] = found.maximum
@@ -108,6 +116,7 @@ class _Part:
     softcap: float | None
     near: int
     blocks: Blocks
+    room: Room | None
 
     def __post_init__(self):
         self.plan = Plan(self.mask, near=self.near, key_block=self.blocks.keys)
@@ -157,7 +166,7 @@ class _Part:
             added = dense if added is None else added + dense
         if self.first_range[0] < block.keys.stop and self.first_range[1] >= block.keys.start:
             first = self.first[:, rows] - block.keys.start
-        return Block(admitted, added, first, self._score(rows, block.keys))
+        return Block(admitted, added, first, self._score(rows, block.keys), self.room)
 
     def _score(self, rows: slice, keys: slice) -> Callable[[Tensor], Tensor] | None:
         """FlexAttention's change of logits for one block; it speaks of heads, not of groups of them."""

@@ -48,7 +48,8 @@ class Trainer:
         self.stabiliser = attached or make_stabiliser(self.module, config.stabiliser, self.optimizer)
         self.store = Store(folder / "checkpoints", processes, model_settings(model, config.stabiliser))
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
-        self.watch, self.say = Watch(self), print
+        self.watch = Watch(self)
+        self.say: Callable[[str], None] = print
         self._restore()
         if loop.compile:
             self.module.compile()
