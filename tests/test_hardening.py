@@ -421,7 +421,7 @@ def test_a_second_interrupt_during_a_save_is_an_interrupt(run, tmp_path, monkeyp
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data", interrupted)
     store = Store(copy_of(run, tmp_path) / "checkpoints", Processes(0, 1, torch.device("cpu")), {})
     with pytest.raises(KeyboardInterrupt):
-        store.save({"a": torch.ones(2)}, {"step": 9}, best=False)
+        store.save({"a": torch.ones(2)}, {"step": 9})
     assert not list(store.folder.glob("*.partial"))
 
 
