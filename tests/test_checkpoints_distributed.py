@@ -3,11 +3,12 @@
 import os
 import pickle
 import shutil
+from collections import OrderedDict
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
 
 from locater import checkpoints
 from locater.errors import Refusal
@@ -120,3 +121,23 @@ def test_code_in_metadata(saved, tmp_path):
     with pytest.raises(Refusal, match="asks for the code"):
         checkpoints.open(saved[0])
     assert not (tmp_path / "ran").exists()
+
+
+def written_by(function, arguments):
+    """A pickle that has `function` called."""
+    return type("Written", (), {"__reduce__": lambda self: (function, arguments)})()
+
+
+def test_metadata_of_early_python_3_11_is_read_and_its_getattr_is_for_nothing_else(saved, monkeypatch):
+    """Those versions write a member of an enumeration as getattr(class, name); Debian 12 has one of them."""
+    folder, weights = saved
+    with monkeypatch.context() as then:
+        then.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        change_metadata(folder, lambda metadata: None)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    with checkpoints.open(folder) as checkpoint:
+        assert checkpoint.read("a.weight").equal(weights["a.weight"])
+    for arguments in ((_MEM_FORMAT_ENCODING, "mro"), (OrderedDict, "TORCH_"), (_MEM_FORMAT_ENCODING, 5)):
+        (folder / ".metadata").write_bytes(pickle.dumps(written_by(getattr, arguments)))
+        with pytest.raises(Refusal, match=r"asks for the code 'builtins\.getattr'"):
+            checkpoints.open(folder)

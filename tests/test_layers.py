@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 # Lowest first; names on one line do not import each other.
 LAYERS = [
     {"errors"},
-    {"budget", "records", "positions", "projections", "spectra"},
+    {"budget", "records", "packaged", "positions", "projections", "spectra"},
     {"head"},
     {"theory"},
     {"report"},

@@ -128,6 +128,7 @@ def test_a_run_can_be_lengthened(text, tmp_path):
         assert locater(*arguments, *stop, "--out", folder).code == 0
         longer = locater("train", "--resume", folder, "--steps", 32)
         assert longer.code == 0 and "step 32 of 32\n" in longer.out
+        assert "step 32 of 32: validation loss " in longer.err  # no terminal, so no bar
         assert all(weights(folder)[key].equal(tensor) for key, tensor in weights(tmp_path / "whole").items())
         assert run.read_config(folder) == run.read_config(tmp_path / "whole")
     shorter = locater("train", "--resume", folder, "--steps", 9)

@@ -19,7 +19,7 @@ from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
 from .sharded import check_beside
 from .torch.archive import open_archive
-from .torch.pickles import Record, load_pickle
+from .torch.pickles import CodeRefusal, Record, load_pickle
 from .torch.tensors import ADMITTED, View
 from .torch.tree import find_weights
 
@@ -32,6 +32,17 @@ class IndexRecord(Record):
     """`MetadataIndex`."""
 
 
+class MemoryFormat(Record):
+    """An enumeration of torch's, of no use here."""
+
+
+def member(kind: object, name: object) -> MemoryFormat:
+    """How early versions of Python 3.11 write a member of an enumeration: by `getattr`, which nothing else may have."""
+    if kind is not MemoryFormat or not isinstance(name, str) or not name.startswith("TORCH_"):
+        raise CodeRefusal(str(refusal("a pickle of plain tensors", "one that asks for the code 'builtins.getattr'")))
+    return MemoryFormat()
+
+
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 PLAIN = ("Metadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
 PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
@@ -40,7 +51,8 @@ NAMES = {
     **{(METADATA_MODULE, name): Record for name in PLAIN},
     (METADATA_MODULE, "TensorStorageMetadata"): TensorRecord,
     (METADATA_MODULE, "MetadataIndex"): IndexRecord,
-    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Record,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): MemoryFormat,
+    ("builtins", "getattr"): member,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
     **{(module, name): Record for module in ("pathlib", "pathlib._local") for name in PATHS},
 }

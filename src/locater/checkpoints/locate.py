@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from ..errors import refusal
+from ..packaged import packaged
 from .bytes import Folder, LocalFolder
 
 SAFETENSORS = (".safetensors",)
@@ -31,7 +32,7 @@ PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
     """The folder, and the file in it if the source names one. What lies on disk wins over a hub id."""
-    text = os.fspath(source)
+    text = os.fspath(packaged(source))
     if "://" in text:
         from .remote import locate_address
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import BadArguments, refusal
+from ..packaged import EXAMPLE
 from ..records import STANDARD_OUTPUT
 
 JsonPath = Annotated[
@@ -90,6 +91,12 @@ def console_for(json: Path | None, *, aside: bool = False) -> Console:
 def aside(sentence: str) -> None:
     """What a person should know beside the results: on standard error, brackets and all."""
     Console(stderr=True, highlight=False).print(sentence, markup=False)
+
+
+def example() -> str:
+    """The model to show where none was named."""
+    aside("no model was named, so this is a small one that comes with locater: name a folder, a file or a hub id")
+    return EXAMPLE
 
 
 @dataclass(frozen=True)

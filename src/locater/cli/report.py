@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from ..errors import BadArguments, refusal, shown
 from ..records import Json
-from .output import console_for
+from .output import console_for, example
 
 SWEEP_LIST = "sweep.json"
 HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page to look at there.")]
@@ -22,11 +22,12 @@ HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="W
 
 def report(
     sources: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            help="What commands wrote (JSON, JSONL, the folder of a run, of runs or of a sweep), or models."
+            help="What commands wrote (JSON, JSONL, the folder of a run, of runs or of a sweep), or models; "
+            "else a small example."
         ),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="PAGE.html", help="Where the page goes.")] = Path(
         "report.html"
     ),
@@ -40,7 +41,7 @@ def report(
     ] = None,
 ) -> None:
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
-    wanted = parse_heads(heads)
+    wanted, sources = parse_heads(heads), sources or [example()]
     documents = [read(source) for source in sources]
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     if figures:

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from ..errors import BadArguments, Refusal, masked, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, console_for, parse_spans, table
+from .output import FittedTable, JsonPath, console_for, example, parse_spans, table
 from .probe import print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
 
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        help="A directory, a file, a Hugging Face id, an address, or pip:PACKAGE; without it, a small example.",
+        show_default=False,
+    ),
+]
 Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
@@ -39,7 +46,7 @@ Timeout = Annotated[
 
 
 def scan(
-    source: Annotated[str, typer.Argument(help="A directory, a file, a Hugging Face id, or an address.")],
+    source: Source = None,
     heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
     layers: Layers = None,
     length: Length = DEFAULT_LENGTH,
@@ -65,7 +72,7 @@ def scan(
     """Which heads attend early, middle, late or uniformly, and which look unhealthy: from the weights alone."""
     from ..scanning.conditions import parse
 
-    console = console_for(json)
+    console, source = console_for(json), source or example()
     conditions = parse(fail_on) if fail_on is not None else ()
     if probe and (adapter or layout or allow_pickle):
         raise BadArguments("--probe goes without --adapter, --layout and --allow-pickle")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import refusal
 from ..models import Layer, spans
+from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
 from .language_model import Source, load_model, load_tokenizer, next_token_losses, run, self_attention
@@ -45,7 +46,7 @@ def predict(
     measured, with special tokens at the positions `special` (from the end where
     negative). Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
     """
-    effort, terms = effort or Effort(), terms or Terms()
+    effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
     model = load_model(source)
     chosen, left_out = self_attention(model)
     chosen = wanted_layers(chosen, layers)

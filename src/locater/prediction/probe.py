@@ -18,6 +18,7 @@ from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, refusal
 from ..models import Layer
+from ..packaged import packaged
 from ..records import Json
 from ..scanning.scan import Scan
 from .language_model import Source, load_model, load_tokenizer, self_attention
@@ -91,6 +92,7 @@ def probe(
     (docs/evidence.md). Fails where the vocabulary is not a table of rows that ids look up.
     """
     effort, wanted = effort or Effort(), None if layers is None else set(layers)
+    source = packaged(source)
     if not isinstance(source, nn.Module):
         with suppress(CannotStream):
             return probe_stored(source, layers=wanted, effort=effort, progress=progress)

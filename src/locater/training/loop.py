@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import Refusal, refusal
 from ..models.live.tensors import unwrap
 from ..projections import whole
-from ..records import State
+from ..records import Json, State
 from .config import Config
 from .data.sources import Data
 from .export import model_settings
@@ -25,7 +25,8 @@ from .store import Store, optimiser_state, tensors_of
 from .validation import plain_copy, validate
 from .watch import Watch
 
-Tell = Callable[[int, float, float], None]
+Tell = Callable[[int, float, float], None]  # step, loss, tokens per second
+Validated = Callable[[Json], None]  # loss and the rest of a validation
 
 
 class Diverged(Refusal):
@@ -56,7 +57,14 @@ class Trainer:
         self.metrics = Metrics(folder, step=self.step, tensorboard=loop.tensorboard, is_first=processes.is_first)
         self.since = time.perf_counter(), self.step
 
-    def advance(self, until: int, *, tell: Tell = lambda *_: None, stop: Callable[[], bool] = lambda: False) -> bool:
+    def advance(
+        self,
+        until: int,
+        *,
+        tell: Tell = lambda *_: None,
+        validated: Validated = lambda row: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Train to that step, or until patience ends; whether it was not asked to stop. Saves where it ends."""
         loop = self.config.loop
         until = min(until, self.num_steps)
@@ -68,7 +76,7 @@ class Trainer:
             at_end, stopping = self.step == self.num_steps, self.processes.any(stop() or self.watch.should_stop)
             if self.step % loop.log_every == 0 or at_end:
                 self._log(tell)
-            improved = self._validate() if self.step % loop.validate_every == 0 or at_end else False
+            improved = self._validate(validated) if self.step % loop.validate_every == 0 or at_end else False
             if improved or stopping or self.is_done or self.step == until or self.step % loop.save_every == 0:
                 self.save(best=improved)
             if stopping:
@@ -234,7 +242,7 @@ class Trainer:
         self.loss_sum, self.loss_count, self.since = 0.0, 0, (now, self.step)
         tell(self.step, loss, speed)
 
-    def _validate(self) -> bool:
+    def _validate(self, validated: Validated) -> bool:
         """Whether this is the best so far."""
         start = time.perf_counter()
         with self._precision():
@@ -242,6 +250,7 @@ class Trainer:
         if not math.isfinite(row["loss"]):
             raise self._diverged(row["loss"], held_out=True)
         self.metrics.add(*finite([{"kind": "validation", "step": self.step} | row | self.stabiliser.metrics()]))
+        validated(row)
         # Validation is not training time.
         self.since = self.since[0] + time.perf_counter() - start, self.since[1]
         improved = row["loss"] < self.best

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from .config import Config
 from .data.sources import open_data
 from .data.text import would_read
 from .export import export
-from .loop import Trainer, has_bf16
+from .loop import Trainer, Validated, has_bf16
 from .metrics import METRICS, bar, read_rows
 from .processes import Processes, process_group
 from .validation import plain_copy
@@ -149,7 +150,7 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
         _move_end(trainer, folder, say)
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
             until = trainer.num_steps if stop_after is None else stop_after
-            trainer.advance(until, tell=tell, stop=lambda: bool(received))
+            trainer.advance(until, tell=tell, validated=_line(trainer, say), stop=lambda: bool(received))
         plain = plain_copy(trainer.model, processes, config.stabiliser)
         if plain is not None:
             vocabulary = data.tokens.vocabulary if data.tokens else None
@@ -161,6 +162,13 @@ def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int |
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
     who = processes.is_first, processes.count
     return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, *who)
+
+
+def _line(trainer: Trainer, say: Say) -> Validated:
+    """A sentence per validation where no terminal shows a bar: in a file or a job's log."""
+    if sys.stderr.isatty():
+        return lambda row: None
+    return lambda row: say(f"step {trainer.step} of {trainer.num_steps}: validation loss {row['loss']:.4f}")
 
 
 def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:

@@ -1,0 +1,40 @@
+"""Weights that an installed Python package carries, named `pip:PACKAGE`; found without importing anything of it."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from .errors import refusal
+
+PREFIX = "pip:"
+# A small language model that this package itself brings along.
+EXAMPLE = PREFIX + "locater"
+SUFFIXES = (".safetensors", ".gguf")
+
+Named = TypeVar("Named")
+
+
+def packaged(source: Named) -> Named | str:
+    """The folder (or the GGUF file) of weights within the package that `pip:PACKAGE` names; all else as it was."""
+    text = os.fspath(source) if isinstance(source, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text.startswith(PREFIX):
+        return source
+    files = sorted(file for place in _places(text) for file in place.rglob("*") if file.suffix in SUFFIXES)
+    folders = {file.parent for file in files}
+    if len(files) == 1 and files[0].suffix == ".gguf":
+        return str(files[0])
+    if len(folders) != 1:
+        got = f"them in {len(folders)} folders" if folders else "none"
+        raise refusal(f"weights ({', '.join(SUFFIXES)}) in one folder of {text}", got, "name a file instead")
+    return str(folders.pop())
+
+
+def _places(text: str) -> list[Path]:
+    """Where a package lies: the name to install it by, with `-`, or the name to import it by."""
+    name = text.removeprefix(PREFIX).replace("-", "_")
+    spec = find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        remedy = "install it first" if name.isidentifier() else "check the spelling"
+        raise refusal("the name of an installed package", f"{text[:120]}: none", remedy)
+    return [Path(place) for place in spec.submodule_search_locations]
