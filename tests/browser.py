@@ -10,6 +10,8 @@ import axe_core_python
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
+# Kept for people to look at, by the name of the page; git ignores the folder, and the end of a test run names it.
+SCREENSHOTS = Path(__file__).parent / "screenshots"
 FLAGS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "window-size=1300,1000"]
 FLAGS += ["disable-background-networking", "disable-component-update", "disable-sync"]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -85,9 +87,18 @@ class Browser:
         return content
 
     def picture(self, path: Path) -> None:
-        """The whole page, kept for people to look at."""
+        """What the window shows."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.driver.save_screenshot(str(path))
+
+    def keep(self, name: str) -> None:
+        """The whole page from top to bottom, among the screenshots."""
+        width, height = self.run(
+            "return [innerWidth, Math.ceil(document.documentElement.getBoundingClientRect().height)]"
+        )
+        size = {"width": width, "height": min(height, 8000), "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self.picture(SCREENSHOTS / f"{name}.png")
 
 
 def serious_faults(browser: Browser) -> list[tuple[str, str]]:

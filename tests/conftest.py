@@ -61,3 +61,11 @@ def browser(tmp_path_factory):
     found = Browser(tmp_path_factory.mktemp("browser"))
     yield found
     found.driver.quit()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say where the pictures of the pages are."""
+    from browser import SCREENSHOTS
+
+    if kept := len(list(SCREENSHOTS.glob("*.png"))):
+        terminalreporter.write_line(f"{kept} screenshots of pages in {SCREENSHOTS}")

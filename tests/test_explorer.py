@@ -38,7 +38,9 @@ def opened(browser, made):
 def test_opens_without_complaint_and_is_accessible(opened, browser, made):
     assert opened.complaints() == [] and opened.requests() == []
     assert serious_faults(opened) == []
+    opened.keep("explore-1300-light")
     browser.open(made, width=390, dark=True)
+    browser.keep("explore-390-dark")
     assert serious_faults(browser) == [] and browser.run("return document.documentElement.scrollWidth <= innerWidth")
 
 
@@ -134,7 +136,8 @@ def test_the_story_can_be_walked_with_the_sliders(opened):
             assert not opened.run("return document.getElementById('mark-' + arguments[0]).textContent", number)
             slide(opened, *move)
         assert "done" in opened.run("return document.getElementById('mark-' + arguments[0]).textContent", number)
-    assert opened.complaints() == []
+    opened.run("locater.explorer.begin(0); document.getElementById('next-step').click()")
+    assert opened.run("return locater.explorer.step") == 1 and opened.complaints() == []
 
 
 def test_a_head_of_the_scan_sets_the_sliders(opened):

@@ -13,8 +13,7 @@ from browser import serious_faults
 from command import locater
 from locater import scan
 from locater.report.page import page, save_page
-
-HOSTILE = '</script><img src=x onerror="window.broken=1">'
+from page_cases import HOSTILE, KINDS, every_kind
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +128,21 @@ def test_figures_are_saved_as_svg_and_png(opened):
     assert opened.downloaded("eigenvalues-in-the-complex-plane.png").startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("width", [1300, 390])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_accessible_and_within_the_screen(browser, minilm, tmp_path, width, dark):
-    save_page([minilm], tmp_path / "page.html")
-    browser.open(tmp_path / "page.html", width=width, dark=dark)
-    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
-    assert serious_faults(browser) == []
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_page_is_accessible_harmless_and_within_the_screen(browser, minilm, tmp_path, kind):
+    """On a desktop and a phone, light and dark; what each looks like is kept."""
+    save_page(every_kind(minilm)[kind], tmp_path / "page.html", facts={"command": f"locater report {HOSTILE}"})
+    for width, dark in ((1400, False), (390, True), (1400, True), (390, False)):
+        browser.open(tmp_path / "page.html", width=width, dark=dark)
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        browser.keep(f"{kind}-{width}-{'dark' if dark else 'light'}")
+        if (width > 400) != dark:  # each width and each theme once: axe takes a second
+            assert serious_faults(browser) == []
+    assert browser.run("return window.broken") is None and browser.complaints() == [] == browser.requests()
+    assert (
+        browser.run("return document.querySelectorAll('img, iframe, script').length") == 2
+    )  # the data and the page's own
+    assert kind in ("scan", "two") or HOSTILE in browser.run("return document.body.textContent")
 
 
 def hostile_scan(minilm):
@@ -268,3 +275,22 @@ def test_two_models_open_with_what_differs(browser, minilm, tmp_path):
         pytest.approx(minilm["heads"][40]["eta"] / 32**0.5),
     ]
     assert browser.complaints() == [] and serious_faults(browser) == []
+
+
+def test_on_paper_the_table_has_rows_and_no_gap(opened):
+    opened.run("dispatchEvent(new Event('beforeprint'))")
+    assert opened.run("return document.querySelectorAll('.heads tbody tr:not([aria-hidden])').length") == 60
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    height = opened.run("return document.querySelector('.heads').getBoundingClientRect().height")
+    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert 0 < height < 61 * 30
+
+
+def test_an_interval_lies_within_its_chart(browser, tmp_path):
+    """A band wider than its line's course is drawn whole."""
+    document = every_kind({"heads": [], "source": "x"})["runs"][0]
+    document["arms"][0]["curves"]["loss"] = {"step": [1, 2], "mean": [2.0, 2.1], "standard_error": [1.0, 1.5]}
+    save_page([document], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    corners = "document.querySelector('polygon').getAttribute('points').split(' ').map((p) => Number(p.split(',')[1]))"
+    assert all(0 <= y <= 215 - 40 + 1 for y in browser.run(f"return {corners}"))

@@ -87,12 +87,16 @@ def _regimes(panel: "Axes", document: Json) -> None:
     panel.set_title("Theory: regime", loc="left", fontsize=10)
     present = [name for name in names if any(name in row for row in document["regime"])]
     handles = [Patch(color=WORDS[name].colour, label=name) for name in present]
-    panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    panel.legend(handles=handles, fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
 
 
 def _outline(panel: "Axes", document: Json) -> None:
+    """Around what the theory calls localized, out to the edges; dark beneath white, to be seen on any colour."""
     inside = [[float(regime in LOCALIZED) for regime in row] for row in document["regime"]]
-    panel.contour(inside, levels=[0.5], colors="white", linewidths=1.4)
+    wider = [[row[0], *row, row[-1]] for row in [inside[0], *inside, inside[-1]]]
+    x, y = ([-0.5, *range(count), count - 0.5] for count in (len(inside[0]), len(inside)))
+    for colour, width in (("#222222", 3.2), ("white", 1.5)):
+        panel.contour(x, y, wider, levels=[0.5], colors=colour, linewidths=width)
 
 
 def _plane(panel: "Axes", document: Json) -> None:

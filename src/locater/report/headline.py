@@ -138,7 +138,8 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
         far = _where(moved[-1], lambda distance: distance > MOVED)
         most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
         yield Sentence(
-            f"{_count(len(far), 'head')} moved by more than half of their scale; most of all {name(view.heads[most])}.",
+            f"{_count(len(far), 'head') if far else 'No head'} moved by more than half of its scale; "
+            f"most of all {name(view.heads[most])}.",
             number, far or (most,),
         )  # fmt: skip
     if not any(view.regimes[-1]):
@@ -208,8 +209,8 @@ def _of_runs(document: Json) -> Iterable[Sentence]:
     if scored:
         best = scored[0]["quantities"][score]
         error = best["standard_error"]
-        within = "one seed only: no interval" if error is None else f"± {error:.3g} over {len(best['seeds'])} seeds"
-        yield Sentence(f"Best {score}: {scored[0]['arm']} with {best['mean']:.4g} ({within}).", tone="good")
+        within = "one seed only: no interval" if error is None else f"± {_plain(error)} over {len(best['seeds'])} seeds"
+        yield Sentence(f"Best {score}: {scored[0]['arm']} with {_plain(best['mean'])} ({within}).", tone="good")
         yield from _against(document, score)
     for one in document["left_out"][:MOST_NAMED]:
         reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"
@@ -247,6 +248,15 @@ def _names(view: View, heads: tuple[int, ...]) -> str:
 
 def _where(values: list[float | None], met: Callable[[float], bool]) -> tuple[int, ...]:
     return tuple(n for n, value in enumerate(values) if value is not None and met(value))
+
+
+def _plain(value: float) -> str:
+    """Four digits, and thousands without an exponent.
+
+    >>> _plain(32368.4), _plain(0.123456)
+    ('32,368', '0.1235')
+    """
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _count(number: int, noun: str) -> str:

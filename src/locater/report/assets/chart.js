@@ -39,7 +39,9 @@ function tickName(value) {
 
 function spanOf(series, part, given) {
   if (given) return given;
-  const values = series.flatMap((one) => one.points.map((point) => point[part])).filter(Number.isFinite);
+  // A band belongs to the range: cut off, an interval would look like certainty or like none.
+  const parts = part === 0 ? [0] : [1, 2, 3];
+  const values = series.flatMap((one) => one.points.flatMap((point) => parts.map((each) => point[each]))).filter(Number.isFinite);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   if (!(high > low)) return [low - 1 || -1, low + 1 || 1];
   const margin = (high - low) * 0.05;
@@ -49,8 +51,10 @@ function spanOf(series, part, given) {
 // `series`: {points: [[x, y, low?, high?]], label, kind: "line" | "points" | "bars", look: {colour, dash}}.
 function chart(title, series, options = {}) {
   const box = { ...BOX, ...options.box };
+  const range = spanOf(series, 1, options.y?.range);
+  box.left = Math.max(box.left, 22 + 7 * Math.max(...axis(range, [0, 1], options.y).marks.map((mark) => tickName(mark).length)));
   const x = axis(spanOf(series, 0, options.x?.range), [box.left, box.width - box.right], options.x);
-  const y = axis(spanOf(series, 1, options.y?.range), [box.height - box.bottom, box.top], options.y);
+  const y = axis(range, [box.height - box.bottom, box.top], options.y);
   const element = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, class: "chart", role: "img", "font-size": 12.5,
     "font-family": "system-ui, sans-serif", "aria-label": `${title}. ${inWords(series)}` });
   element.append(svg("rect", { width: box.width, height: box.height, fill: look("panel") }));
@@ -96,7 +100,8 @@ function drawAxes(element, x, y, box) {
     element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
     element.append(text(x.name(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
   }
-  element.append(text(x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
+  const most = Math.floor((box.width - 20) / 7);
+  element.append(text(x.label.length > most ? `${x.label.slice(0, most - 1)}…` : x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
   const turned = { "text-anchor": "middle", fill: look("ink"), transform: `rotate(-90 12 ${(box.top + box.height - box.bottom) / 2})` };
   element.append(text(y.label, 12, (box.top + box.height - box.bottom) / 2, turned));
 }

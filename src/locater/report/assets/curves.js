@@ -136,7 +136,8 @@ function armTable(runs, looks) {
 // The range of the later steps: the first ones lie far above and would press the end into one line.
 function laterRange(series) {
   const last = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
-  const values = series.flatMap((one) => one.points.filter((point) => point[0] >= last * 0.3).map((point) => point[1]));
+  const later = series.flatMap((one) => one.points.filter((point) => point[0] >= last * 0.3));
+  const values = later.flatMap(([, ...parts]) => parts).filter(Number.isFinite);
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const margin = (high - low) * 0.08 || 1;
   return [low - margin, high + margin];

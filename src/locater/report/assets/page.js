@@ -7,6 +7,8 @@ class App {
     Object.assign(this, { data, views: data.views, number: 0, frame: 0, selected: 0, marked: null, difference: false, bound: null, side: "above" });
     if (this.views.length) this.start();
     startTheme(() => this.draw());
+    addEventListener("beforeprint", () => this.table?.drawRows(true)); // after the theme's own redrawing
+    addEventListener("afterprint", () => this.table?.drawRows());
     document.querySelectorAll("[data-sentence]").forEach((button) => button.addEventListener("click", () => this.follow(data.sentences[button.dataset.sentence])));
     this.draw();
     document.documentElement.dataset.ready = "yes";

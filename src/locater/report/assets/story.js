@@ -15,11 +15,16 @@ const STORY = [
     start: { trace: 1, deviation: 2.5 }, ask: "Leave the mean; turn the spread down until the head is localised.", done: (now, knobs) => now.regime === "late" && Math.abs(knobs.trace - 1) < 0.05 },
 ];
 
+// The steps in a row, the words of the open one beneath, and the way on once its goal is reached.
 function drawStory(explorer, place) {
+  const focused = place.contains(document.activeElement);
   place.replaceChildren(...STORY.map((step, n) => {
-    const open = explorer.step === n;
-    const button = html("button", { type: "button", "aria-pressed": String(open), onclick: () => explorer.begin(n) }, step.title);
-    const mark = html("span", { class: "mark", id: `mark-${n}` }, explorer.reached.has(n) ? " ✓ done" : "");
-    return html("li", {}, button, mark, ...(open ? [html("p", { class: "say" }, step.words, html("strong", {}, ` ${step.ask}`))] : []));
+    const button = html("button", { type: "button", "aria-pressed": String(explorer.step === n), onclick: () => explorer.begin(n) }, `${n + 1}. ${step.title}`);
+    return html("li", {}, button, html("span", { class: "mark", id: `mark-${n}` }, explorer.reached.has(n) ? " ✓ done" : ""));
   }));
+  if (focused) place.querySelectorAll("button")[explorer.step].focus();
+  const { words, ask } = STORY[explorer.step];
+  const on = explorer.reached.has(explorer.step) && explorer.step < STORY.length - 1;
+  document.getElementById("step-words").replaceChildren(words, html("strong", {}, ` ${ask} `),
+    on ? html("button", { type: "button", id: "next-step", onclick: () => { explorer.begin(explorer.step + 1); place.querySelectorAll("button")[explorer.step].focus(); } }, "next step →") : "");
 }

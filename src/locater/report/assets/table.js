@@ -2,6 +2,7 @@
 
 const ROW = 28;
 const SPARE = 12;
+const PRINTED = 60;
 const CONDITION = /^(\w+)(<=|>=|!=|=|<|>)(.+)$/;
 const TESTS = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
@@ -89,9 +90,10 @@ class HeadTable {
     }));
   }
 
-  drawRows() {
-    const first = Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - SPARE);
-    const last = Math.min(this.rows.length, first + Math.ceil((this.scroll.clientHeight || 420) / ROW) + 2 * SPARE);
+  // On paper nothing scrolls: the first rows, as many as a reader would turn pages for.
+  drawRows(onPaper = false) {
+    const first = onPaper ? 0 : Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - SPARE);
+    const last = Math.min(this.rows.length, onPaper ? PRINTED : first + Math.ceil((this.scroll.clientHeight || 420) / ROW) + 2 * SPARE);
     const columns = this.columns();
     const space = (count) => html("tr", { "aria-hidden": "true" }, html("td", { colspan: columns.length, style: null }));
     const shown = this.rows.slice(first, last).map((head) => {
