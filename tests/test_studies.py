@@ -22,7 +22,7 @@ from locater.studies import (
     trained,
 )
 from locater.studies.page import page
-from locater.studies.statistics import Estimate, Finding, holm, paired, spearman, tally, wilson
+from locater.studies.statistics import Estimate, Finding, holm, paired, pooled, spearman, tally, wilson
 from locater.studies.study import STUDIES, document, find, flat
 from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 from locater.theory import closed_form
@@ -58,6 +58,14 @@ def test_words_follow_the_interval():
     many = [Finding("loss", name, lower) for name in "abcd"] + [Finding("loss", "e", null)]
     assert tally(many) == f"lower for 4 of 5, most of all a ({lower}); no difference seen for e"
     assert Finding("loss", "a", paired({0: 1.0}, {0: 2.0})).to_json()["low"] is None
+
+
+def test_seeds_that_agree_to_the_last_rank_are_not_certain():
+    one = spearman(range(5), [0, 1, 2, 4, 3])
+    found = pooled([one] * 3)
+    assert found.value == pytest.approx(one.value) and one.low < found.low < found.value < found.high < one.high
+    assert found.count == 15 and math.isnan(pooled([spearman([1, 2], [1, 2])]).value)
+    assert not pooled([one, spearman(range(5), [3, 4, 2, 1, 0])]).is_seen
 
 
 def test_wilson_is_scipys():
@@ -217,7 +225,7 @@ def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
         ]
         return localisation_helps.conclude(rows).findings[0].verdict
 
-    assert found(0.99) == "higher" and found(0.0) == "no difference seen"
+    assert found(0.99) == "rises" and found(0.0) == "no relation seen"
 
 
 def test_convergence_answers_its_question():
@@ -232,6 +240,7 @@ def test_convergence_answers_its_question():
     ]
     said = convergence.conclude(early)
     assert "at step 1,000" in said.first and said.findings[0].verdict == "no difference seen"  # all have a loss of 1
+    assert said.second.endswith("seed 2 alone has come to step 1,500, where it is at 1.000.")
     few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
     assert "open" in convergence.conclude(few).second
 

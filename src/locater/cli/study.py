@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 
 Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
+Engine = Annotated[
+    str | None, typer.Option(metavar="ray[://HOST:PORT]", help="On Ray: of this machine, or a cluster's head.")
+]
 
 
 def study(
@@ -26,6 +29,7 @@ def study(
     quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
     jobs: Jobs = 1,
+    on: Engine = None,
     model: Annotated[list[str] | None, typer.Option(help="For real-data: a model; may be repeated.")] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="For real-data: the text to measure on.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
@@ -49,7 +53,7 @@ def study(
         raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
     points = points_of(name, quick=quick)
     sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
-    measure_all(sweep, jobs=jobs, retry=retry)
+    measure_all(sweep, jobs=jobs, retry=retry, on=on)
     found = document(name, sweep.rows(), num_points=len(points))
     _show(console, found, sweep.folder)
     _save(found, sweep.folder)
@@ -74,19 +78,23 @@ def _real_data(console: Console, models: list[str], *, text: Path | None, json: 
         write_json({"schema": "locater.evidence/1", "models": rows}, json)
 
 
-def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False) -> None:
-    """By this machine's processes, with a bar on a terminal."""
+def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | None = None, asha: bool = False) -> None:
+    """By this machine's processes, or on a Ray cluster, with a bar on a terminal."""
     from rich.progress import Progress
 
     from ..studies.study import measure_for
-    from ..studies.sweep.engines import local
+    from ..studies.sweep import engines, on_ray
 
     if retry:
         sweep.retry()
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(sweep.folder.name, total=len(sweep.points))
-        local(sweep, measure_for(sweep), jobs=jobs, tell=lambda done, total: progress.update(task, completed=done))
+        tell = lambda done, total: progress.update(task, completed=done)  # noqa: E731
+        if on is None:
+            engines.local(sweep, measure_for(sweep), jobs=jobs, tell=tell)
+        else:
+            on_ray.measure_all(sweep, on, jobs=jobs, asha=asha, tell=tell)
 
 
 def _show(console: Console, found: Json, folder: Path) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from ..errors import BadArguments, refusal
 from ..records import Json
 from .output import JsonPath, console_for, table
-from .study import Jobs, measure_all
+from .study import Engine, Jobs, measure_all
 
 if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep
@@ -30,6 +30,8 @@ def sweep(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder, or the same points' one.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this folder.")] = None,
     jobs: Jobs = 1,
+    on: Engine = None,
+    asha: Annotated[bool, typer.Option("--asha", help="With --on ray: end trials early that are behind.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
     emit: Annotated[str | None, typer.Option(metavar="slurm", help="Only write the script of an array job.")] = None,
     task: Annotated[int | None, typer.Option(min=0, help="Only this point: what a task of the array runs.")] = None,
@@ -42,6 +44,8 @@ def sweep(
 
     if (resume is None) == (out is None):
         raise BadArguments("give one of --out DIR, for a new sweep, and --resume DIR, to go on with one")
+    if asha and on is None:
+        raise BadArguments("--asha is of Ray Tune: give --on ray with it")
     if emit not in (None, "slurm"):
         raise BadArguments(f"--emit expects slurm, got {emit!r}")
     found = open_sweep(resume) if resume is not None else create(out, "train", _points(file, grid, preset))  # type: ignore
@@ -52,7 +56,7 @@ def sweep(
     if worker or task is not None:
         _work(found, task)
         return
-    measure_all(found, jobs=jobs, retry=retry)
+    measure_all(found, jobs=jobs, retry=retry, on=on, asha=asha)
     _show(console_for(json), found, json)
 
 

@@ -1,5 +1,7 @@
 """The paper's model to the end: validation every 500 steps until none has improved for 3,000."""
 
+import math
+
 from ..records import Json
 from ..training.data.text import WIKITEXT
 from .statistics import FEWEST, together
@@ -31,8 +33,9 @@ def grid(quick: bool) -> list[Point]:
 
 def conclude(rows: list[Json]) -> Answer:
     """At the end of all runs; or, while some are under way, at the last step that the most complete seeds share."""
-    where = "at the end"
+    where, further = "at the end", ""
     if not all(row.get("is_done", True) for row in rows):
+        further = _furthest(rows)
         step, rows = at_common_step(rows)
         where = f"at step {step:,}, the last that all have reached (not all runs have ended: open),"
     said = [_told(rows, arm) for arm in dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("locater"))]
@@ -40,9 +43,21 @@ def conclude(rows: list[Json]) -> Answer:
     return Answer(
         f"The paper's model with byte pairs {where} is with {together(said) or 'no LocAteR'} times the perplexity "
         "of none (paired, 95 %).",
-        f"Whether that is {WANTED} or less: {_verdict(rows)}",
+        f"Whether that is {WANTED} or less: {_verdict(rows)}{further}.",
         found,
     )
+
+
+def _furthest(rows: list[Json]) -> str:
+    """Of the seed whose two runs have come furthest together: one seed, so no claim, but where it goes."""
+    best = (0, 0, 0.0)
+    for arm, seed in dict.fromkeys((row["arm"], row["seed"]) for row in rows if row["arm"].startswith("locater")):
+        pair = [row for row in rows if row["seed"] == seed and row["arm"] in ("none", arm) and not row["condition"]]
+        if len(pair) == 2:
+            step, both = at_common_step(pair)
+            losses = {row["arm"]: row["best_loss"] for row in both}
+            best = max(best, (step, seed, math.exp(losses[arm] - losses["none"])))
+    return f"; seed {best[1]} alone has come to step {best[0]:,}, where it is at {best[2]:.3f}" if best[0] else ""
 
 
 def _told(rows: list[Json], arm: str) -> str:
@@ -56,10 +71,10 @@ def _verdict(rows: list[Json]) -> str:
     found = [ratio(rows, arm) for arm in dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("locater"))]
     found = [one for one in found if one.count >= FEWEST]
     if not found:
-        return "open, for fewer than three seeds have come that far."
+        return "open, for fewer than three seeds have come that far"
     if any(one.high <= WANTED for one in found):
-        return "yes."
-    return "no." if all(one.low > WANTED for one in found) else "not settled, the interval holds it."
+        return "yes"
+    return "no" if all(one.low > WANTED for one in found) else "not settled, the interval holds it"
 
 
 STUDY = Study(

@@ -7,7 +7,7 @@ from ..records import Json
 from ..stabilisers import LocAteR, Projected, WarmUp
 from .interventions import Held, Temperature, Window
 from .small import SCALE, Attach, nothing, result, tiny, train
-from .statistics import Finding, corrected, paired, spearman, tally
+from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -57,37 +57,36 @@ def measure(point: Point, place: Path) -> Json:
     return result(ran) | {"kind": KIND_OF[point["arm"]]}
 
 
-def follows(rows: Iterable[Json], x: str) -> dict[int, float]:
-    """Spearman of the loss with a quantity over arms, seed by seed."""
-    rows = [row for row in rows if x in row]
-    found = {}
-    for seed in sorted({row["seed"] for row in rows}):
-        some = [row for row in rows if row["seed"] == seed]
-        value = spearman([row[x] for row in some], [row["best_loss"] for row in some]).value
-        found |= {seed: value} if value == value else {}
-    return found
+def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
+    """Spearman over arms of one quantity with another, seed by seed and then together."""
+    rows = [row for row in rows if x in row and y in row]
+    seeds = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+    return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in seeds])
 
 
 def conclude(rows: list[Json]) -> Answer:
     """Whether the loss follows where attention looks among arms that were made to differ in it, kind by kind."""
-    relations = []
-    for kind in ("", *KINDS):
-        some = [row for row in rows if kind in ("", row["kind"])]
-        for x, word in (("near_mass", "near mass"), ("entropy", "entropy")):
-            known = follows(some, x)
-            if known:
-                what = f"Spearman of the loss with {word}"
-                relations.append(Finding(what, kind or "all arms", paired(known, dict.fromkeys(known, 0.0))))
+    kinds = ["", *(kind for kind in KINDS if len({row["arm"] for row in rows if row["kind"] == kind}) > 3)]
+    relations = [
+        Finding(f"loss over {word}", kind or "all arms", follows(_of_kind(rows, kind), x), "relation")
+        for x, word in (("near_mass", "near mass"), ("entropy", "entropy"))
+        for kind in kinds
+    ]
     relations, losses = corrected(relations), findings(rows, "best_loss", "validation loss")
     near = [row["near_mass"] for row in rows]
     of_near, of_entropy = ([one for one in relations if one.what.endswith(word)] for word in ("near mass", "entropy"))
     return Answer(
         f"In {SCALE}, localisation was set from outside (mass on the last 4 tokens from {min(near):.2f} to "
-        f"{max(near):.2f}), and the rank correlation of the loss with it is {tally(of_near)}; with entropy it is "
-        f"{tally(of_entropy)} (3 seeds, against 0, Holm).",
-        f"Against a model that is left alone the loss is {tally(losses)}.",
+        f"{max(near):.2f}), and as it grows the loss {tally(of_near, most=4)} (rank correlations over arms, seeds "
+        "apart, Holm).",
+        f"As entropy grows the loss {tally(of_entropy, most=4)}, and against a model that is left alone it is "
+        f"{tally(losses)} (3 seeds, paired, Holm).",
         [*relations, *losses],
     )
+
+
+def _of_kind(rows: list[Json], kind: str) -> list[Json]:
+    return [row for row in rows if kind in ("", row["kind"])]
 
 
 STUDY = Study(

@@ -12,8 +12,9 @@ from ..attention import rank
 from ..records import Json
 from ..stabilisers import LocAteR
 from .localisation_helps import ARMS as SET
+from .localisation_helps import follows
 from .small import SCALE, Attach, Ran, nothing, result, tiny, train
-from .statistics import Finding, corrected, paired, spearman, tally
+from .statistics import Finding, corrected, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -138,24 +139,20 @@ METRICS = {
 }
 
 
-def moved(rows: list[Json], metric: str) -> Finding:
-    """Whether a metric goes with near mass over the arms: rank correlations, seed by seed, against 0."""
-    found = {}
-    for seed in sorted({row["seed"] for row in rows}):
-        some = [row for row in rows if row["seed"] == seed and math.isfinite(row.get(metric, math.nan))]
-        value = spearman([row["near_mass"] for row in some], [row[metric] for row in some]).value
-        found |= {seed: value} if value == value else {}
-    return Finding("Spearman with near mass", METRICS[metric], paired(found, dict.fromkeys(found, 0.0)))
-
-
 def conclude(rows: list[Json]) -> Answer:
-    relations = corrected([moved(rows, metric) for metric in METRICS])
+    relations = corrected(
+        [
+            Finding("over near mass", what, follows(rows, "near_mass", name), "relation")
+            for name, what in METRICS.items()
+        ]
+    )
     own = [one for name, what in METRICS.items() for one in findings(rows, name, what) if one.of == "LocAteR"]
     told = [Finding("LocAteR − none", one.what, one.estimate) for one in corrected(own)]
     return Answer(
-        f"In {SCALE}, over {len({row['arm'] for row in rows})} arms that differ in where attention looks, the rank "
-        f"correlation with the mass on the last 4 tokens is {tally(relations)} (3 seeds, against 0, Holm).",
-        f"LocAteR against none is {tally(told)} (paired, Holm).",
+        f"In {SCALE}, over {len({row['arm'] for row in rows})} arms that differ in where attention looks: as the "
+        f"mass on the last 4 tokens grows, what is measured {tally(relations, most=4)} (rank correlations over arms, "
+        "seeds apart, Holm).",
+        f"LocAteR against none is {tally(told)} (3 seeds, paired, Holm).",
         [*relations, *told],
     )
 

@@ -31,11 +31,14 @@ $ locater sweep --grid "strength=0,1e-3,1e-2 seed=0,1,2 steps=500 data=notes/" -
 $ locater sweep --resume sweep            # after a stop, a kill, or a loss of power
 $ locater runs sweep/runs --against strength=0
 $ locater sweep grid.yaml --out sweep --emit slurm && sbatch sweep/array.sh
+$ locater sweep grid.yaml --out sweep --on ray --jobs 8            # or --on ray://HOST:6379, a cluster's head
 ```
 
 A file has `preset` and `grid`, a list of values for each option. Every point has a row in `rows/`, written whole; what
 failed is a row too, and `--retry` measures it again. Workers share nothing but the folder: one that dies is replaced,
-and its run goes on from its last checkpoint. Not there yet: Ray.
+and its run goes on from its last checkpoint. On Ray every point is a task of one processor, on nodes that share the
+folder; `--asha` ends trials early that are behind the others, whose rows then say `"is_done": false`. Rows are the same
+whatever the engine.
 """
 
 

@@ -76,7 +76,7 @@ def conclude(rows: list[Json]) -> Answer:
             )
     found = corrected(found)
     parts = {what: [one for one in found if one.what == what] for what in dict.fromkeys(one.what for one in found)}
-    told = [f"{what} {tally(some, most=2)}" for what, some in parts.items()]
+    told = [f"{what} {tally(some, most=5)}" for what, some in parts.items()]
     return Answer(
         f"When ξ and η are set by construction, {told[0]}, and {told[-1]} (rank correlations over the grid, Holm; "
         "'text' is real words with random vectors, the models have one layer of width 32).",

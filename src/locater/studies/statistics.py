@@ -63,6 +63,25 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
     return Estimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
 
 
+def pooled(estimates: Sequence[Estimate]) -> Estimate:
+    """Rank correlations of several seeds as one: the mean of Fisher's z, each with its own error, seeds apart.
+
+    Seeds that agree to the last rank do not make it certain: the error is that of so few points.
+    """
+    from scipy.stats import norm
+
+    known = [one for one in estimates if not math.isnan(one.value) and one.count > 3]
+    if not known:
+        return Estimate(math.nan, -1.0, 1.0, 1.0, 0)
+    values = [max(-0.999, min(0.999, one.value)) for one in known]
+    z = fmean(map(math.atanh, values))
+    squares = [(1 + value**2 / 2) / (one.count - 3) for value, one in zip(values, known, strict=True)]
+    error = math.sqrt(sum(squares)) / len(known)
+    half = float(norm.ppf((1 + LEVEL) / 2)) * error
+    p = 2 * float(norm.sf(abs(z) / error))
+    return Estimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
+
+
 def wilson(count: int, total: int) -> tuple[float, float]:
     """The interval of a share (Wilson 1927).
 
@@ -131,6 +150,9 @@ class Finding:
 NUMBERS = ("value", "low", "high", "p")
 
 
+NULLS = {"no difference seen": "not seen to differ", "no relation seen": "shows no relation"}
+
+
 def corrected(findings: Sequence[Finding]) -> list[Finding]:
     """All of them with estimates corrected for how many they are."""
     estimates = holm({str(number): one.estimate for number, one in enumerate(findings)})
@@ -145,14 +167,19 @@ def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
     'lower for a (-0.5 [-0.6, -0.4]); no difference seen for b and c'
     """
     groups: dict[str, list[Finding]] = {}
-    for one in findings:
+    for one in sorted(findings, key=lambda one: -abs(one.estimate.value) if one.estimate.is_seen else math.inf):
         groups.setdefault(one.verdict, []).append(one)
+    if len(groups) == 1 and next(iter(groups)) in NULLS and len(findings) > 1:
+        return f"{NULLS[next(iter(groups))]} for any of {len(findings)}"
     parts = []
     for verdict, some in groups.items():
-        some = sorted(some, key=lambda one: -abs(one.estimate.value))
-        names = [str(one) if one.estimate.is_seen else one.of for one in some[:most]]
-        more = f"{len(some)} of {len(findings)}, most of all {names[0]}" if some[0].estimate.is_seen else f"{len(some)}"
-        parts.append(f"{verdict} for {together(names) if len(some) <= most else more}")
+        names = [str(one) if one.estimate.is_seen else one.of for one in some]
+        if len(some) > most and some[0].estimate.is_seen:
+            parts.append(f"{verdict} for {len(some)} of {len(findings)}, most of all {names[0]}")
+        elif len(some) > most:
+            parts.append(f"{verdict} for the other {len(some)}")
+        else:
+            parts.append(f"{verdict} for {together(names)}")
     return "; ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +24,27 @@ Options = JsonMapping
 
 def measure(point: Point, place: Path) -> Json:
     """Train, or go on, in the point's folder; SIGTERM saves, and ends the worker without a row."""
-    quiet: Callable[[str], None] = lambda sentence: None  # noqa: E731
-    if (place / run.CONFIG).exists():
-        outcome = run.resume(place, say=quiet)
-    else:
-        outcome = run.start(make_config(point["preset"], seed=point["seed"], **point["options"]), place, say=quiet)
-    if not outcome.is_done:
+    if not _go_on(point, place).is_done:
         raise KeyboardInterrupt
     return result(place)
+
+
+def advance(point: Point, place: Path) -> bool:
+    """Train to the next validation; whether that was the last."""
+    rows = [row for row in read_rows(place / METRICS) if row["kind"] == "validation"]
+    every = make_config(point["preset"], **point["options"]).loop.validate_every
+    return _go_on(point, place, stop_after=(rows[-1]["step"] if rows else 0) + every).is_done
+
+
+def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.Outcome:
+    if (place / run.CONFIG).exists():
+        return run.resume(place, stop_after=stop_after, say=_quiet)
+    config = make_config(point["preset"], seed=point["seed"], **point["options"])
+    return run.start(config, place, stop_after=stop_after, say=_quiet)
+
+
+def _quiet(sentence: str) -> None:
+    """Workers have nobody to talk to."""
 
 
 def result(folder: Path, *, is_done: bool = True) -> Json:

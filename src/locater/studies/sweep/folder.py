@@ -23,6 +23,7 @@ except ImportError:  # Windows
 
 Point = Json  # what is to be measured, as JSON
 Row = Json  # the point, what came of it under `result`, or what went wrong under `error`
+Tell = Callable[[int, int], None]  # how many rows there are, and of how many
 Measure = Callable[[Point, Path], object]  # the folder is the point's own, and survives a worker that dies
 LIST, ROWS, RUNS = "sweep.json", "rows", "runs"
 # A point whose worker died this often is a failure: a model that fills the memory would go on killing them.
@@ -39,11 +40,11 @@ class Sweep:
 
     def rows(self) -> list[Row]:
         """What is done, in the order of the points."""
-        paths = [self._row(point) for point in self.points]
+        paths = [self.path(point) for point in self.points]
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
     def missing(self) -> list[int]:
-        return [number for number, point in enumerate(self.points) if not self._row(point).exists()]
+        return [number for number, point in enumerate(self.points) if not self.path(point).exists()]
 
     def work(self, measure: Measure, *, only: Sequence[int] | None = None, stop: Callable[[], bool] = bool) -> int:
         """Measure every point that is neither done nor in another's hands; how many were."""
@@ -54,7 +55,7 @@ class Sweep:
             if only is not None and number not in only:
                 continue
             with _lock(self.folder / RUNS / f"{key(point)}.lock") as mine:
-                if mine and not self._row(point).exists():
+                if mine and not self.path(point).exists():
                     self._measure(point, measure)
                     done += 1
         return done
@@ -63,13 +64,13 @@ class Sweep:
         """Forget failures, so that they are measured again; how many there were."""
         failed = [row for row in self.rows() if "error" in row]
         for row in failed:
-            self._row(row["point"]).unlink()
+            self.path(row["point"]).unlink()
             self._deaths(row["point"]).unlink(missing_ok=True)
         return len(failed)
 
     def _measure(self, point: Point, measure: Measure) -> None:
         """A row in any case: what came out, what was raised, or that workers kept dying of it."""
-        place, deaths = self.folder / RUNS / str(point.get("name", key(point))), self._deaths(point)
+        place, deaths = self.place(point), self._deaths(point)
         count = int(deaths.read_text()) if deaths.exists() else 0
         if count >= MOST_DEATHS:
             row: Row = {"point": point, "error": f"the process that measured it died {count} times"}
@@ -84,11 +85,19 @@ class Sweep:
             except BaseException:  # asked to stop: nobody's death
                 deaths.unlink()
                 raise
-        write_json(row, self._row(point))
+        write_json(row, self.path(point))
         deaths.unlink(missing_ok=True)
 
-    def _row(self, point: Point) -> Path:
+    def path(self, point: Point) -> Path:
+        """Where its row is, or will be."""
         return self.folder / ROWS / f"{key(point)}.json"
+
+    def place(self, point: Point) -> Path:
+        """Its own folder."""
+        return self.folder / RUNS / str(point.get("name", key(point)))
+
+    def row(self, point: Point) -> Row:
+        return json.loads(self.path(point).read_text(encoding="utf-8"))
 
     def _deaths(self, point: Point) -> Path:
         return self.folder / RUNS / f"{key(point)}.begun"
