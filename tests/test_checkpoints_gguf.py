@@ -270,6 +270,12 @@ def test_llama3_scaling_is_recovered(tmp_path):
         assert checkpoint.config["rope_scaling"] == pytest.approx(wanted)
 
 
+def test_factors_of_another_rule_are_refused(tmp_path):
+    write_raw(tmp_path / "x.gguf", {"rope_freqs.weight": (np.linspace(1, 3, 8, dtype=np.float32), None)})
+    with pytest.raises(Refusal, match="Llama 3's factors in rope_freqs.weight, got others"):
+        checkpoints.open(tmp_path / "x.gguf")
+
+
 def test_split_files(tmp_path):
     write_raw(tmp_path / "m-00001-of-00002.gguf", {"output.weight": (np.ones((2, 4), np.float32), None)})
     write_raw(tmp_path / "m-00002-of-00002.gguf", {"token_embd.weight": (np.zeros((2, 4), np.float32), None)})

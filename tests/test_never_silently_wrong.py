@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -113,10 +114,12 @@ def check(family: str, seed: int) -> str:
     torch.manual_seed(seed)
     output, seen, _ = own_attention(model, case)
     assert layers is not None, f"{what}: refused for nothing"
-    own = {}
+    own, calls = {}, Counter()
     for layer in layers:
         theirs = next(own.setdefault(layer.block, of_block(output, layer.block)))
-        x_query, x_key = (seen[case.module(name)][0] for name in (layer.query_name, layer.key_name))
+        call = calls[layer.block, layer.query_name]  # a module shared by several layers is called once for each
+        calls[layer.block, layer.query_name] += 1
+        x_query, x_key = (seen[case.module(name)][call] for name in (layer.query_name, layer.key_name))
         for head in layer.heads:
             torch.testing.assert_close(head.attention(x_query, x_key), theirs[:, head.index], atol=2e-5, rtol=0)
     return "rescale"

@@ -125,6 +125,25 @@ MISTRAL_AND_QWEN = [
 ]
 
 OTHERS = [
+    case("olmo", "Olmo", settings=GQA | dict(attention_bias=True)),
+    case("nemotron", "Nemotron", settings=GQA | dict(head_dim=16, partial_rotary_factor=0.5)),
+    case(
+        "dots1",
+        "Dots1",
+        settings=FOUR
+        | EXPERTS
+        | dict(
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            head_dim=12,
+            routed_scaling_factor=1.0,
+            sliding_window=5,
+            layer_types=[FULL, SLIDING, FULL, SLIDING],
+        ),
+    ),
     case("olmo2", "Olmo2", settings=GQA | dict(attention_bias=True)),
     case("olmo2-base", "Olmo2", settings=GQA | dict(rope_theta=500.0), model="Model", as_given=True),
     case("smollm3", "SmolLM3", settings=FOUR | dict(no_rope_layers=[1, 0, 1, 0], attention_bias=True)),

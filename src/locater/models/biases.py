@@ -1,4 +1,4 @@
-"""Biases that a row expects: one that is lost in all layers looks like one that never was, so the row must say it."""
+"""Biases and norms that a row expects: what is lost in all layers looks as if it never was, so the row must say it."""
 
 from collections.abc import Iterator
 
@@ -18,6 +18,17 @@ def misplaced_bias(places: Places) -> str | None:
             if bias is not None and not expected:
                 return f"`{bias[:120]}` is in the file, where the model has none"
     return None
+
+
+def lost_norm(places: Places) -> str | None:
+    """The norm of what cross-attention looks at may be missing together with all that it belongs to, not alone."""
+    at = places.row.key_input_norm
+    if not isinstance(at, NormAt) or not at.optional:
+        return None
+    name = places.name(at.name, places.layers[0])
+    stack = f"{places.prefix}{at.name.partition('.')[0]}."
+    alone = places.stored(name) is None and any(other.startswith(stack) for other in places.tensors.names)
+    return f"`{name}.weight` is not in the file" if alone else None
 
 
 def expected_biases(places: Places, layer: int) -> Iterator[tuple[str, bool | None]]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..errors import refusal
-from .biases import misplaced_bias
+from .biases import lost_norm, misplaced_bias
 from .neighbours import (
     Surroundings,
     missing_layers,
@@ -60,7 +60,8 @@ def _coverage(places: tuple[Places, ...], partial: str | None, names: Collection
     stored, layers = sum(len(one.layers) for one in places), sum(one.num_layers for one in places)
     reasons = [reason for one in places for reason in _missing(one)] + ([partial] if partial else [])
     reasons += [reason for one in places if (reason := uneven_layers(one))]
-    reasons += [reason for one in places if is_known and (reason := misplaced_bias(one))]
+    checks = (misplaced_bias, lost_norm) if is_known else ()
+    reasons += [reason for one in places for check in checks if (reason := check(one))]
     around = Surroundings.of(() if partial else places)
     if not partial and (unknown := unknown_neighbours(around, places[0].tensors)):
         listed = f"`{unknown[0][:120]}`" + (f" and {len(unknown) - 1} more" if len(unknown) > 1 else "")

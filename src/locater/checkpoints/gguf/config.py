@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 
 from ...errors import refusal
 from ...records import Json
-from .names import ARCHITECTURES, COMMON, Architecture
+from .architectures import ARCHITECTURES
+from .names import COMMON, Architecture
 
 Settings = Json
 Names = Collection[str]
@@ -96,6 +97,25 @@ def _attention_bias(config: Json, own: Settings, names: Names) -> None:
     config["attention_bias"] = "blk.0.attn_q.bias" in names
 
 
+def _glm4_moe(config: Json, own: Settings, names: Names) -> None:
+    """Layers for further tokens are counted among the blocks; the norms of queries and keys are the larger models'."""
+    further = own.get("nextn_predict_layers", 0)
+    if type(further) is int and type(config.get("num_hidden_layers")) is int:
+        config |= {"num_hidden_layers": config["num_hidden_layers"] - further, "num_nextn_predict_layers": further}
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in names
+    _attention_bias(config, own, names)
+
+
+def _plain_rotary(config: Json, own: Settings, names: Names) -> None:
+    """Its config class stretches where nothing is said; a file that does so holds the factors."""
+    if "rope_freqs.weight" not in names and "rope_scaling" not in config:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+
+
+def _ernie(config: Json, own: Settings, names: Names) -> None:
+    config["use_bias"] = "blk.0.attn_q.bias" in names
+
+
 def _query_scale(largest: int) -> Callable[[Json, Settings, Names], None]:
     """Gemma scales by the head's size, except its largest model (known by its layers) by width over heads."""
 
@@ -146,11 +166,34 @@ def _mpt(config: Json, own: Settings, names: Names) -> None:
 FINISH: dict[str, tuple[Callable[[Json, Settings, Names], None], ...]] = {
     "llama": (_fill_head_dim, _mixtral, _attention_bias),
     "mistral": (_fill_head_dim, _mixtral),
-    "gemma2": (_query_scale(46),),
-    "gemma3": (_query_scale(62),),
+    "gemma2": (_query_scale(46), _attention_bias),
+    "gemma3": (_query_scale(62), _attention_bias),
     "deepseek2": (_latent,),
     "falcon": (_falcon,),
     "stablelm": (_stablelm,),
     "gptneox": (_neox,),
     "mpt": (_mpt,),
+    "glm4moe": (_glm4_moe,),
+    "ernie4_5": (_ernie,),
+    "ernie4_5-moe": (_ernie,),
+    "arcee": (_attention_bias,),
+    "granite": (_attention_bias,),
+    "granitemoe": (_attention_bias,),
+    "apertus": (_attention_bias, _plain_rotary),
+    "seed_oss": (_attention_bias,),
+    "dots1": (_attention_bias,),
+    "qwen3": (_attention_bias,),
+    "qwen3moe": (_attention_bias,),
+    "qwen3vl": (_attention_bias,),
+    "qwen3vlmoe": (_attention_bias,),
+    "olmo": (_attention_bias,),
+    "olmo2": (_attention_bias,),
+    "olmoe": (_attention_bias,),
+    "command-r": (_attention_bias,),
+    "cohere2": (_attention_bias,),
+    "gemma": (_attention_bias,),
+    "gpt-oss": (_attention_bias,),
+    "smollm3": (_attention_bias,),
+    "nemotron": (_attention_bias,),
+    "glm4": (_attention_bias,),
 }

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...errors import refusal
 from ...records import Json
 
 # Llama 3's settings; only the factor differs between its releases.
@@ -18,7 +19,11 @@ def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tens
     if "rope_scaling" in config:
         return
     if "rope_freqs.weight" in names:
-        scaling = llama3_settings(read("rope_freqs.weight").float(), theta=config.get("rope_theta", 10_000.0))
+        factors = read("rope_freqs.weight").float()
+        scaling = llama3_settings(factors, theta=config.get("rope_theta", 10_000.0))
+        if scaling is None and bool((factors != 1).any()):
+            remedy = "scan the model's safetensors, which say how its positions are stretched"
+            raise refusal("Llama 3's factors in rope_freqs.weight", "others", remedy)
         config |= {"rope_scaling": scaling} if scaling else {}
     if {"rope_factors_long.weight", "rope_factors_short.weight"} <= set(names):
         long, short = (read(f"rope_factors_{kind}.weight").float().flatten().tolist() for kind in ("long", "short"))

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from ...errors import Refusal
 from ...records import Json
+from .architectures import ARCHITECTURES
 from .changes import Change, Joined, Permuted, Regrouped, Shape, Shifted, Transposed
 from .config import architecture_of, num_heads
-from .names import ARCHITECTURES, Architecture
+from .names import Architecture
 
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(weight|bias))?")
 TOP = re.compile(r"(\w+)\.(weight|bias)")

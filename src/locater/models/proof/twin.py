@@ -95,12 +95,14 @@ def shake(model: nn.Module) -> nn.Module:
 def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs worth trying, the likeliest first: text, then images, then sound as frames or as a wave."""
     generator, config = torch.Generator().manual_seed(1), model.config
+    stated = getattr(getattr(config, "text_config", config), "vocab_size", None)
+    num_words = min(VOCABULARY // 2, stated) if isinstance(stated, int) and stated > 5 else VOCABULARY // 2
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
     def ids(name: str) -> dict[str, Tensor]:
-        return {name: torch.randint(5, VOCABULARY // 2, (BATCH, NUM_TOKENS), generator=generator)}
+        return {name: torch.randint(min(5, num_words - 1), num_words, (BATCH, NUM_TOKENS), generator=generator)}
 
     text, decoder = ids("input_ids"), ids("decoder_input_ids")
     size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)

@@ -156,6 +156,20 @@ INTERNLM2 = replace(
     query_bias=entry("bias", True),
 )
 
+# A layer norm without numbers of its own; queries and keys may be clipped, which no row says.
+OLMO = replace(LLAMA, input_norm=NormAt("layer", INPUT_NORM, plain=True))
+NEMOTRON = replace(
+    LLAMA,
+    input_norm=NormAt("layer", INPUT_NORM, epsilon=entry("norm_eps", 1e-5), plus_one=True),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.5)),
+)
+DOTS1 = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(typed(lambda config, layer: False), default=4096))
+
+
+def olmo_partial(config: Config) -> str | None:
+    return "the clipping of queries and keys (clip_qkv) left out" if config.get("clip_qkv") else None
+
+
 FAMILIES = (
     Family("llama", ("llama",), (LLAMA,)),
     Family("mistral", ("mistral",), (MISTRAL,)),
@@ -164,6 +178,9 @@ FAMILIES = (
     Family("qwen2-moe", ("qwen2_moe",), (QWEN2_MOE,)),
     Family("qwen3", ("qwen3",), (QWEN3,)),
     Family("qwen3-moe", ("qwen3_moe",), (QWEN3_MOE,)),
+    Family("olmo", ("olmo",), (OLMO,), partial=olmo_partial),
+    Family("nemotron", ("nemotron",), (NEMOTRON,)),
+    Family("dots1", ("dots1",), (DOTS1,)),
     Family("olmo2", ("olmo2",), (OLMO2,)),
     Family("smollm3", ("smollm3",), (SMOLLM3,)),
     Family("stablelm", ("stablelm", "stablelm_epoch"), (STABLELM,)),
