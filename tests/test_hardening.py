@@ -49,7 +49,8 @@ def write(folder: Path, state=None, **config) -> Path:
 def test_compare_with_a_damaged_checkpoint_is_no_success(tmp_path):
     state = tensors()
     state["model.layers.0.self_attn.q_proj.weight"][:8] = torch.nan
-    write(tmp_path / "whole"), write(tmp_path / "half", state)
+    write(tmp_path / "whole")
+    write(tmp_path / "half", state)
     found = command("compare", tmp_path / "whole", tmp_path / "half", "--json", tmp_path / "x.json")
     assert found.code == 1 and "2 not read" in found.out and "NaN" in found.err
     assert len(json.loads((tmp_path / "x.json").read_text())["refused"]) == 2

@@ -1,4 +1,4 @@
-"""One worker: cases of one format in order, each with a limit of processor time and a look at its peak of memory."""
+"""One worker: cases of a format in order, each with a limit of processor time and a look at its peak of memory."""
 
 import functools
 import json
@@ -119,8 +119,10 @@ def main(name: str, first: int, last: int, seeds: Path, scratch: Path) -> None:
         raise Hang(f"more than {SECONDS} s of processor time")
 
     signal.signal(signal.SIGPROF, give_up)
-    found = work(name, range(first, last), scratch, scratch / "progress")
-    print(json.dumps(found))
+    parts = [work(one, range(first, last), scratch, scratch / "progress") for one in name.split(",")]
+    counts = sum((part["counts"] for part in parts), Counter())
+    failures = [failure for part in parts for failure in part["failures"]]
+    print(json.dumps({"counts": counts, "failures": failures, "peak": max(part["peak"] for part in parts)}))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from locater import checkpoints, cli
 from locater.errors import Refusal
 
 LENGTH = 24
+FLOOR = 1e-30  # of ‖W‖²: below it float32 has no numbers left
 # Entries of a config that no head depends on: whatever they become, the numbers stay.
 IDLE = ("vocab_size", "intermediate_size", "torch_dtype", "architectures", "tie_word_embeddings", "bos_token_id")
 
@@ -87,14 +88,21 @@ def check_llama(folder: Path, result: Any, tensors: dict[str, np.ndarray]) -> st
     """Every row against the materialised W, and no silence about layers that the file or the config lacks."""
     found, config = result[1], json.loads((folder / "config.json").read_text())
     expected = readings.llama_moments(config, tensors)
+    first = found.heads[0]
+    # Some kinds of rotary scaling multiply all queries and keys by one number.
+    is_stretched = any(config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    stretch = (
+        (first.frobenius_squared / max(expected[first.layer, first.head][2], FLOOR)) ** 0.5 if is_stretched else 1.0
+    )
     for row in found.heads:
         if (row.layer, row.head) not in expected:
             return "a head that is not in the file"
-        theirs, scale = expected[row.layer, row.head], 1e-4 * max(row.frobenius_squared, 1e-30)
-        ours = row.trace, row.trace_of_square, row.frobenius_squared
-        if abs(ours[0] - theirs[0]) > scale**0.5 or any(
-            abs(a - b) > scale for a, b in zip(ours[1:], theirs[1:], strict=True)
-        ):
+        theirs = np.array(expected[row.layer, row.head]) * [stretch, stretch**2, stretch**2]
+        ours, size = (
+            np.array([row.trace, row.trace_of_square, row.frobenius_squared]),
+            max(row.frobenius_squared, FLOOR),
+        )
+        if np.any(np.abs(ours - theirs) > 1e-3 * np.array([size**0.5, size, size])):
             return "moments that are not the file's"
     stored = {int(name.split(".")[2]) for name in tensors if name.endswith("self_attn.q_proj.weight")}
     told = {row.layer for row in found.heads}
@@ -389,14 +397,14 @@ def read_tokens(folder: Path) -> Any:
     words = "the cat and the dog and one owl make seven " * 20
     with mock.patch.dict(os.environ, LOCATER_CACHE=str(folder / "cache")):
         tokens = tokenise(Corpus("x", words, words[:90]), DataOptions(tokenizer="words"))
-        return [tokens.train.tolist(), tokens.valid.tolist(), len(tokens.vocabulary)]
+        return [tokens.train.tolist(), tokens.valid.tolist(), repr(tokens.vocabulary)]
 
 
 def check_tokens(folder: Path, result: Any, whole: Any) -> str | None:
     return None if result == whole else "other tokens than those of the text"
 
 
-OPTIONS = ("--trace", "--eta", "--trace-of-square", "--temperature", "--length", "--d-model", "--frobenius")
+OPTIONS = ("--trace", "--trace-of-square", "--frobenius-squared", "--temperature", "--length", "--walks", "--seed")
 
 
 def spoil_arguments(folder: Path, chance: random.Random) -> str:

@@ -3,6 +3,7 @@
 Every mutator takes a `random.Random` and is a function of it alone, so a case is a name and a number.
 """
 
+import contextlib
 import copy
 import json
 import pickle
@@ -90,7 +91,7 @@ def spoil_bytes(data: bytes, chance: random.Random) -> bytes:
 def odd_value(chance: random.Random, old: object) -> Any:
     """Something else: near the old value, far from it, or of another kind."""
     kind = chance.randrange(6)
-    if kind == 0 and isinstance(old, int | float) and not isinstance(old, bool):
+    if kind == 0 and isinstance(old, int | float) and not isinstance(old, bool) and abs(old) < 1e300:
         return chance.choice([old + 1, old - 1, old * 2, -old, float(old), str(old), old // 2 if old else 1])
     if kind == 1 and isinstance(old, str):
         return chance.choice([old.upper(), old + "x", old[:-1], old * 50])
@@ -239,7 +240,8 @@ def spoil_tree(folder: Path, chance: random.Random) -> str:
     elif kind == 2:
         path.write_bytes(b"")
     elif kind == 3:
-        shutil.copy(path, path.with_name(chance.choice(["model.safetensors", "config.json", "x.pt", ".metadata"])))
+        with contextlib.suppress(shutil.SameFileError):
+            shutil.copy(path, path.with_name(chance.choice(["model.safetensors", "config.json", "x.pt", ".metadata"])))
     elif kind == 4:
         path.unlink()
         path.mkdir()

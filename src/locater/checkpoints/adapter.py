@@ -119,8 +119,9 @@ def _pair(
 ) -> Pair:
     down, up, weight = adapter.entries[sides["A"]], adapter.entries[sides["B"]], base.entries[name]
     straight = _product_shape(up, down)
-    if bad := next((one.dtype for one in (up, down, weight) if not one.dtype.is_floating_point), None):
-        raise refusal(f"floating-point factors and weight for {module[:120]!r}", bad, "merge it with peft first")
+    kinds = (one.dtype for one in (up, down, weight))
+    if bad := next((kind for kind in kinds if not kind.is_floating_point or kind.itemsize < 2), None):
+        raise refusal(f"factors and a weight of at least 16 bits for {module[:120]!r}", bad, "merge it with peft first")
     if straight is None or weight.shape not in (straight, straight[::-1]):
         got = f"{list(up.shape)} times {list(down.shape)}"
         raise refusal(f"factors whose product has shape {list(weight.shape)} for {module[:120]!r}", got)

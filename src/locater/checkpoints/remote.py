@@ -82,10 +82,9 @@ class WebBytes:
         from fsspec.asyn import sync
 
         seconds = CONNECT + SILENCE + length / SLOWEST  # a server that drips is given up
-        left = budget().seconds_left()
-        return sync(
-            self.system.loop, self._fetch, start, length, timeout=seconds if left is None else min(left, seconds)
-        )
+        seconds = min(seconds, budget().seconds_left() or seconds)
+        answer: Any = sync(self.system.loop, self._fetch, start, length, timeout=seconds)
+        return answer
 
     async def _fetch(self, start: int, length: int) -> tuple[JsonMapping, bytearray]:
         session = await self.system.set_session()
