@@ -122,12 +122,13 @@ def create(folder: Path, kind: str, points: Sequence[Point]) -> Sweep:
         there = open_sweep(folder)
         if (there.kind, there.points) != (kind, points):
             raise refusal(f"the points that {folder} was begun with", "others", "choose another --out")
-        return there
-    if folder.exists() and any(folder.iterdir()):
-        raise refusal("a new or empty folder for the sweep", folder, "choose another --out")
+    else:
+        # What a process that was killed here left behind begins with a dot.
+        if folder.exists() and any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            raise refusal("a new or empty folder for the sweep", folder, "choose another --out")
+        write_json({"schema": "locater.sweep/1", "kind": kind, "points": list(points)}, folder / LIST)
     for part in (ROWS, RUNS):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    write_json({"schema": "locater.sweep/1", "kind": kind, "points": list(points)}, folder / LIST)
     return Sweep(folder, kind, points)
 
 
