@@ -37,9 +37,10 @@ docs: $(STAMP)  ## the documentation as a site of plain files; a warning is an e
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --strict
 
-dist: $(STAMP)  ## wheel and source archive
+dist: $(STAMP)  ## wheel and source archive; the wheel alone must run
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt build
-	$(BIN)/python -m build --outdir dist .
+	rm -rf dist && $(BIN)/python -m build --outdir dist .
+	.ci/wheel
 
 studies: $(STAMP)  ## docs/studies.md from kept rows
 	$(BIN)/python runs/studies.py
