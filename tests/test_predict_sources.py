@@ -160,9 +160,21 @@ def test_a_probe_begins_as_the_gguf_file_says(tmp_path, monkeypatch):
     settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2}
     header = type("Header", (), {"settings": settings})
     monkeypatch.setattr(module, "read_header", lambda source: header)
+    monkeypatch.setattr(module, "read_vocabulary", lambda source: ["<pad>", "a", "<bos>", "Ġthe", "of"])
     path = tmp_path / "model.gguf"
     path.write_bytes(b"")
-    assert module._special(path) == ([2], [], [2])
+    found = module._alphabet(path)
+    assert (found.before, found.after, found.leave_out, found.evenly) == ([2], [], [0, 1, 2], False)
+
+
+def test_random_ids_are_words_where_the_tokenizer_tells_them():
+    from locater.prediction.windows import random_windows
+
+    ids = random_windows(6, count=2, length=300, leave_out=[0, 1], seed=0)
+    counts = torch.bincount(ids.flatten(), minlength=6)
+    assert counts[:2].sum() == 0 and counts[2] > counts[5] > 0
+    even = torch.bincount(random_windows(4, count=4, length=1000, evenly=True).flatten(), minlength=4)
+    assert (even - 1000).abs().max() < 120
 
 
 def test_command_without_text(tmp_path):

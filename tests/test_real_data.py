@@ -1,12 +1,16 @@
 """The page of evidence: agreement counted by hand, and a model from end to end."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from command import locater
 from locater import scan
-from locater.cli import app
+from locater.errors import Refusal
+from locater.prediction.windows import cut_lines
+from locater.studies import real_data
 from locater.studies.real_data import compared, page
 from predict_cases import model, save_with_tokenizer
 
@@ -14,7 +18,10 @@ from predict_cases import model, save_with_tokenizer
 def test_words_and_ranks_are_counted():
     row = scan(model("llama")).heads[0]
     cells = [(0.9, "late"), (0.8, "early"), (0.1, "late"), (0.5, "mixed")]
-    rows = [replace(row, head=n, xi=float(n), estimated_near_mass=v, regime=r) for n, (v, r) in enumerate(cells)]
+    rows = [
+        replace(row, head=n, xi=float(n), estimated_near_mass=v, estimated_near_mass_interval=(v - 0.3, v), regime=r)
+        for n, (v, r) in enumerate(cells)
+    ]
     measured = [[0.9, 0.1, 0.0], [0.4, 0.2, 0.1], [0.2, 0.3, 0.2], [0.6, 0.4, 0.3]]
     found = compared("x", rows, measured=measured, probed=measured[::-1], predicted=measured)
     assert found["words"] == {"near": (1, 2), "far": (1, 1)}
@@ -23,17 +30,52 @@ def test_words_and_ranks_are_counted():
     assert found["probe"]["normalised_entropy"] == pytest.approx(-1)
     assert found["theory"]["xi"] == pytest.approx(-0.4)
     assert found["estimate_error"] == pytest.approx((0 + 0.4 + 0.1 + 0.1) / 4)
-    assert "| x | 4 | -0.40 |" in page([found]) and "1 of 2 (50%)" in page([found])
+    assert found["covered"] == (1, 4)
+    shown = page([found | {"kind": "rotary decoders"}])
+    assert "| x | 4 | -0.40 |" in shown and "1 of 2 (50%)" in shown and ", 25%)" in shown
+    assert "Taken alone, a word is right of fewer than four in five in: x (near, 1 of 2)." in shown
 
 
-def test_command(tmp_path):
-    save_with_tokenizer(tmp_path)
+def test_command_goes_on_where_it_was(tmp_path, monkeypatch):
+    folder, out = tmp_path / "tiny", tmp_path / "out"
+    save_with_tokenizer(folder)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, again and again. " * 400)
     net = model("llama")
     net.config.max_position_embeddings = 512
-    net.save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["study", "real-data", "--model", str(tmp_path), "--text", str(text)])
-    assert result.exit_code == 0, result.output
-    assert "| model | heads |" in result.output and "| 8 |" in result.output
-    assert CliRunner().invoke(app, ["study", "real-data"]).exit_code != 0
+    net.save_pretrained(folder)
+    arguments = ["study", "real-data", "--out", out, "--model", folder, "--text", text, "--window", 96]
+    first = locater(*arguments, "--json", tmp_path / "rows.json")
+    assert first.code == 0, first.err
+    assert "| model | heads |" in first.out and "| tiny | 8 |" in first.out and "*rotary decoders*" in first.out
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["models"]
+    assert row["window"] == 96 and row["text"] == "text.txt"
+    monkeypatch.setattr(real_data, "predict", None)  # what was measured is not measured again
+    monkeypatch.setattr(real_data, "probe", None)
+    assert locater(*arguments).out == first.out
+    assert locater("study", "real-data", "--out", out).out == first.out
+    assert locater("study", "real-data", "--out", tmp_path / "none").code == 2
+    assert "real-data" in locater("study", "--list").out
+
+
+def test_every_line_is_a_text():
+    class Letters:
+        unk_token_id, bos_token_id = None, None
+
+        def __call__(self, text, add_special_tokens=True, **options):
+            ids = [ord(letter) for letter in text if letter != " "]
+            return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+    windows = cut_lines("A B C D E\n\nF G\nH I J K\n", Letters(), length=4, most=9)
+    assert windows.tolist() == [[1, 65, 66, 67], [1, 72, 73, 74]]
+    with pytest.raises(Refusal, match="at least two lines of 5 tokens"):
+        cut_lines("A B C D E\nF G\n", Letters(), length=5, most=9)
+
+
+PAGE, ROWS = Path("docs/evidence.md"), Path("runs/studies/real-data.json")
+
+
+def test_the_page_is_that_of_the_kept_rows():
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / ROWS).read_text(encoding="utf-8"))["models"]
+    assert page(rows) in (root / PAGE).read_text(encoding="utf-8"), f"write it anew: python runs/studies.py ({PAGE})"

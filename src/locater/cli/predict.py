@@ -32,6 +32,7 @@ def predict(
     source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text; by default Python's docstrings.")] = None,
     no_text: Annotated[bool, typer.Option("--no-text", help="Random ids instead, in one pass.")] = False,
+    by_line: Annotated[bool, typer.Option("--by-line", help="Every line of the text is a text of its own.")] = False,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
     calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
     test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
@@ -54,11 +55,13 @@ def predict(
         raise BadArguments(str(reason)) from None
     console = console_for(json)
     if no_text:
-        if text or tokenizer or plot or html:
-            raise BadArguments("--no-text goes without --text, --tokenizer, --plot and --html")
+        if text or by_line or tokenizer or plot or html:
+            raise BadArguments("--no-text goes without --text, --by-line, --tokenizer, --plot and --html")
         _probe(console, source, layers=parse_spans(layers, "--layers"), effort=effort, heads=heads, json=json)
         return
-    options = dict(text=text, tokenizer=tokenizer, layers=parse_spans(layers, "--layers"), effort=effort)
+    options = dict(
+        text=text, by_line=by_line, tokenizer=tokenizer, layers=parse_spans(layers, "--layers"), effort=effort
+    )
     found = _with_progress(source, options)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)

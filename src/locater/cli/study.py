@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep
 
 
+REAL_DATA = "What do the columns of a scan say of attention measured on text? (with --model, docs/evidence.md)"
 Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
 Engine = Annotated[
     str | None, typer.Option(metavar="ray[://HOST:PORT]", help="On Ray: of this machine, or a cluster's head.")
@@ -32,6 +33,8 @@ def study(
     on: Engine = None,
     model: Annotated[list[str] | None, typer.Option(help="For real-data: a model; may be repeated.")] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="For real-data: the text to measure on.")] = None,
+    by_line: Annotated[bool, typer.Option("--by-line", help="For real-data: every line is a text of its own.")] = False,
+    window: Annotated[int, typer.Option(help="For real-data: tokens in a window.")] = 256,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
     json: JsonPath = None,
     html: HtmlPath = None,
@@ -42,12 +45,12 @@ def study(
 
     console = console_for(json)
     if list_them:
-        console.print(
-            table(["study", "question"], ([name, find(name).question] for name in STUDIES), words=["study", "question"])
-        )
+        questions = [[name, find(name).question] for name in STUDIES] + [["real-data", REAL_DATA]]
+        console.print(table(["study", "question"], questions, words=["study", "question"]))
         return
     if name == "real-data":
-        _real_data(console, model or [], text=text, json=json)
+        folder = out or default_folder(name, quick=False)
+        _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
         return
     if name is None:
         raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
@@ -65,17 +68,20 @@ def study(
         save_html([found], html)
 
 
-def _real_data(console: Console, models: list[str], *, text: Path | None, json: Path | None) -> None:
-    """The tables of docs/evidence.md for the user's own models."""
+def _real_data(console: Console, folder: Path, models: list[str], options: Json, *, json: Path | None) -> None:
+    """The tables of docs/evidence.md for the user's own models, and for those that the folder has rows of already."""
     from ..records import write_json
-    from ..studies.real_data import evidence, page
+    from ..studies.real_data import Reading, evidence, kept_rows, page
 
-    if not models:
+    for number, one in enumerate(models):
+        Console(stderr=True).print(f"[dim]{number + 1} of {len(models)}: {escape(one)}[/dim]", soft_wrap=True)
+        evidence(one, folder, Reading(**options))
+    rows = kept_rows(folder)
+    if not rows:
         raise BadArguments("real-data needs models: --model PATH, as often as there are")
-    rows = [evidence(one, text=text) for one in models]
     console.print(page(rows), soft_wrap=True, markup=False, highlight=False)
     if json:
-        write_json({"schema": "locater.evidence/1", "models": rows}, json)
+        write_json({"schema": "locater.evidence/2", "models": rows}, json)
 
 
 def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | None = None, asha: bool = False) -> None:

@@ -18,7 +18,7 @@ from .numbers import Gatherer, Numbers
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Tokenizer, Windows, check_vocabulary, cut, given, vocabulary_size
+from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, special_tokens, vocabulary_size
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
@@ -35,6 +35,7 @@ def predict(
     tokens: Int[Tensor, "windows tokens"] | None = None,
     special: Sequence[int] = (),
     tokenizer: Tokenizer = None,
+    by_line: bool = False,
     layers: Iterable[int] | None = None,
     effort: Effort | None = None,
     terms: Terms | None = None,
@@ -42,7 +43,8 @@ def predict(
 ) -> Prediction:
     """Predict every head's attention from the moments of its inputs on one part of a text; measure it on the other.
 
-    `text` is a file, by default the embedded text; `tokens` are windows that were cut already, of which a share is
+    `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
+    the first tokens are a window; `tokens` are windows that were cut already, of which a share is
     measured, with special tokens at the positions `special` (from the end where
     negative). Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
     """
@@ -51,7 +53,7 @@ def predict(
     chosen, left_out = self_attention(model)
     chosen = wanted_layers(chosen, layers)
     windows, text_name = _windows(
-        source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, effort=effort
+        source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
     )
     _check_fits(model, windows)
     step = _Steps(progress, len(windows.calibration) + len(windows.test) + len(chosen))
@@ -143,6 +145,7 @@ def _windows(
     text: str | PathLike[str] | None,
     tokens: tuple[Tensor | None, Sequence[int]],
     tokenizer: Tokenizer,
+    by_line: bool,
     effort: Effort,
 ) -> tuple[Windows, str]:
     if tokens[0] is not None:
@@ -152,6 +155,10 @@ def _windows(
         tokenizer = load_tokenizer(tokenizer if named else source)
     check_vocabulary(tokenizer, model, named=named)
     content, name = (embedded_text(), EMBEDDED) if text is None else (_read(text), fspath(text))
+    if by_line:
+        most = effort.calibration + effort.test
+        lines = cut_lines(content, tokenizer, length=effort.window, most=most)
+        return _given(lines, range(len(special_tokens(tokenizer)[0])), effort), name
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
     return cut(content, tokenizer, length=effort.window, **counts), name
 

@@ -5,7 +5,7 @@ Ids are drawn by Zipf's law over the vocabulary, between the special tokens that
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
+from ..checkpoints.gguf.vocabulary import read_vocabulary
 from ..errors import Refusal, refusal
 from ..models import Layer
 from ..packaged import packaged
@@ -26,7 +27,7 @@ from .numbers import Numbers
 from .predict import gather, gatherers_of, measure, wanted_layers
 from .settings import Effort
 from .streamed import CannotStream, streamed
-from .windows import random_windows, special_tokens, vocabulary_size
+from .windows import not_words, random_windows, special_tokens, vocabulary_size
 
 NUM_WINDOWS = 4
 ONTO = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")  # columns that a scan takes over
@@ -152,38 +153,58 @@ def _is_causal(layers: Sequence[Layer]) -> bool:
     return all(head.lookahead == 0 for layer in layers for head in layer.heads)
 
 
+@dataclass(frozen=True)
+class Alphabet:
+    """What the tokenizer says of its ids: special ones before and behind a text, those that are no words."""
+
+    before: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    leave_out: list[int] = field(default_factory=list)
+    evenly: bool = False  # the others are letters, in no order of frequency
+    known: bool = False
+
+
 def _windows(source: Source, model: nn.Module, effort: Effort, *, causal: bool) -> Int[Tensor, "windows tokens"]:
     rows = vocabulary_size(model)
     if rows is None:
         raise refusal("a table of embeddings that ids look up", "none", "give windows of ids with tokens=")
-    before, after, special = _special(source)
+    alphabet = _alphabet(source)
     config = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None) or effort.window
-    options: dict[str, Any] = dict(
-        count=NUM_WINDOWS, length=min(effort.window, most), ends=(before, after), leave_out=special
-    )
-    ids = random_windows(rows, **options, seed=effort.seed)
-    if causal:
+    ends = alphabet.before, alphabet.after
+    options: dict[str, Any] = dict(count=NUM_WINDOWS, length=min(effort.window, most), seed=effort.seed)
+    ids = random_windows(rows, ends=ends, leave_out=alphabet.leave_out, evenly=alphabet.evenly, **options)
+    if causal or alphabet.known:
         return ids
     # Vocabularies of encoders (WordPiece) begin with unused pieces and single characters, not with frequent words.
     shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(effort.seed))
-    inside = slice(len(before), ids.shape[1] - len(after))
+    inside = slice(len(ends[0]), ids.shape[1] - len(ends[1]))
     ids[:, inside] = shuffled[ids[:, inside]]
     return ids
 
 
-def _special(source: Source) -> tuple[list[int], list[int], list[int]]:
-    """Special tokens before and behind a text, and all of them; none where no tokenizer says so."""
+def _alphabet(source: Source) -> Alphabet:
+    """Nothing is left out where no tokenizer says what its ids are."""
     if isinstance(source, nn.Module):
-        return [], [], []
+        return Alphabet()
     if Path(source).suffix.lower() == ".gguf":  # its header says it; its tokenizer takes a minute to build
-        settings = read_header(LocalBytes(Path(source).expanduser())).settings
+        file = LocalBytes(Path(source).expanduser())
+        settings = read_header(file).settings
         bos = settings.get("tokenizer.ggml.bos_token_id")
         before = [bos] if bos is not None and settings.get("tokenizer.ggml.add_bos_token") else []
-        return before, [], before
+        return _of_tokens(read_vocabulary(file), before, [], before)
     try:
         tokenizer = load_tokenizer(source)
     except Refusal:
-        return [], [], []
+        return Alphabet()
     before, after = special_tokens(tokenizer)
-    return before, after, [*getattr(tokenizer, "all_special_ids", []), *before, *after]
+    special = [*getattr(tokenizer, "all_special_ids", []), *before, *after]
+    names = getattr(tokenizer, "convert_ids_to_tokens", None)
+    return _of_tokens(names(range(len(tokenizer))) if names else [], before, after, special)
+
+
+def _of_tokens(tokens: Sequence[str | None], before: list[int], after: list[int], special: list[int]) -> Alphabet:
+    if not tokens:
+        return Alphabet(before, after, special)
+    leave_out, evenly = not_words(tokens)
+    return Alphabet(before, after, sorted({*special, *leave_out}), evenly, known=True)

@@ -1,5 +1,6 @@
 """A text cut into windows of tokens, those for calibration apart from those that are measured."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ Tokenizer = Any
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
 MOST_UNKNOWN = 0.1  # of a text's tokens
 SMALLEST_SHARE = 0.25  # of the model's rows that a tokenizer found beside it must know
+BLANKS = " \t\r\n▁ĠĊĉ"  # and how tokenizers write them
 ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it
 
 
@@ -70,6 +72,22 @@ def cut(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, n
     check_known([ids[len(before) : length - len(after)] for ids in windows], tokenizer)
     ids, for_test = torch.tensor(windows), spread(total, num_test)
     return Windows(ids[~for_test], ids[for_test], len(before), len(after))
+
+
+def cut_lines(text: str, tokenizer: Tokenizer, *, length: int, most: int) -> Int[Tensor, "windows tokens"]:
+    """The first tokens of every line that has as many, special tokens included: texts that stand alone (proteins)."""
+    before, _ = special_tokens(tokenizer)
+    windows = [[*before, *_plain(line, tokenizer)][:length] for line in text.splitlines() if line.strip()]
+    windows = [ids for ids in windows if len(ids) == length][:most]
+    if len(windows) < 2:
+        remedy = "give more lines, or shorter windows"
+        raise refusal(f"at least two lines of {length} tokens or more", len(windows), remedy)
+    check_known(windows, tokenizer)
+    return torch.tensor(windows)
+
+
+def _plain(text: str, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def spread(total: int, chosen: int) -> Tensor:
@@ -131,17 +149,19 @@ def random_windows(
     length: int,
     ends: tuple[list[int], list[int]] = ([], []),
     leave_out: Iterable[int] = (),
+    evenly: bool = False,
     seed: int = 0,
 ) -> Int[Tensor, "count tokens"]:
-    """Ids drawn by Zipf's law, P(id of rank r) ∝ 1/(r + 2.7), between special tokens.
+    """Ids drawn by Zipf's law, P(id of rank r) ∝ 1/(r + 2.7), or evenly, between special tokens.
 
-    Vocabularies are mostly ordered by frequency, so ranks are ids without the special ones.
+    Vocabularies are mostly ordered by frequency, so ranks are ids without those that are left out.
     """
     before, after = ends
     ordinary = torch.ones(num_rows, dtype=torch.bool)
     ordinary[[number for number in leave_out if 0 <= number < num_rows]] = False
     ids = ordinary.nonzero()[:, 0]
-    weight = 1 / (torch.arange(len(ids), dtype=torch.float64) + ZIPF_SHIFT)
+    rank = torch.arange(len(ids), dtype=torch.float64)
+    weight = torch.ones_like(rank) if evenly else 1 / (rank + ZIPF_SHIFT)
     generator = torch.Generator().manual_seed(seed)
     drawn = ids[torch.multinomial(weight, count * length, replacement=True, generator=generator)]
     windows = drawn.reshape(count, length)
@@ -151,11 +171,30 @@ def random_windows(
     return windows
 
 
+def not_words(tokens: Sequence[str | None]) -> tuple[list[int], bool]:
+    """Ids that are no words of a text: names in brackets, single characters, blanks; and whether it is an alphabet.
+
+    Vocabularies begin with them, whatever their frequency. In an alphabet (amino acids) single characters are all there
+    is, in no order of frequency.
+
+    >>> not_words(["<s>", "a", "b", "Ġthe", "ing", "ĠĠ"])
+    ([0, 1, 2, 5], False)
+    >>> not_words(["[CLS]", "A", "C", "D"])
+    ([0], True)
+    """
+    named = [number for number, token in enumerate(tokens) if token is None or re.fullmatch(r"[<\[].*[>\]]", token)]
+    blank = [number for number, token in enumerate(tokens) if token is not None and not token.strip(BLANKS)]
+    single = [number for number, token in enumerate(tokens) if token is not None and len(token) == 1]
+    if len({*named, *blank, *single}) == len(tokens):
+        return sorted({*named, *blank}), True
+    return sorted({*named, *blank, *single}), False
+
+
 def _some_tokens(stretch: str, tokenizer: Tokenizer, count: int) -> list[int]:
     """The first tokens of a stretch, from its first new line or word on; usually a few characters per token suffice."""
     start = max(stretch[:200].find("\n"), stretch[:40].find(" "), -1) + 1
     for characters in (8 * count, len(stretch)):
-        ids = tokenizer(stretch[start : start + characters], add_special_tokens=False, verbose=False)["input_ids"]
+        ids = _plain(stretch[start : start + characters], tokenizer)
         if len(ids) > count:  # the last token may be cut, so one more than is taken
             break
     return ids[:count]

@@ -1,7 +1,9 @@
 """What each column of a scan says about attention that was measured on text, model by model: the page of evidence."""
 
-from collections.abc import Sequence
-from os import PathLike, fspath
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -9,32 +11,98 @@ from typing import Any
 from ..prediction.predict import predict
 from ..prediction.probe import probe
 from ..prediction.result import mean_absolute_error, spearman
-from ..records import Json
+from ..prediction.settings import Effort
+from ..records import Json, write_json
 from ..scanning.findings import looks
 from ..scanning.rows import HeadRow
 from ..scanning.scan import scan
+from ..scanning.source import heads
 
 MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
 THEORY = ("xi", "localisation")
+ENOUGH = 0.8  # of the heads that a word is said of
 HALF = 0.5  # of the mass: more of it is near than far
 # What the words of the theory would mean of near mass, if they were words of behaviour.
 REGIMES = {"late": "near", "early": "far"}
+ROTARY, TABLES = "rotary decoders", "other positions"
 Numbers = Sequence[Sequence[float]]  # per head, in the order of MEASURED
 
 
-def evidence(source: str, *, text: str | PathLike[str] | None = None) -> Json:
-    """One model: scanned, probed with random ids, predicted from moments, and measured on text."""
-    found = predict(source, text=text)
-    places = [(head.block, head.layer, head.head) for head in found.heads]
+@dataclass(frozen=True)
+class Reading:
+    """What the models are measured on: a text, in windows of so many tokens, or a text in every line."""
+
+    text: str | PathLike[str] | None = None
+    by_line: bool = False
+    window: int = Effort.window
+
+    def predict(self, source: str) -> Json:
+        effort = Effort(window=self.window)
+        return predict(source, text=self.text, by_line=self.by_line, effort=effort).to_json()
+
+    def probe(self, source: str) -> Json:
+        return probe(source, effort=Effort(window=self.window)).to_json()
+
+
+def name_of(source: str) -> str:
+    """The folder's name, or the file's without its suffix.
+
+    >>> name_of("models/tiny.gguf"), name_of("models/all-MiniLM-L6-v2/")
+    ('tiny', 'all-MiniLM-L6-v2')
+    """
+    path = Path(source)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+
+def evidence(source: str, folder: Path, reading: Reading) -> Json:
+    """One model: predicted, measured and probed once, kept in the folder, and held against a scan of today.
+
+    What was measured before is not measured again, so a stopped study goes on, and a new estimate costs a scan.
+    """
+    place = folder / name_of(source)
+    predicted = _kept(place / "predict.json", lambda: reading.predict(source))
+    probed = _kept(place / "probe.json", lambda: reading.probe(source))
     rows = {(row.block, row.layer, row.head): row for row in scan(source).heads}
-    probed = {(head.block, head.layer, head.head): head.numbers for head in probe(source).heads}
-    return compared(
-        Path(fspath(source)).name,
+    own = {_place(head): head["probed"] for head in probed["heads"]}
+    places = [_place(head) for head in predicted["heads"]]
+    found = compared(
+        name_of(source),
         [rows[place] for place in places],
-        measured=[[getattr(head.measured, name) for name in MEASURED] for head in found.heads],
-        probed=[[getattr(probed[place], name) for name in MEASURED] for place in places],
-        predicted=[[getattr(head.predicted, name) for name in MEASURED] for head in found.heads],
+        measured=[_numbers(head["measured"]) for head in predicted["heads"]],
+        probed=[_numbers(own[place]) for place in places],
+        predicted=[_numbers(head["predicted"]) for head in predicted["heads"]],
     )
+    kind = ROTARY if _is_rotary_decoder(source) else TABLES
+    text = Path(predicted["text"]).name
+    found |= {"kind": kind, "text": text, "window": predicted["window"], "loss": predicted["loss"]}
+    write_json(found, place / "row.json")
+    return found
+
+
+def kept_rows(folder: Path) -> list[Json]:
+    """Every model that the folder has a row of, rotary decoders first."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/row.json"))]
+    return sorted(rows, key=lambda row: (row["kind"] != ROTARY, row["model"].lower()))
+
+
+def _kept(path: Path, make: Callable[[], Json]) -> Json:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(make(), path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _place(head: Json) -> tuple[str, int, int]:
+    return head["block"], head["layer"], head["head"]
+
+
+def _numbers(head: Json) -> list[float]:
+    return [head[name] for name in MEASURED]
+
+
+def _is_rotary_decoder(source: str) -> bool:
+    first = next(heads(source))
+    return first.rotary is not None and first.lookahead == 0
 
 
 def compared(
@@ -50,6 +118,7 @@ def compared(
         "theory": {column: spearman([getattr(row, column) for row in rows], near) for column in THEORY},
         "estimate": spearman(*zip(*known, strict=True)) if known else None,
         "estimate_error": mean_absolute_error(*zip(*known, strict=True)) if known else None,
+        "covered": _covered(rows, near),
         "probe": _ranks(probed, measured),
         "prediction": _ranks(predicted, measured),
         "words": {word: _agreement([looks(row) for row in rows], near, word) for word in ("near", "far")},
@@ -58,6 +127,13 @@ def compared(
             for regime, word in REGIMES.items()
         },
     }
+
+
+def _covered(rows: Sequence[HeadRow], near: Sequence[float]) -> tuple[int, int]:
+    """Of the heads with an interval, how many lie within it."""
+    pairs = [(row.estimated_near_mass_interval, own) for row, own in zip(rows, near, strict=True)]
+    within = [low <= own <= high for (low, high), own in ((one, own) for one, own in pairs if one is not None)]
+    return sum(within), len(within)
 
 
 def _ranks(numbers: Numbers | None, measured: Numbers) -> dict[str, float | None] | None:
@@ -76,25 +152,37 @@ def _agreement(words: Sequence[str | None], near: Sequence[float], word: str) ->
 
 def page(rows: Sequence[Json]) -> str:
     """The tables of `docs/evidence.md`."""
-    return "\n\n".join([_ranks_table(rows), _words_table(rows)])
+    return "\n\n".join([_ranks_table(rows), _words_table(rows), _exceptions(rows)])
 
 
 def _ranks_table(rows: Sequence[Json]) -> str:
     heading = (
-        "| model | heads | ξ | localisation | estimate (error) | random ids: near, entropy, sink "
+        "| model | heads | ξ | localisation | estimate (error, in interval) | random ids: near, entropy, sink "
         "| text: near, entropy, sink |\n|---|---|---|---|---|---|---|"
     )
-    lines = [
-        f"| {row['model']} | {row['heads']} | {_cell(row['theory']['xi'])} | {_cell(row['theory']['localisation'])} "
-        f"| {_cell(row['estimate'])} ({_cell(row['estimate_error'])}) | {_three(row['probe'])} "
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        lines += [f"| *{kind}* | | | | | | |", *map(_ranks_line, own), _medians_line(f"median of {len(own)}", own)]
+    return "\n".join([heading, *lines, _medians_line("**median of all**", rows)])
+
+
+def _ranks_line(row: Json) -> str:
+    theory = " | ".join(_cell(row["theory"][name]) for name in THEORY)
+    covered, count = row["covered"]
+    estimate = f"{_cell(row['estimate'])} ({_cell(row['estimate_error'])}, {covered / count:.0%})" if count else "–"
+    return (
+        f"| {row['model']} | {row['heads']} | {theory} | {estimate} | {_three(row['probe'])} "
         f"| {_three(row['prediction'])} |"
-        for row in rows
-    ]
-    medians = [_median(row["estimate"] for row in rows)]
+    )
+
+
+def _medians_line(name: str, rows: Sequence[Json]) -> str:
+    cells = [_median(row["estimate"] for row in rows)]
     for kind in ("probe", "prediction"):
         known = [row[kind] for row in rows if row[kind]]
-        medians.append(", ".join(_median(one[name] for one in known) for name in MEASURED))
-    return "\n".join([heading, *lines, f"| **median** | | | | {medians[0]} | {medians[1]} | {medians[2]} |"])
+        cells.append(", ".join(_median(one[number] for one in known) for number in MEASURED))
+    return f"| {name} | | | | {' | '.join(cells)} |"
 
 
 def _words_table(rows: Sequence[Json]) -> str:
@@ -105,6 +193,13 @@ def _words_table(rows: Sequence[Json]) -> str:
     lines = [f"| {row['model']} | " + " | ".join(_share(*row[a][b]) for a, b in kinds) + " |" for row in rows]
     totals = [[sum(row[a][b][part] for row in rows) for part in (0, 1)] for a, b in kinds]
     return "\n".join([heading, *lines, "| **all** | " + " | ".join(_share(*total) for total in totals) + " |"])
+
+
+def _exceptions(rows: Sequence[Json]) -> str:
+    """Where a word does not hold of a model taken alone."""
+    cases = [(row["model"], word, *row["words"][word]) for row in rows for word in ("near", "far")]
+    below = [f"{name} ({word}, {right} of {called})" for name, word, right, called in cases if right < ENOUGH * called]
+    return f"Taken alone, a word is right of fewer than four in five in: {', '.join(below) or 'none'}."
 
 
 def _share(right: int, called: int) -> str:

@@ -106,11 +106,11 @@ def _read_settings(cursor: Cursor, number: int) -> Json:
         key = cursor.text()
         if key in settings:
             raise refusal(f"each setting once in {cursor.source.name}", f"{key[:80]!r} twice", "fetch it again")
-        settings[key] = _read_value(cursor, cursor.number("I"))
+        settings[key] = read_value(cursor, cursor.number("I"))
     return settings
 
 
-def _read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
+def read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
     if kind in SCALARS:
         return cursor.number(SCALARS[kind])
     if kind == STRING:
@@ -121,7 +121,7 @@ def _read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
     size = struct.calcsize("<" + SCALARS[inner]) if inner in SCALARS else 8
     number = cursor.count("items of a list", unit=size, limit=2**62)
     if number <= MAX_KEPT:
-        return [_read_value(cursor, inner, may_nest=False) for _ in range(number)]
+        return [read_value(cursor, inner, may_nest=False) for _ in range(number)]
     if inner in SCALARS:
         cursor.skip(number * size)
     else:
