@@ -112,6 +112,14 @@ class Store:
             if other.name not in names.values():
                 shutil.rmtree(other, ignore_errors=True)
 
+    def keep(self, which: str, under: str) -> None:
+        """The checkpoint of one name has another name too, if there is one."""
+        names = self.names()
+        if self.processes.is_first and which in names:
+            write_json(names | {under: names[which]}, self.folder / INDEX)
+            _flush(self.folder)
+        self.processes.wait()
+
     def load(self, state: State, *, which: str = "last") -> None:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]

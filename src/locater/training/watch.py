@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 # Heads at rest are logged and no more: trained models have them for good reasons.
 SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
 MOST_ROLL_BACKS = 3
-GOOD, ALARM = "good", "alarm"  # checkpoints that are kept beside the last and the best
+# Checkpoints that are kept beside the last and the best. A report is of the pass before the step that ends it: its
+# state is a candidate, and good once the next report is without serious alarms too. The run's start is good.
+GOOD, CANDIDATE, ALARM = "good", "candidate", "alarm"
 
 
 class Watch:
@@ -45,6 +47,8 @@ class Watch:
         """From the trainer's present step on."""
         if self.monitor is not None:
             self.monitor.attach().num_steps = self.trainer.step
+        if ROLL_BACK in self.actions and not self._has_good():
+            self.trainer.store.keep("last", GOOD)
 
     def end(self) -> None:
         if self.monitor is not None:
@@ -96,7 +100,8 @@ class Watch:
 
     def _keep(self) -> list[str]:
         if ROLL_BACK in self.actions:
-            self.trainer.save(keep=GOOD)
+            self.trainer.store.keep(CANDIDATE, GOOD)
+            self.trainer.save(keep=CANDIDATE)
         return []
 
     def _roll_back(self) -> str:
@@ -106,6 +111,7 @@ class Watch:
         self.num_roll_backs += 1
         self.rate *= self.actions[ROLL_BACK] or 1.0
         step = self.trainer.reload(GOOD)
+        self.trainer.store.keep(GOOD, CANDIDATE)
         return f"back to the weights of step {step}, {self.rate:g} times the learning rate"
 
     def _attach(self) -> None:
