@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import locater.stabilisers
-from locater.attention.calls import Interception
+from locater.attention.interception import Interception
 from locater.spectra import moments
 from locater.stabilisers import Stabiliser
 from locater.stabilisers.base import Stabiliser as Base

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..attention.calls import AttentionCall, Interception
+from ..attention.calls import AttentionCall
+from ..attention.interception import Interception
 from ..records import Json
 from ..stabilisers import Stabiliser
 from ..training.config import Config, make_config
