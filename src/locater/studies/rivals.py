@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..records import Json
 from ..stabilisers import (
     L2,
+    AlphaDecay,
     EntropyBonus,
     LocAteR,
     MimeticInitialisation,
@@ -61,6 +62,12 @@ RIVALS: dict[str, Rival] = {
         QKDecay,
         lambda model, optimizer, setting: QKDecay(model, decay=setting, optimizer=optimizer),
         (0.1, 1.0, 5.0),
+        late=True,
+    ),
+    "AlphaDecay": Rival(
+        AlphaDecay,
+        lambda model, optimizer, setting: AlphaDecay(model, optimizer=optimizer, decay=setting, every=50),
+        (0.01, 0.1, 1.0),
         late=True,
     ),
     "z-loss": Rival(ZLoss, lambda model, setting: ZLoss(model, weight=setting), (1e-4, 1e-3, 1e-2)),
@@ -175,6 +182,6 @@ STUDY = Study(
     measure=measure,
     conclude=conclude,
     figure=Figure("learning_rate", "loss", "arm", "", "learning rate", "validation loss", logarithmic=True),
-    budget="39 points of 10 runs of 200 steps, 3 of them to tune: some 10 minutes of one core",
+    budget="42 points of 10 runs of 200 steps, 3 of them to tune: some 10 minutes of one core",
     doubt="A larger model, in which logits have room to grow; more trials for each; overhead where kernels dominate.",
 )
