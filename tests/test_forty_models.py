@@ -123,7 +123,6 @@ TABLE = [
     "qwen3",
     "olmo2",
     "phi3",
-    "bloom",
     "falcon-40b",
     "gpt-neox",
     "opt",
