@@ -5,7 +5,7 @@ import math
 from ..records import State
 
 SHARE = 1 / 3  # of the two gradients' sizes together, for the median group of heads
-STEPS = 20  # that κ is chosen from
+STEPS = 5  # that κ is chosen from
 
 
 class Auto:

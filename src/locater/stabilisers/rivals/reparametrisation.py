@@ -75,7 +75,12 @@ class SpectralScale(nn.Module):
 
 
 def remove(module: nn.Module, attribute: str, *, bake: bool) -> None:
-    """Take the parametrisation off: the parameter as it was given, or with `bake` what the model now computes."""
+    """Take the parametrisation off: the parameter as it was given, or with `bake` what the model now computes.
+
+    Nothing is left to do where it was taken off before.
+    """
+    if not parametrize.is_parametrized(module, attribute):
+        return
     parametrize.remove_parametrizations(module, attribute, leave_parametrized=bake)
     # The parameter comes back behind the others, and state dicts and optimisers go by the order: weight, then bias.
     for name in [name for name in module._parameters if name != attribute]:
