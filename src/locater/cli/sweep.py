@@ -107,6 +107,7 @@ def _points(file: Path | None, grid: str | None, preset: str) -> list[Json]:
 def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """Whole numbers where a config wants any number, and the words of `--mean` as words."""
     from dataclasses import fields
+    from typing import get_args
 
     from ..training.config import GROUPS
 
@@ -116,6 +117,8 @@ def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     kinds = {float: (int, float), str: (str, int, float)}
 
     def typed(kind: Any, value: Any) -> Any:
+        # A number or a word, such as the strength: numbers are the first of both.
+        kind = float if float in get_args(kind) else kind
         return kind(value) if kind in kinds and type(value) in kinds[kind] else value
 
     return {name: [typed(known[name], value) for value in values] for name, values in options.items()}
