@@ -134,9 +134,9 @@ def test_every_page_is_accessible_harmless_and_within_the_screen(browser, minilm
     save_page(every_kind(minilm)[kind], tmp_path / "page.html", facts={"command": f"locater report {HOSTILE}"})
     for width, dark in ((1400, False), (390, True), (1400, True), (390, False)):
         browser.open(tmp_path / "page.html", width=width, dark=dark)
-        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert browser.run("return document.documentElement.scrollWidth") <= width  # a phone widens what is within
         browser.keep(f"{kind}-{width}-{'dark' if dark else 'light'}")
-        # All four for the page that people meet first; of the others each width and each theme once: axe takes a second.
+        # All four of the page that people meet first; of the others each width and each theme once, for time.
         if kind == "scan" or (width > 400) != dark:
             assert serious_faults(browser) == []
     assert browser.run("return window.broken") is None and browser.complaints() == [] == browser.requests()
@@ -144,6 +144,33 @@ def test_every_page_is_accessible_harmless_and_within_the_screen(browser, minilm
         browser.run("return document.querySelectorAll('img, iframe, script').length") == 2
     )  # the data and the page's own
     assert kind in ("scan", "two") or HOSTILE in browser.run("return document.body.textContent")
+
+
+def test_what_a_head_does_not_have_is_not_drawn(browser, minilm, tmp_path):
+    """Of all heads one was measured on the text: the others have no line, rather than one at zero."""
+    heads = [dict(head) for head in minilm["heads"]]
+    heads[2]["eigenvalues"] = heads[2]["eigenvalues"][:5]
+    predicted = every_kind(minilm)["predict"]
+    save_page([minilm | {"heads": heads}, predicted[-1]], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    for head, on_text, eigenvalues in ((0, False, 32), (1, True, 32), (2, False, 5)):
+        browser.run("document.querySelector(`.heads [data-head='${arguments[0]}']`).click()", head)
+        titles = browser.run("return [...document.querySelectorAll('#head-body h3')].map((h) => h.textContent)")
+        assert any(title.startswith("Attention over distance") for title in titles) is on_text
+        circles = "return document.querySelectorAll('#head-body figure:first-child circle[fill-opacity]').length"
+        assert browser.run(circles) == eigenvalues
+
+
+def test_a_single_point_is_said_in_words(browser, minilm, tmp_path):
+    scanned, found = every_kind(minilm)["predict"]
+    lines = {"predicted": [0.5], "measured": [0.25]}
+    head = found["heads"][0] | {"attention_profile": lines, "logit_profile": lines}
+    save_page([scanned, found | {"distance_bins": [[3, 5]], "heads": [head]}], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    browser.run("document.querySelector('.heads [data-head=\"1\"]').click()")
+    words = browser.run("return document.querySelector('#head-body figure:last-child p').textContent")
+    assert words.startswith("Only one point, no curve (distance in tokens, doubling bins: 4).")
+    assert words.endswith("predicted for the text: 0.5; measured on the text: 0.25.")
 
 
 def hostile_scan(minilm):

@@ -29,11 +29,15 @@ class Pack:
         return place
 
     def add_scaled(self, rows: object) -> Json:
-        """Rows of numbers in 16 bits: each is off by at most 1/65534 of its row's largest magnitude."""
+        """Rows of numbers in 16 bits: each is off by at most 1/65534 of its row's largest magnitude.
+
+        A row that is not known throughout has no unit (NaN).
+        """
         table = numpy.atleast_2d(numpy.asarray(rows, dtype=numpy.float64))
         largest = numpy.abs(table).max(axis=1, initial=0)
-        unit = numpy.where(largest > 0, largest, 1) / HALF_RANGE
-        return {"values": self.add(numpy.rint(table / unit[:, None]), "i2"), "units": self.add(unit, "f8")}
+        unit = numpy.where(largest == 0, 1, largest) / HALF_RANGE
+        whole = numpy.nan_to_num(numpy.rint(table / unit[:, None]))
+        return {"values": self.add(whole, "i2"), "units": self.add(unit, "f8")}
 
     def text(self, document: Json) -> str:
         """Length of the JSON, the JSON padded, the columns; gzip without a date; base64."""

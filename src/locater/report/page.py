@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import math
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -156,7 +157,8 @@ def _curves(records: list[Document], pack: Pack) -> Document:
         for row, record in zip(rows, records, strict=True):
             values = numpy.array(record.get("eigenvalues") or [], dtype=float).reshape(-1)
             row[: len(values)] = values
-        found["eigenvalues"] = pack.add_scaled(rows) | {"each": widest}
+        counts = [len(record.get("eigenvalues") or ()) for record in records]
+        found["eigenvalues"] = pack.add_scaled(rows) | {"counts": pack.add(counts, "u2")}
     for group in ("profiles", "expected_logits", "attention_profile", "logit_profile"):
         names = dict.fromkeys(name for record in records for name in record.get(group) or {})
         lines = {name: [record.get(group, {}).get(name) for record in records] for name in names}
@@ -165,6 +167,6 @@ def _curves(records: list[Document], pack: Pack) -> Document:
 
 
 def _even(rows: list[list[float] | None]) -> list[list[float]]:
-    """Lines of one length; a head without one has zeros throughout."""
+    """Lines of one length; a head without one has no numbers: zeros would be drawn as if measured."""
     length = max(len(row) for row in rows if row)
-    return [row if row else [0.0] * length for row in rows]
+    return [row if row else [math.nan] * length for row in rows]

@@ -22,6 +22,7 @@ function axis(range, pixels, options = {}) {
   let marks = options.ticks ?? ticks(range[0], range[1], options.count ?? 5);
   if (options.log && !options.ticks) marks = [0, 1, 4, 16, 64, 256, 1024, 4096, 16384].filter((value) => value <= range[1]);
   if (options.factors) marks = powers(range);
+  if (options.whole) marks = marks.filter(Number.isInteger);
   return { place, marks, label: options.label ?? "", name: options.name ?? tickName };
 }
 
@@ -52,7 +53,7 @@ function spanOf(series, part, given) {
 function chart(title, series, options = {}) {
   const box = { ...BOX, ...options.box };
   const range = spanOf(series, 1, options.y?.range);
-  box.left = Math.max(box.left, 22 + 7 * Math.max(...axis(range, [0, 1], options.y).marks.map((mark) => tickName(mark).length)));
+  box.left = Math.max(box.left, 26 + 7.5 * Math.max(...axis(range, [0, 1], options.y).marks.map((mark) => tickName(mark).length)));
   const x = axis(spanOf(series, 0, options.x?.range), [box.left, box.width - box.right], options.x);
   const y = axis(range, [box.height - box.bottom, box.top], options.y);
   const element = svg("svg", { viewBox: `0 0 ${box.width} ${box.height}`, class: "chart", role: "img", "font-size": 12.5,
@@ -100,7 +101,7 @@ function drawAxes(element, x, y, box) {
     element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
     element.append(text(x.name(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
   }
-  const most = Math.floor((box.width - 20) / 7);
+  const most = Math.floor((box.width - box.left + box.right) / 7.4);
   element.append(text(x.label.length > most ? `${x.label.slice(0, most - 1)}…` : x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
   const turned = { "text-anchor": "middle", fill: look("ink"), transform: `rotate(-90 12 ${(box.top + box.height - box.bottom) / 2})` };
   element.append(text(y.label, 12, (box.top + box.height - box.bottom) / 2, turned));
@@ -147,9 +148,20 @@ function keyOf(series) {
 
 // A chart with its caption, the key of its lines and buttons to save it.
 function figure(title, series, options) {
+  if (series.every((one) => one.kind !== "points" && finite(one).length < 2)) return html("figure", {}, html("h3", {}, title), html("p", { class: "note" }, onePoint(series, options)));
   const drawn = chart(title, series, options);
   const key = options?.key ? keyOf(series) : "";
   return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, key, saveButtons(title, () => drawn)));
+}
+
+function finite(one) {
+  return one.points.filter((point) => Number.isFinite(point[1]));
+}
+
+// Lines that have no length, in words: an empty frame would look like a fault.
+function onePoint(series, options) {
+  const found = series.flatMap((one) => finite(one).map((point) => `${one.label ?? one.name}: ${shownNumber(point[1])}`));
+  return found.length ? `Only one point, no curve (${options?.x?.label ?? "x"}: ${shownNumber(series.flatMap(finite)[0][0])}). ${found.join("; ")}.` : "No values.";
 }
 
 function onto(places, values) {

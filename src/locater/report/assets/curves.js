@@ -21,7 +21,7 @@ function courseCharts(view, app) {
     element.append(svg("line", { x1: at, x2: at, y1: box.top, y2: box.height - box.bottom, stroke: look("focus"), "stroke-dasharray": "3 3" }));
   };
   return [["loss", "Loss (lower is better)"], ["perplexity", "Perplexity on held-out text (lower is better)"]].map(([words, title]) => [of(words), title, words])
-    .filter(([series]) => series.length).map(([series, title, words]) => figure(title, series, { key: true, over, x: { label: "training step" }, y: { label: words, ...(words === "perplexity" ? { range: laterRange(series) } : {}) } }));
+    .filter(([series]) => series.length).map(([series, title, words]) => figure(title, series, { key: true, over, x: { label: "training step", whole: true }, y: { label: words, ...(words === "perplexity" ? { range: laterRange(series) } : {}) } }));
 }
 
 // The mean of the chosen quantity over the heads of each layer; many layers share six colours and five dashes.
@@ -40,7 +40,7 @@ function layerCurves(app) {
   };
   const series = [...layers].map(([label, heads], n) => ({ label, name: label, look: lineLook(n), points: steps.map((step, frame) => [step, mean(heads, frame)]) }));
   const numbered = view.frames.every((frame) => Number.isFinite(Number(frame)));
-  const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? {} : { ticks: steps, name: (n) => shortName(view.frames[n]) }) }, y: { label: quantity.symbol },
+  const options = { key: series.length <= 12, x: { label: numbered ? "training step" : "model", ...(numbered ? { whole: true } : { ticks: steps, name: (n) => shortName(view.frames[n]) }) }, y: { label: quantity.symbol },
     over: (element, x, y, box) => {
       const mark = (step, colour) => element.append(svg("line", { x1: x.place(step), x2: x.place(step), y1: box.top, y2: box.height - box.bottom, stroke: colour, "stroke-dasharray": "3 3" }));
       for (const step of new Set(view.alarms.map((alarm) => alarm.step))) mark(step, look("warn"));
@@ -87,7 +87,7 @@ function armCurves(runs) {
       const points = step.map((at, n) => (error[n] === null ? [at, mean[n]] : [at, mean[n], mean[n] - error[n], mean[n] + error[n]]));
       return { name: arm.arm, look: looks[arm.arm], points };
     });
-    const options = { x: { label: "training step" }, y: { label: ARM_HEADINGS[name] ?? name } };
+    const options = { x: { label: "training step", whole: true }, y: { label: ARM_HEADINGS[name] ?? name } };
     if (name === runs.score) options.y.range = laterRange(series);
     return figure(ARM_WORDS[name], series, options);
   });

@@ -24,7 +24,11 @@ function unpack(view, at) {
   view.regimeOf = (frame, head) => view.regime[frame * view.count + head];
   view.title = (head) => `${view.blocks[view.block[head]]} ${view.layer[head]}.${view.head[head]}`;
   view.line = (group, name, head) => scaledRow(view[group]?.[name], view.count, head, at);
-  view.spectrum = (head) => (view.eigenvalues ? scaledRow(view.eigenvalues, view.count, head, at) : null);
+  // Heads may have fewer eigenvalues than the widest, or none.
+  view.spectrum = (head) => {
+    const count = view.eigenvalues ? at(view.eigenvalues.counts)[head] : 0;
+    return count ? scaledRow(view.eigenvalues, view.count, head, at).slice(0, 2 * count) : null;
+  };
 }
 
 function scaledRow(lines, count, head, at) {
@@ -32,6 +36,7 @@ function scaledRow(lines, count, head, at) {
   const values = at(lines.values);
   const each = values.length / count;
   const unit = at(lines.units)[head];
+  if (Number.isNaN(unit)) return null; // this head has none
   return Array.from(values.subarray(head * each, (head + 1) * each), (value) => value * unit);
 }
 

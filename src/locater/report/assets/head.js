@@ -104,7 +104,7 @@ function profileFigure(app, box) {
   const series = [];
   for (const name of Object.keys(view.profiles ?? {})) {
     const line = view.line("profiles", name, selected);
-    if (line.some((value) => value)) series.push({ points: onto(evenly(length, line.length), line), label: PROFILE_WORDS[name] ?? name, look: lineLook(series.length) });
+    if (line) series.push({ points: onto(evenly(length, line.length), line), label: PROFILE_WORDS[name] ?? name, look: lineLook(series.length) });
   }
   if (!series.length && view.columns.trace_of_square) series.push({ ...momentProfile(view, frame, selected, length), look: lineLook(0) });
   if (!series.length) return null;
@@ -130,11 +130,11 @@ function logitFigure(app, box) {
   const series = [];
   for (const name of Object.keys(view.expected_logits ?? {})) {
     const line = view.line("expected_logits", name, selected);
-    series.push({ points: onto(view.distances, line), label: "from the weights: two tokens of like content", look: lineLook(0) });
+    if (line) series.push({ points: onto(view.distances, line), label: "from the weights: two tokens of like content", look: lineLook(0) });
   }
   Object.keys(view.logit_profile ?? {}).forEach((name, n) => {
     const line = view.line("logit_profile", name, selected);
-    series.push({ points: onto(middles(view.bins), line), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) });
+    if (line) series.push({ points: onto(middles(view.bins), line), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) });
   });
   if (!series.length) return null;
   const furthest = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
@@ -143,7 +143,7 @@ function logitFigure(app, box) {
 
 function attentionFigure(app, box) {
   const { view, selected } = app;
-  const series = Object.keys(view.attention_profile ?? {}).map((name, n) => ({
+  const series = Object.keys(view.attention_profile ?? {}).filter((name) => view.line("attention_profile", name, selected)).map((name, n) => ({
     points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) }));
   if (!series.length) return null;
   const furthest = Math.max(...series[0].points.map((point) => point[0]));
