@@ -1,5 +1,6 @@
 """How commands look: in narrow terminals, in old encodings, and what they say of themselves."""
 
+import io
 import json
 import os
 import subprocess
@@ -48,6 +49,19 @@ def test_terminals_that_lack_greek_letters_are_spoken_to_plainly(encoding):
     done = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert "xi = 1" in done.stdout.decode(encoding)
     assert not done.stderr
+
+
+def test_columns_are_counted_in_the_letters_that_are_written():
+    """λ becomes six letters where the encoding lacks it: every line is as long as the others, and none too long."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="locater.plain")
+    shown = table(["head", "η/λ", "tr W²/λ²"], [["0.1", "1 → 2", "3 ± 1"], ["0.2", "4", "5"]], words=["head"])
+    for width, lines in ((40, 3), (20, 4)):
+        stream.seek(0), stream.truncate()
+        Console(file=stream, width=width).print(shown)
+        stream.seek(0)
+        found = stream.read().splitlines()
+        assert "eta/lambda" in found[0] and ("tr W^2/lambda^2" in found[0]) == (width == 40)
+        assert len({len(line) for line in found[:3]}) == 1 and len(found[0]) <= width and len(found) >= lines
 
 
 def test_the_version_is_the_packages():

@@ -96,6 +96,27 @@ def test_every_quantity_is_read(folder):
     assert means == pytest.approx(expected | dict(residual=0.4, effective_rank=12.0))
 
 
+def test_heads_of_the_best_and_the_worst_arm_as_maps_on_one_scale(tmp_path, monkeypatch):
+    """Means over seeds, of what every seed has; one head makes no map, and a pipe has none."""
+    for arm, base in (("a", 0.1), ("b", 0.3), ("c", 0.5)):
+        for seed in (0, 1):
+            entropies = {(0, 0): base, (0, 1): base + 0.2 * seed, (1, 0): 0.9, (1, 1): math.nan if seed else 0.5}
+            heads = [dict(layer=at[0], head=at[1], normalised_entropy=value) for at, value in entropies.items()]
+            write_run(tmp_path / "many" / f"{arm}-seed{seed}", [row(20, 100 * (1 + base), heads=heads)])
+            write_run(tmp_path / "one" / f"{arm}-seed{seed}", [row(20, 100 * (1 + base), heads=heads[:1])])
+    found = arms(document(tmp_path / "many"))["a"]["heads"]
+    assert [(head["layer"], head["head"]) for head in found] == [(0, 0), (0, 1), (1, 0)]
+    assert [head["normalised_entropy"] for head in found] == pytest.approx([0.1, 0.2, 0.9])
+    assert "layers ↓" not in locater("runs", tmp_path / "many").out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    printed = locater("runs", tmp_path / "many").out
+    assert "a: H, how evenly" in printed and "c: H, how evenly" in printed and "b: H" not in printed
+    assert printed.count("0.1 .:-=+*#%@ 0.9") == 2 and "   0 ..::" in printed and "   1 @@  " in printed
+    assert "layers ↓" not in locater("runs", tmp_path / "one").out
+    assert "heads" not in arms(document(tmp_path / "one"))["a"]
+
+
 def test_differences_are_paired_by_seed(folder):
     """−10, −7, −7: an error of 1, where the arms' own are 2.3 and 3.2."""
     found = arms(document(folder, "--against", "none"))

@@ -34,7 +34,19 @@ PLAIN = {
     **{"ξ": "xi", "η": "eta", "λ": "lambda", "ρ": "rho", "σ": "sigma", "θ": "theta", "ω": "omega", "κ": "kappa"},
     **{"Δ": "delta", "Γ": "Gamma", "Σ": "Sigma", "τ": "tau", "μ": "mu", "…": "...", "–": "-", "—": "-", "−": "-"},
     **{"²": "^2", "√": "sqrt ", "‖": "|", "×": "x", "±": "+-", "≤": "<=", "≥": ">=", "→": "->", "·": "*", "∞": "inf"},
-    **{"₁": "1", "ᵀ": "^T", "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "=", "▆": "#", "▇": "#", "█": "#"},
+    **{
+        "↓": "down",
+        "₁": "1",
+        "ᵀ": "^T",
+        "▁": "_",
+        "▂": ".",
+        "▃": "-",
+        "▄": "=",
+        "▅": "=",
+        "▆": "#",
+        "▇": "#",
+        "█": "#",
+    },
 }
 
 
@@ -110,10 +122,20 @@ class FittedTable:
     title: str | None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        kept = self.fitting(options.max_width)
-        yield self.drawn(kept)
-        if lost := [heading for heading in self.headings if heading not in kept]:
+        spoken = self.in_letters_of(console.encoding)
+        kept = spoken.fitting(options.max_width)
+        yield spoken.drawn(kept)
+        if lost := [heading for heading in spoken.headings if heading not in kept]:
             yield Text(f"in a wider terminal and in --json: {', '.join(lost)}", style="dim")
+
+    def in_letters_of(self, encoding: str) -> "FittedTable":
+        """The same in letters that the terminal has, before widths are counted: λ may become six of them."""
+
+        def spoken(texts: Iterable[str]) -> list[str]:
+            return [text.encode(encoding, "locater.plain").decode(encoding) for text in texts]
+
+        rows = [spoken(row) for row in self.rows]
+        return FittedTable(spoken(self.headings), rows, spoken(self.words), spoken(self.spare), self.title)
 
     def fitting(self, width: int) -> list[str]:
         """The columns that fit: those in `spare` go first, then the rightmost; the first one always stays."""

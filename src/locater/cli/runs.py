@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..errors import shown
 from ..records import Json
 from .output import JsonPath, console_for, parse_spans, table
 from .report import HtmlPath, save_html
@@ -66,8 +67,21 @@ def _print(console: Console, document: Json, *, chosen: bool) -> None:
     console.print(f"[dim]{score}: mean over seeds ± standard error, course its validations; other columns: means[/dim]")
     if document["against"] is not None:
         console.print(f"[dim]difference: {score} − that of {escape(document['against'])}, paired by seed[/dim]")
+    _print_heads(console, arms)
     for sentence in _warnings(document):
         console.print(f"[red]![/red] {escape(sentence)}")
+
+
+def _print_heads(console: Console, arms: list[Arm]) -> None:
+    """The best arm's heads and the worst's, as maps on one scale, where there is more than one head."""
+    from ..report.terminal import HeatMap
+
+    known = [arm for arm in arms if arm.get("heads")]
+    chosen = known[:1] + known[1:][-1:]
+    values = [head["normalised_entropy"] for arm in chosen for head in arm["heads"]]
+    for arm in chosen:
+        span = (min(values), max(values))
+        console.print(HeatMap.of_heads(arm["heads"], "normalised_entropy", whose=shown(arm["arm"]), span=span))
 
 
 def _columns(document: Json) -> dict[str, list[str]]:

@@ -67,6 +67,7 @@ class HeatMap:
     labels: Sequence[str]
     cells: Sequence[Sequence[float | None]]
     diverging: bool = False
+    span: tuple[float, float] | None = None  # of the scale, where maps are to be compared; by default their own
 
     @classmethod
     def of(cls, document: JsonMapping, name: str) -> "HeatMap":
@@ -80,6 +81,16 @@ class HeatMap:
         title = f"{of.symbol}, {of.words} (layers ↓, heads →)"
         return cls(title, [str(layer) for _, layer in layers], cells, of.scale == "diverging")
 
+    @classmethod
+    def of_heads(cls, heads: Sequence[JsonMapping], name: str, *, whose: str, span: tuple[float, float]) -> "HeatMap":
+        """One quantity of heads that say their layer and number."""
+        known = {(head["layer"], head["head"]): head[name] for head in heads}
+        layers, width = sorted({layer for layer, _ in known}), 1 + max(number for _, number in known)
+        cells = [[known.get((layer, number)) for number in range(width)] for layer in layers]
+        of = quantity(name)
+        title = f"{whose}: {of.symbol}, {of.words} (layers ↓, heads →)"
+        return cls(title, [str(layer) for layer in layers], cells, span=span)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:
             return
@@ -89,7 +100,7 @@ class HeatMap:
         known = [value for row in cells for value in row if value is not None]
         if not known:
             return
-        low, high = min(known), max(known)
+        low, high = self.span or (min(known), max(known))
         if self.diverging:
             low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
         shares = [[None if v is None else (v - low) / (high - low or 1) for v in row] for row in cells]

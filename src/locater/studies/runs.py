@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from statistics import StatisticsError, fmean, stdev
@@ -49,6 +49,7 @@ QUANTITIES = {
 # What arms are ordered by: the first of these that any has; a random walk has no perplexity.
 SCORES = ("perplexity", "loss")
 STRETCHES = 32  # of a training curve: more are noise
+Place = tuple[int, int]  # of a head: its layer, its number
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Run:
     seed: int
     validations: dict[int, dict[str, float]]
     training: dict[int, float]  # the loss between two logged steps, by the second
+    entropies: dict[int, dict[Place, float]] = field(default_factory=dict)  # of each head's attention, 1 for even
 
 
 def compare_runs(
@@ -141,12 +143,13 @@ def read_run(folder: Path) -> Run:
         rows = read_rows(path)
         validations = {_step(row): _numbers(row) for row in rows if row["kind"] == "validation"}
         training = {_step(row): float(row["loss"]) for row in rows if row["kind"] == "train"}
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as reason:
+        entropies = {_step(row): _of_heads(row) for row in rows if row["kind"] == "validation"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
         raise refusal(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
     named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
     arm, seed = (named[1], int(named[2])) if named else (folder.name, _seed(folder / CONFIG))
-    return Run(folder.name, arm, seed, validations, training)
+    return Run(folder.name, arm, seed, validations, training, entropies)
 
 
 def _step(row: Row) -> int:
@@ -165,6 +168,16 @@ def _numbers(row: Row) -> dict[str, float]:
             continue
         if math.isfinite(value):
             found[name] = value
+    return found
+
+
+def _of_heads(row: Row) -> dict[Place, float]:
+    """The entropy of each head that says where it is and has a finite one."""
+    found = {}
+    for head in row.get("heads", ()):
+        layer, number, value = (head.get(name) for name in ("layer", "head", "normalised_entropy"))
+        if type(layer) is type(number) is int and type(value) in (int, float) and math.isfinite(value):
+            found[layer, number] = value
     return found
 
 
@@ -218,10 +231,19 @@ def _arm(runs: Sequence[Run], step: int, other: Sequence[Run] | None) -> Json:
     if other is not None:
         found["differences"] = _each(lambda name: _difference(_at(runs, step, name), _at(other, step, name)))
     found["curves"] = {name: curve for name in QUANTITIES if (curve := _curve(runs, name))["step"]}
+    if len(heads := _heads(runs, step)) > 1:
+        found["heads"] = heads
     found["training"] = {"loss": _training(runs, None)}
     if other is not None:
         found["training"]["difference"] = _training(runs, other)
     return found
+
+
+def _heads(runs: Sequence[Run], step: int) -> list[Json]:
+    """Each head's entropy at the step, its mean over seeds; a head that a seed lacks is left out, as in a curve."""
+    seeds = [run.entropies.get(step, {}) for run in runs]
+    shared = sorted(set.intersection(*map(set, seeds)))
+    return [{"layer": p[0], "head": p[1], "normalised_entropy": fmean(seed[p] for seed in seeds)} for p in shared]
 
 
 def _each(values: Callable[[str], Mapping[int, float]]) -> Json:
