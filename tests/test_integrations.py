@@ -161,5 +161,5 @@ def test_the_page_on_own_stabilisers_runs_and_its_gradient_is_autograds():
 def test_the_guide_runs():
     text = (TESTS.parent / "docs" / "stabilisers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {})

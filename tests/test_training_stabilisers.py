@@ -202,7 +202,7 @@ def test_options_may_be_a_mapping_in_a_file(tmp_path):
 
 
 FILES = {
-    "unknown": ("learning_rat: 1\n", 1, "no option called 'learning_rat': did you mean learning_rate?"),
+    "unknown": ("learning_rat: 1\n", 2, "no option called 'learning_rat': did you mean learning_rate?"),
     "list": ("- 1\n", 1, "names of options with their values, got [1]"),
     "yaml": ("a: [\n", 1, "a YAML or JSON file of options"),
     "type": ("patience: -1\n", 1, "patience of at least 0"),

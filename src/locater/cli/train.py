@@ -32,7 +32,7 @@ PANELS = {
 }
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
-OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,…"}
+OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,B=Y"}
 # What a resumed run may change: where it ends.
 LENGTH = {"steps", "epochs", "patience"}
 STOP_AFTER = "Stop at this step, to resume later."

@@ -125,7 +125,7 @@ def shown_at(losses: Sequence[float], num_steps: int) -> int | None:
     """The first step from which on the smoothed loss stays above its lowest by `RISE`; None for a healthy run.
 
     >>> shown_at([5.0] * 20 + [6.0] * 40, 60)
-    22
+    23
     >>> shown_at([5.0] * 60, 60)
     """
     means = smoothed(losses)
