@@ -188,7 +188,11 @@ def test_figures_of_the_heads_that_are_asked_for(tmp_path, monkeypatch):
     assert locater("report", source, "-o", page, "--figures", figures, "--heads", "all").code == 0
     assert {name for name in names if "head" in name} == {"where-head-0.0", "where-head-0.1"}  # 1.0 has no lines
     page.unlink()
-    for heads, code, words in (("7.7", 1, "heads that a result has"), ("first", 2, "such as 5.6,9.1")):
+    for heads, code, words in (
+        ("7.7", 1, "heads that a result has"),
+        ("1.0", 1, "results with eigenvalues or curves"),
+        ("first", 2, "such as 5.6,9.1"),
+    ):
         found = locater("report", source, "-o", page, "--figures", tmp_path / "none", "--heads", heads)
         assert found.code == code and words in found.err and not page.exists()
 

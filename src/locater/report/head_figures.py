@@ -45,13 +45,22 @@ def plot(
 def save_all(documents: Sequence[Document], folder: Path, *, heads: Heads = ()) -> None:
     """Every map, the heads that are asked for (all where None), and all curves over time, each as PNG and SVG."""
     views = views_of([all_shown(document) for document in documents])
-    known = {key[1:] for view in views for key in view.heads}
-    if unknown := [f"{layer}.{number}" for layer, number in heads or () if (layer, number) not in known]:
-        raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
+    _check_heads(views, heads)
     for title, figure in _all(views, documents, heads):
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", title).strip("-.")[:100] or "figure"
         for suffix in (".png", ".svg"):
             save(figure, folder / f"{stem}{suffix}")
+
+
+def _check_heads(views: list[View], heads: Heads) -> None:
+    """That there is something to draw of every head that is asked for."""
+    known = {key[1:] for view in views for key in view.heads}
+    if unknown := [f"{layer}.{number}" for layer, number in heads or () if (layer, number) not in known]:
+        raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
+    drawable = {head for view in views for head in _drawable(view)}
+    if not drawable.issuperset(heads or ()) or (heads is None and not drawable):
+        remedy = "give the model instead, or make the file with scan --eigenvalues"
+        raise refusal("results with eigenvalues or curves, to draw single heads", "numbers only", remedy)
 
 
 def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Iterator[tuple[str, Figure]]":
@@ -74,13 +83,23 @@ def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Ite
 
 def _heads(view: View, heads: Heads) -> "Iterator[tuple[str, Figure]]":
     """Of views that know more of a head than its numbers; a head that a view lacks is left to the others."""
-    drawable = [key[1:] for key, record in zip(view.heads, view.records, strict=False) if record.keys() & PANELS.keys()]
+    drawable = _drawable(view)
     for head in drawable if heads is None else [head for head in heads if head in drawable]:
         yield f"{view.name}-head-{head[0]}.{head[1]}", head_figure(view, head)
 
 
+def _drawable(view: View) -> list[tuple[int, int]]:
+    return [key[1:] for key, record in zip(view.heads, view.records, strict=False) if record.keys() & PANELS.keys()]
+
+
 def first_shown(documents: Sequence[Document]) -> list[tuple[int, int]]:
-    """The head that the page opens with: the first that a warning names, else the one of the largest |ξ|."""
+    """The head that the page opens with, if there is something to draw of it."""
+    drawable = {head for view in views_of([all_shown(document) for document in documents]) for head in _drawable(view)}
+    return [head for head in _opened(documents) if head in drawable]
+
+
+def _opened(documents: Sequence[Document]) -> list[tuple[int, int]]:
+    """The first head that a warning names, else the one of the largest |ξ|."""
     views = views_of([all_shown(document) for document in documents])
     warned = [one for one in headline(views, []) if one.tone == "warning" and one.heads]
     if warned:
