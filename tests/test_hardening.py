@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -305,7 +306,7 @@ def test_what_a_stranger_wrote_is_made_visible_and_cut(text, tmp_path):
 
 
 def test_a_full_disk_under_standard_output():
-    shell = f"{sys.executable} -m locater.cli theory --trace 1 --trace-of-square 1 --frobenius-squared 1"
+    shell = f"{shlex.quote(sys.executable)} -m locater.cli theory --trace 1 --trace-of-square 1 --frobenius-squared 1"
     shell += " --temperature 1 > /dev/full"
     result = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
