@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from command import locater
-from locater.cli.output import table
+from locater.cli.output import print_bullet, table
 
 HEADINGS = ["layer", "tr W", "ξ range", "late", "meaning"]
 ROWS = [["decoder 5", "0.29", "-0.5 … 4.9", "2", "looks at nothing in particular, as far as anybody knows"]]
@@ -49,6 +49,12 @@ def test_terminals_that_lack_greek_letters_are_spoken_to_plainly(encoding):
     done = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert "xi = 1" in done.stdout.decode(encoding)
     assert not done.stderr
+
+
+def test_lines_of_a_folded_sentence_stay_behind_its_mark():
+    written = io.StringIO()
+    print_bullet(Console(file=written, width=20), "[red]![/red]", "a [bold]sentence[/bold] that is folded")
+    assert written.getvalue() == "! a sentence that is\n  folded\n"
 
 
 def test_columns_are_counted_in_the_letters_that_are_written():

@@ -184,6 +184,14 @@ def table(
     return FittedTable(list(headings), [list(row) for row in rows], words, spare, title)
 
 
+def print_bullet(console: Console, mark: str, sentence: str) -> None:
+    """A sentence behind a mark of one letter; where it is folded, its further lines stay behind the mark."""
+    for line in Text.from_markup(sentence).wrap(console, console.width - 2):
+        line.rstrip()
+        console.print(Text.from_markup(mark) + " " + line)
+        mark = " "
+
+
 def parse_spans(text: str | None, option: str) -> list[int] | None:
     """All numbers that are named; None where the option was not given.
 

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from ..errors import BadArguments, Refusal, masked, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, console_for, example, parse_spans, table
+from .output import FittedTable, JsonPath, console_for, example, parse_spans, print_bullet, table
 from .probe import print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 
@@ -69,7 +69,7 @@ def scan(
     csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as Parquet.")] = None,
 ) -> None:
-    """Which heads attend early, middle, late or uniformly, and which look unhealthy: from the weights alone."""
+    """Every head's query-key spectrum, the theory's word for it, and where it probably looks: from weights alone."""
     from ..scanning.conditions import parse
 
     console, source = console_for(json), source or example()
@@ -122,7 +122,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
         console.print(f"estimated from the weights: {behaviour(found.heads)}")
     for finding in outstanding(found.heads):
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
-        console.print(f"{mark} [bold]{name(finding.row)}[/bold] {finding.sentence}")
+        print_bullet(console, mark, f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
     for sentence in found.refused:
         console.print(f"[red]! not read:[/red] {escape(sentence)}", soft_wrap=True)
 

@@ -88,7 +88,7 @@ def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
 def _silent(row: HeadRow) -> Finding:
     sentence = (
         f"passes on almost no signal {THEORY} (η/λ = {row.eta / row.temperature:.3g}): if its logits are as large in "
-        "training (`Monitor` says so), shrink its spectrum (LocAteR) or clip its logits (QK-Clip)"
+        "training (`AttentionMonitor` says so), shrink its spectrum (LocAteR) or clip its logits (QK-Clip)"
     )
     return Finding(row, sentence, healthy=False)
 
