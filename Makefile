@@ -18,9 +18,11 @@ demo: $(STAMP)  ## the main job, with pictures
 
 # Files are shared out to a process per core, one torch thread each; the long ones begin (tests/conftest.py).
 PARALLEL := -n auto --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
-test: $(STAMP)  ## the tests, with coverage
+# Counting lines makes Python code nearly twice as slow, so it is done where CI is set, as `.ci/run` does.
+COVERAGE := $(if $(CI),--cov --cov-report=term:skip-covered --cov-fail-under=95)
+test: $(STAMP)  ## the tests; with coverage where CI is set
 	.ci/browser
-	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term:skip-covered --cov-fail-under=95
+	$(BIN)/python -m pytest $(PARALLEL) $(COVERAGE)
 
 test-slow: $(STAMP)  ## the long proofs
 	$(BIN)/python -m pytest -m slow

