@@ -192,3 +192,19 @@ def test_threads_are_given_back(tiny):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+def test_the_quick_one_needs_no_extra_and_draws_nothing(tiny, monkeypatch):
+    """The whole one refuses before it has done anything."""
+    for name in ("matplotlib", "tokenizers", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    absent = lambda name: None if name in ("matplotlib", "tokenizers") else object()  # noqa: E731
+    monkeypatch.setattr(sys.modules["locater.cli.demo"], "find_spec", absent)
+    refused = locater("demo", "--out", tiny, columns=200)
+    assert refused.code == 1 and not refused.out and not tiny.exists()
+    assert 'got no tokenizers and no matplotlib; install them with: pip install "locater[hf,plot]"' in refused.err
+    shown = locater("demo", "--quick", "--out", tiny)
+    assert shown.code == 0, shown.err
+    assert "for 30 steps" in shown.out and "What was seen" in shown.out and "→" not in shown.out
+    assert sorted(path.name for path in tiny.iterdir()) == ["report.html", "with", "without"]
+    assert max(map(len, shown.out.replace(str(tiny), "").splitlines())) <= 80

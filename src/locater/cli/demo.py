@@ -1,5 +1,6 @@
 """`locater demo`: the theory on one head and on the whole plane, then two models, with pictures and plain words."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -7,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..errors import refusal
 from ..records import Json
 from ..theory.words import WORDS
-from .demo_models import say, show_models
+from .demo_models import arrow, say, show_models
 from .output import console_for
 from .report import HtmlPath, save_html
 
@@ -23,7 +25,7 @@ neither clipped to nothing nor to everything, so that learning can change it.
 """
 
 ONE_HEAD = """\
-[bold]1. One small head, three ways[/bold] → {picture}
+[bold]1. One small head, three ways[/bold]{picture}
 The head has d_h = {d_head}, tr W/λ = {ratio:.2f} and ξ = mean/scale = {xi:.2f}. Its regime is
 [bold]{regime}[/bold]: {meaning}.
 The closed form takes the logit for a Gaussian, the exact one does not, and
@@ -33,7 +35,7 @@ small is far from Gaussian. The wider the head, the closer they come.
 """
 
 PLANE = """\
-[bold]2. Every head, on one plane[/bold] → {picture}
+[bold]2. Every head, on one plane[/bold]{picture}
 To the right the mean of the eigenvalues grows, upwards their variance. Theory
 calls {localized} of {points} points localized (early, middle or late). A softmax layer over
 random-walk tokens, simulated at each point, shows what really happens:
@@ -59,22 +61,38 @@ FILES = """
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo --out {out}[/bold] shows it again and trains nothing anew.
 Next: [bold]locater train --help[/bold], and docs/notation.md for the letters."""
+QUICK_FILES = """
+[bold]All of it lies in {out}[/bold]
+  report.html                       both models, head by head, to click through
+  without/, with/                   the two runs; model/ has the weights
+[bold]locater demo[/bold] trains longer, and draws the plane, the models and their attention."""
 
 
 def demo(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and models go.")] = Path("demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds: less training, no pictures, no extras.")] = False,
     html: HtmlPath = None,
 ) -> None:
     """A guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
     from ..studies.two_models import check
 
-    check(out)
+    if not quick:
+        _require_extras()
+    check(out, quick=quick)
     console = console_for(None)
     console.print(INTRODUCTION)
-    _show_theory(console, out)
-    show_models(console, out)
+    _show_theory(console, None if quick else out)
+    show_models(console, out, quick=quick)
     _save_page(out, html or out / "report.html")
-    say(console, FILES.format(out=escape(str(out))))
+    say(console, (QUICK_FILES if quick else FILES).format(out=escape(str(out))))
+
+
+def _require_extras() -> None:
+    """Before any time is spent: byte pairs and pictures."""
+    missing = [name for name in ("tokenizers", "matplotlib") if find_spec(name) is None]
+    if missing:
+        remedy = 'install them with: pip install "locater[hf,plot]", or use locater demo --quick, which needs neither'
+        raise refusal("the packages tokenizers and matplotlib", f"no {' and no '.join(missing)}", remedy)
 
 
 def _save_page(out: Path, path: Path) -> None:
@@ -87,7 +105,8 @@ def _save_page(out: Path, path: Path) -> None:
     save_html([*scans, *map(read_record, runs)], path, title="Two small models, without and with LocAteR")
 
 
-def _show_theory(console: Console, out: Path) -> None:
+def _show_theory(console: Console, out: Path | None) -> None:
+    """Pictures go to the folder, if there is one."""
     import torch
 
     from ..report import figures
@@ -95,13 +114,15 @@ def _show_theory(console: Console, out: Path) -> None:
     from ..studies.profile import example_head, profile_of_weights
 
     generator = torch.Generator().manual_seed(1)
-    head, plane = out / "one_head.png", out / "phase_diagram.png"
+    head, plane = (out / "one_head.png", out / "phase_diagram.png") if out else (None, None)
     document = profile_of_weights(*example_head(), length=64, seed=1)
-    figures.save(figures.profile(document), head)
-    say(console, ONE_HEAD.format(picture=escape(str(head)), **_one_head_words(document)))
+    if head:
+        figures.save(figures.profile(document), head)
+    say(console, ONE_HEAD.format(picture=arrow(head), **_one_head_words(document)))
     diagram = phase_diagram(generator=generator)
-    figures.save(figures.phase_diagram(diagram), plane)
-    say(console, PLANE.format(picture=escape(str(plane)), **_plane_words(diagram["summary"])))
+    if plane:
+        figures.save(figures.phase_diagram(diagram), plane)
+    say(console, PLANE.format(picture=arrow(plane), **_plane_words(diagram["summary"])))
 
 
 def _one_head_words(document: Json) -> Json:

@@ -11,7 +11,7 @@ from ..records import Json
 from .output import FittedTable, aside, table
 
 TRAINING = """\
-[bold]3. Two small models, trained here[/bold] → {picture}
+[bold]3. Two small models, trained here[/bold]{picture}
 Each has one layer with one head of {width} dimensions and learns to guess the next
 token of Python's own documentation. They start alike and see the same texts in
 the same order, for {steps} steps. One difference: LocAteR adds κη² to the loss of
@@ -25,11 +25,13 @@ The spectrum of part 1 again, now of the weights that were just saved:
 """
 
 ATTENTION = """
-[bold]5. The attention that each really has[/bold] → {picture}
-Measured, not predicted: the softmax weights on {num_texts} held-out texts. In the maps
-a row is a token that attends, a column one attended to; red is more than an
-even share, blue less. How much of its attention lies close by:
+[bold]5. The attention that each really has[/bold]{picture}
+Measured, not predicted: the softmax weights on {num_texts} held-out texts.{maps}
+How much of its attention lies close by:
 """
+MAPS = """ In the maps
+a row is a token that attends, a column one attended to; red is more than an
+even share, blue less."""
 
 # Smaller relative differences deserve no word in a single run.
 ABOUT = 0.01
@@ -37,26 +39,38 @@ RECENT = (1, 4, 32)
 LABELS = {"without": "without LocAteR", "with": "with LocAteR"}
 
 
-def show_models(console: Console, out: Path) -> None:
-    """Train both, then scan them, look at their attention and say what was seen."""
-    from ..report import figures
-    from ..report import two_models as pictures
+def show_models(console: Console, out: Path, *, quick: bool = False) -> None:
+    """Train both, then scan them, look at their attention and say what was seen; quickly without pictures."""
     from ..studies.two_models import compare
 
-    training, attention = out / "training.png", out / "attention.png"
-    _train(console, out, training)
+    training, attention = (None, None) if quick else (out / "training.png", out / "attention.png")
+    _train(console, out, training, quick=quick)
     document = compare(out)
-    figures.save(pictures.training(document), training)
-    figures.save(pictures.attention(document), attention)
+    if training and attention:
+        _draw(document, training, attention)
     console.print()
     console.print(validation_table(document))
     say(console, SCAN.format(model=escape(str(out / "with" / "model")), length=document["length"]))
     console.print(scan_table(document))
-    say(console, ATTENTION.format(picture=escape(str(attention)), num_texts=document["num_texts"]))
+    words = dict(picture=arrow(attention), num_texts=document["num_texts"], maps=MAPS if attention else "")
+    say(console, ATTENTION.format(**words))
     console.print(attention_table(document))
     console.print("\n[bold]What was seen[/bold]")
     for sentence in conclusions(document):
         say(console, fill(sentence, min(80, console.width), initial_indent="· ", subsequent_indent="  "))
+
+
+def _draw(document: Json, training: Path, attention: Path) -> None:
+    from ..report import figures
+    from ..report import two_models as pictures
+
+    figures.save(pictures.training(document), training)
+    figures.save(pictures.attention(document), attention)
+
+
+def arrow(picture: Path | None) -> str:
+    """Behind a heading, where its picture lies."""
+    return "" if picture is None else f" → {escape(str(picture))}"
 
 
 def say(console: Console, text: str) -> None:
@@ -64,19 +78,19 @@ def say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _train(console: Console, out: Path, picture: Path) -> None:
+def _train(console: Console, out: Path, picture: Path | None, *, quick: bool) -> None:
     """Both models; a signal ends the demo with the exit code that shells give it."""
     from ..studies import two_models
 
-    config = two_models.config_of("with")
+    config = two_models.config_of("with", quick=quick)
     words = dict(width=config.shape.d_head, steps=config.loop.steps, strength=config.stabiliser.strength)
-    say(console, TRAINING.format(picture=escape(str(picture)), **words))
+    say(console, TRAINING.format(picture=arrow(picture), **words))
     for name in two_models.NAMES:
         console.print(f"training {LABELS[name]} …")
-        outcome = two_models.train(out, name, say=aside)
+        outcome = two_models.train(out, name, quick=quick, say=aside)
         if outcome.signal is not None and not outcome.is_done:
             say(console, f"stopped at step {outcome.step} of {outcome.num_steps}")
-            say(console, f"continue with: locater demo --out {escape(str(out))}")
+            say(console, f"continue with: locater demo {'--quick ' if quick else ''}--out {escape(str(out))}")
             raise typer.Exit(128 + outcome.signal)
 
 

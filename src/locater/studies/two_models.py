@@ -19,7 +19,6 @@ from ..records import Json
 from ..scanning.scan import scan
 from ..training.config import Config, make_config
 from ..training.data.sources import Data, open_data
-from ..training.data.vocabulary import BytePairs
 from ..training.export import load
 from ..training.metrics import read_rows
 from ..training.model import LanguageModel
@@ -39,22 +38,24 @@ OPTIONS: Json = dict(
     save_every=100,
     device="cpu",
 )
+# Seconds instead, and nothing beyond the package itself: byte pairs would need `tokenizers`.
+QUICK: Json = dict(tokenizer="words", context=32, steps=30, batch=8, warmup=10, validate_every=10, validation_windows=32)
 STABILISERS: dict[str, Json] = {"without": {}, "with": {"strength": 2.5e-3}}
 NAMES = tuple(STABILISERS)
 NUM_TEXTS = 128
 NUM_WORDS = 12  # of the one example
 
 
-def config_of(name: str) -> Config:
+def config_of(name: str, *, quick: bool = False) -> Config:
     """The run of that name: the paper's model on the embedded text. Both differ in the stabiliser only."""
-    return make_config("paper", **OPTIONS, **STABILISERS[name])
+    return make_config("paper", **OPTIONS | (QUICK if quick else {}), **STABILISERS[name])
 
 
-def check(out: Path) -> None:
+def check(out: Path, *, quick: bool = False) -> None:
     """Refuse a folder that holds runs of another config, before any time is spent."""
     for name in NAMES:
         folder = out / name
-        if (folder / CONFIG).exists() and _known(folder) != config_of(name):
+        if (folder / CONFIG).exists() and _known(folder) != config_of(name, quick=quick):
             expected = "a new folder, or one that this demo began to fill"
             raise refusal(expected, f"{folder}, a run of another config", "choose another --out")
 
@@ -66,12 +67,14 @@ def _known(folder: Path) -> Config | None:
         return None
 
 
-def train(out: Path, name: str, *, say: Say = print) -> Outcome:
+def train(out: Path, name: str, *, quick: bool = False, say: Say = print) -> Outcome:
     """Train one of the two, or go on where an earlier call stopped; a finished run takes no further step."""
-    check(out)
+    check(out, quick=quick)
     folder = out / name
     with _one_thread():
-        return resume(folder, say=say) if (folder / CONFIG).exists() else start(config_of(name), folder, say=say)
+        if (folder / CONFIG).exists():
+            return resume(folder, say=say)
+        return start(config_of(name, quick=quick), folder, say=say)
 
 
 @contextmanager
@@ -135,8 +138,8 @@ def _load(folder: Path) -> LanguageModel:
 
 def _words(data: Data, tokens: Int[Tensor, " words"]) -> list[str]:
     """The pieces of text that the tokens stand for."""
-    assert data.tokens is not None and isinstance(data.tokens.vocabulary, BytePairs), "the config says so"
-    return [data.tokens.vocabulary.tokenizer.decode([token]) for token in tokens.tolist()]
+    assert data.tokens is not None, "the config says so"
+    return [data.tokens.vocabulary.text(token) for token in tokens.tolist()]
 
 
 def _example(data: Data, texts: Int[Tensor, "batch tokens"]) -> int:

@@ -19,6 +19,7 @@ class Vocabulary(Protocol):
     @property
     def size(self) -> int: ...
     def encode(self, text: str) -> numpy.ndarray: ...
+    def text(self, token: int) -> str: ...
     def save(self, folder: Path) -> None: ...
 
 
@@ -43,6 +44,10 @@ class Words:
         unknown = numbers[UNKNOWN]
         found = (numbers.get(word, unknown) for line in lines(text) for word in line)
         return numpy.fromiter(found, dtype=numpy.uint32)
+
+    def text(self, token: int) -> str:
+        """What a token stands for, the space before it included."""
+        return "\n" if self.words[token] == END_OF_LINE else f" {self.words[token]}"
 
     def save(self, folder: Path) -> None:
         (folder / "vocabulary.txt").write_text("\n".join(self.words) + "\n", encoding="utf-8")
@@ -83,6 +88,9 @@ class BytePairs:
     def encode(self, text: str) -> numpy.ndarray:
         pieces = self.tokenizer.encode_batch(text.splitlines(keepends=True))
         return numpy.concatenate([numpy.asarray(piece.ids, dtype=numpy.uint32) for piece in pieces])
+
+    def text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
 
     def save(self, folder: Path) -> None:
         self.tokenizer.save(str(folder / "tokenizer.json"))
