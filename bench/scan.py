@@ -45,25 +45,30 @@ def show(tool: str, cost: Cost) -> None:
     )
 
 
-def against_bare(name: str, folder: Path, repeats: int) -> tuple[list[bool], Cost]:
-    """The bare script is the least that gives eigenvalues at all; locater also folds, checks and predicts."""
-    costs: dict[str, list[Cost]] = {"bare": [], "locater": []}
+def against_bare(name: str, folder: Path, repeats: int, *, bounds: tuple[float, float]) -> tuple[list[bool], Cost]:
+    """The bare script is the least that gives eigenvalues at all; locater also folds, checks and predicts.
+
+    A scan computes eigenvalues on request, so both are held against it: as they are by default, and like with like.
+    """
+    costs: dict[str, list[Cost]] = {"bare": [], "locater": [], "locater-eigenvalues": []}
     for _ in range(repeats):
         for tool, runs in costs.items():
             runs.append(run(tool, folder))
-    ours, bare = best(costs["locater"]), best(costs["bare"])
+    bare, ours, full = (best(runs) for runs in costs.values())
     print(f"{name}: {ours['heads']:.0f} heads")
     show("locater", ours)
+    show("locater, with eigenvalues", full)
     show("bare script", bare)
-    print(f"  ratios to the bare script: CPU {ours['cpu'] / bare['cpu']:.2f}, wall {ours['wall'] / bare['wall']:.2f}, "
+    print(f"  default's ratios to the bare script: CPU {ours['cpu'] / bare['cpu']:.2f}, wall {ours['wall'] / bare['wall']:.2f}, "
           f"peak memory {ours['peak'] / bare['peak']:.2f}")  # fmt: skip
     allowed = ALLOWED_MEGABYTES + 3 * models.largest_tensor(folder) / MEGABYTE
     assert ours["heads"] == bare["heads"]
     results = [
-        verdict(f"{name}, CPU times the bare script", ours["cpu"] / bare["cpu"], 1.5),
+        verdict(f"{name}, CPU times the bare script", ours["cpu"] / bare["cpu"], bounds[0]),
+        verdict(f"{name}, the same with eigenvalues", full["cpu"] / bare["cpu"], bounds[1]),
         verdict(f"{name}, MB beyond the imports", (ours["peak"] - ours["import_peak"]) / MEGABYTE, allowed),
     ]
-    return results, ours
+    return results, full
 
 
 def against_rival(tool: str, folder: Path, ours: Cost, *, comparable: bool = True) -> list[bool]:
@@ -90,14 +95,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         models.make_gpt2(root / "gpt2")
-        results, _ = against_bare("GPT-2 shape", root / "gpt2", repeats=5)
+        results, _ = against_bare("GPT-2 shape", root / "gpt2", repeats=5, bounds=(1.3, 2.1))
         models.make_grouped(root / "grouped")
-        found, ours = against_bare("415M, grouped keys, bfloat16", root / "grouped", repeats=5)
+        found, ours = against_bare("415M, grouped keys, bfloat16", root / "grouped", repeats=5, bounds=(1.25, 1.8))
         results += found
         for tool in environments.PACKAGES:
             results += against_rival(tool, root / "grouped", ours, comparable=not tool.endswith("unfolded"))
         models.make_seven_billion(root / "seven")
-        results += against_bare("7B shape, queries and keys", root / "seven", repeats=2)[0]
+        results += against_bare("7B shape, queries and keys", root / "seven", repeats=2, bounds=(1.25, 1.8))[0]
     return 0 if all(results) else 1
 
 

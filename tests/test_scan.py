@@ -84,6 +84,20 @@ def test_moments_are_those_of_the_dense_matrix(llama, raw):
         assert row.key_head == row.head // 2 and (row.d_model, row.d_head) == (48, 12)
 
 
+def test_eigenvalues_are_computed_where_they_are_asked_for(llama, monkeypatch):
+    _, folder = llama
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "eigvals", lambda *_: pytest.fail("eigenvalues that nobody asked for"))
+        plain = scan(folder)
+    asked = scan(folder, eigenvalues=True)
+    for row, full in zip(plain.heads, asked.heads, strict=True):
+        assert row.spread is None and row.eigenvalues is None and full.spread > 0
+        assert row.to_record() == {
+            name: value for name, value in full.to_record().items() if name not in ("spread", "eigenvalues")
+        }
+    assert locater("scan", folder, "--fail-on", "spread>0").code == 3
+
+
 def test_the_json_is_as_promised(llama):
     _, folder = llama
     result = locater("scan", folder, "--eigenvalues", "--json", "-")

@@ -106,13 +106,23 @@ def test_the_largest_singular_value_at_any_rank(rank):
     assert ((ours - dense).abs() <= 1e-5 * dense + 3e-4 * query * key).all()
 
 
+@pytest.mark.parametrize("second", [1.0, 1 - 1e-7, 1 - 1e-5, 1 - 1e-3, 0.5])
+def test_the_largest_singular_value_beside_others_that_are_as_large(second):
+    """Squaring tells values apart that differ little only after many powers."""
+    values = torch.tensor([1.0, *[second] * (SIZE - 1)], dtype=torch.float64)
+    bases = (torch.linalg.qr(torch.randn(WIDTH, SIZE, dtype=torch.float64)).Q.mT for _ in range(2))
+    query, key = (values.sqrt()[:, None] * basis for basis in bases)
+    assert float(largest_singular_value(grams(query, key))) == pytest.approx(1, abs=2e-6)
+    assert float(largest_singular_value(grams(query.float(), key.float()))) == pytest.approx(1, abs=5e-6)
+
+
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 @pytest.mark.parametrize("rank", [0, 1, 3, SIZE])
 def test_the_norms_of_the_sides_are_bounded_closely(rank, scale):
     weights = scale * torch.randn(2, 5, SIZE, rank) @ torch.randn(2, 5, rank, WIDTH)
     for bound, weight in zip(side_norms(grams(*weights.double())), weights.double(), strict=True):
         true = torch.linalg.matrix_norm(weight, 2)
-        assert (bound >= true * (1 - 1e-6)).all() and (bound <= true * SIZE ** (1 / 64) * (1 + 1e-6)).all()
+        assert (bound >= true * (1 - 1e-6)).all() and (bound <= true * SIZE ** (1 / 128) * (1 + 1e-6)).all()
 
 
 def test_the_all_ones_direction_is_not_seen_behind_a_layer_norm():

@@ -22,6 +22,7 @@ HEAD_KEYS = [
     "regime",
     "sigma", "symmetry", "logit_bound", "estimated_near_mass", "estimated_near_mass_interval",
 ]  # fmt: skip
+DEFAULT_KEYS = [name for name in HEAD_KEYS if name != "spread"]  # it needs the eigenvalues
 # Fused and apart, grouped, latent, with rotary positions of any kind, with biases, with every kind of norm.
 DENSE = ["gpt2", "codegen", "falcon-40b", "llama", "llama-yarn", "gemma2", "deepseek-v2", "olmo2", "bert", "t5", "clip"]
 
@@ -183,7 +184,7 @@ def test_the_document_has_the_keys_of_its_schema(saved):
     assert list(document) == ["schema", "source", "family", "format", "coverage", "length", "heads"]
     assert document["schema"] == "locater.scan/1" and document["source"] == str(saved("llama"))
     assert (document["family"], document["format"], document["coverage"]) == ("llama", "safetensors", "COMPLETE")
-    assert all(list(head) == HEAD_KEYS for head in document["heads"])
+    assert all(list(head) == DEFAULT_KEYS for head in document["heads"])
     kept = scan(saved("llama"), layers=[0], eigenvalues=True).to_json()["heads"]
     assert all(list(head) == [*HEAD_KEYS, "eigenvalues"] for head in kept)
     assert all(len(head["eigenvalues"]) == head["d_head"] for head in kept)
@@ -270,7 +271,7 @@ def test_frames_and_summaries(saved):
     found = scan(saved("bart"))
     frame = found.to_frame()
     assert len(frame) == len(found.heads) and list(frame["trace"]) == [row.trace for row in found.heads]
-    assert set(frame.columns) == {*HEAD_KEYS, "temperature"}
+    assert set(frame.columns) == set(DEFAULT_KEYS)
     assert (
         f"bart, {len(found.heads)} heads, COMPLETE" in found.summary()
         and "regimes in the random-walk theory: " in found.summary()

@@ -15,13 +15,13 @@ os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPE
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "WANDB_MODE": "disabled"}
 
 
-def locater() -> Callable[[Path], int]:
+def locater(*, eigenvalues: bool = False) -> Callable[[Path], int]:
     import torch
 
     from locater.scanning.scan import scan
 
     torch.set_num_threads(1)
-    return lambda folder: len(scan(folder).heads)
+    return lambda folder: len(scan(folder, eigenvalues=eigenvalues).heads)
 
 
 def bare() -> Callable[[Path], int]:
@@ -99,6 +99,7 @@ def transformer_lens(*, fold: bool) -> Callable[[Path], int]:
 
 TOOLS = {
     "locater": locater,
+    "locater-eigenvalues": partial(locater, eigenvalues=True),
     "bare": bare,
     "weightwatcher": weightwatcher,
     "transformer-lens": partial(transformer_lens, fold=True),

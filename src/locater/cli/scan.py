@@ -52,7 +52,9 @@ def scan(
     length: Length = DEFAULT_LENGTH,
     temperature: Annotated[float | None, typer.Option(help="λ for all heads, instead of each head's own.")] = None,
     raw: Raw = False,
-    eigenvalues: Annotated[bool, typer.Option("--eigenvalues", help="Add the eigenvalues to JSON.")] = False,
+    eigenvalues: Annotated[
+        bool, typer.Option("--eigenvalues", help="Compute eigenvalues too: column `spread`, and all in JSON.")
+    ] = False,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="A LoRA adapter on top of the source.")] = None,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
@@ -78,7 +80,8 @@ def scan(
         raise BadArguments("--probe goes without --adapter, --layout and --allow-pickle")
     if not probe and any(condition.column.startswith("probed_") for condition in conditions):
         raise BadArguments("--fail-on with a column that begins with probed_ needs --probe")
-    options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues or html is not None)
+    eigenvalues |= html is not None or any(condition.column == "spread" for condition in conditions)
+    options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
     options |= dict(curves=html is not None or exact, exact=exact)
     options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
     found = scan_with_progress(source, options | dict(timeout=timeout))

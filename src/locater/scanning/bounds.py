@@ -14,8 +14,8 @@ from ..spectra import Grams, side_norms
 def logit_bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, *, temperature: float) -> list[float | None]:
     """max |ω| of each head over all inputs and distances; None where nothing bounds it.
 
-    With inputs of length r = √d behind their norm (gain folded): σ₁(W) r²/λ, and under rotary positions
-    (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
+    With inputs of length r = √d behind their norm (gain folded): (σ₁(W) r² + ‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K|)/λ,
+    and under rotary positions (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
     """
     first = groups[0][0]
     if first.query.norm is not None and first.key.norm is not None:
@@ -33,35 +33,58 @@ def _is_bounded(projection: Projection) -> bool:
 
 
 def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor) -> list[float]:
-    query_norms, key_norms = (norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams))  # upper bounds
     heads = [head for group in groups for head in group]
     sides = {id(side): side for head in heads for side in (head.query, head.key)}  # a group's key once
-    bias_lengths = {number: _bias_length(side) for number, side in sides.items()}
-    bounds = []
-    for head, of_both, of_query, of_key in zip(heads, sigma.flatten().tolist(), query_norms, key_norms, strict=True):
-        ours, theirs = (_radius(side.input_norm, head.d_model) for side in (head.query, head.key))
-        query_bias, key_bias = bias_lengths[id(head.query)], bias_lengths[id(head.key)]
-        if head.rotary is not None:
-            bounds.append((of_query * ours + query_bias) * (of_key * theirs + key_bias))
-        else:
-            crossed = of_key * theirs * query_bias + of_query * ours * key_bias
-            bounds.append(of_both * ours * theirs + crossed + query_bias * key_bias)
-    return bounds
+    biases = {number: _bias(side) for number, side in sides.items()}
+    own = [(biases[id(head.query)], biases[id(head.key)]) for head in heads]
+    radii = _radius(heads[0].query.input_norm, heads[0].d_model), _radius(heads[0].key.input_norm, heads[0].d_model)
+    if heads[0].rotary is None:
+        through = sigma.flatten().double() * radii[0] * radii[1]
+        return (through + _of_biases(own, grams, radii)).tolist() if _any(own) else through.tolist()
+    lengths = [[0.0 if bias is None else float(bias.norm()) for bias in pair] for pair in own]
+    norms = [norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams)]  # upper bounds
+    return [
+        (of_query * radii[0] + query_bias) * (of_key * radii[1] + key_bias)
+        for of_query, of_key, (query_bias, key_bias) in zip(*norms, lengths, strict=True)
+    ]
+
+
+Biases = list[tuple[Tensor | None, Tensor | None]]
+
+
+def _any(biases: Biases) -> bool:
+    return any(bias is not None for pair in biases for bias in pair)
+
+
+def _of_biases(biases: Biases, grams: Grams, radii: tuple[float, float]) -> Tensor:
+    """‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K| of every head, the lengths by the Gram matrices: b^T W W^T b."""
+    none = grams.query.new_zeros(grams.query.shape[-1])
+    query, key = (
+        torch.stack([none if bias is None else bias for bias in side]).to(none).unflatten(0, grams.query.shape[:-2])
+        for side in zip(*biases, strict=True)
+    )
+    of_keys, of_queries = _stretched(query, grams.key), _stretched(key, grams.query)
+    return (of_keys * radii[1] + of_queries * radii[0] + (query * key).sum(-1).abs()).flatten().double()
+
+
+def _stretched(bias: Tensor, gram: Tensor) -> Tensor:
+    """√(b^T G b); rounding may leave it below 0 where it is nothing."""
+    return ((bias[..., None, :] @ gram)[..., 0, :] * bias).sum(-1).clamp_min(0).sqrt()
 
 
 def _radius(norm: Norm | None, d_model: int) -> float:
     return 1.0 if norm is not None and norm.kind == "l2" else math.sqrt(d_model)
 
 
-def _bias_length(projection: Projection) -> float:
-    """‖W b_norm + b‖: what is added to every query or key of the normalised input."""
+def _bias(projection: Projection) -> Tensor | None:
+    """W b_norm + b: what is added to every query or key of the normalised input."""
     bias, norm = projection.bias, projection.input_norm
     total = None if bias is None else widen(bias.detach())
     if norm is not None and norm.bias is not None:
         weight = widen(projection.weight.detach())
         shift = weight @ norm.bias.detach().to(weight)
         total = shift if total is None else total + shift
-    return 0.0 if total is None else float(torch.linalg.vector_norm(total))
+    return total
 
 
 def _length(projection: Projection) -> float:

@@ -88,7 +88,7 @@ class Settings:
 
 
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
-    """The spectrum and the profile of every head, in order. Cost: per head three d_h×d×d_h products and eigenvalues."""
+    """The spectrum and the profile of every head, in order. Cost: three d_h×d×d_h products per head; eigenvalues on request."""
     parts = chunks(heads, parts=workers.count)
     return joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
 
@@ -118,11 +118,11 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False))
     spectrum = moments_of(grams, d_model=groups[0][0].d_model)
     sigma = largest_singular_value(grams)
-    values = _eigenvalues(grams.core).flatten(0, 1)
+    values = _eigenvalues(grams.core).flatten(0, 1) if settings.keep_eigenvalues else None
     profiles = _profiles(groups, grams, spectrum, settings)
     columns = _columns(spectrum) | _estimated(groups, grams, settings)
     columns |= {
-        "spread": spread(values, spectrum.d_model).tolist(),
+        "spread": [None] * len(sigma.flatten()) if values is None else spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
         "sigma": sigma.flatten().tolist(),
@@ -130,7 +130,7 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
     }
     _check_finite(columns)
     heads = [head for group in groups for head in group]
-    pairs = map(_pairs, values) if settings.keep_eigenvalues else iter([None] * len(heads))
+    pairs = [None] * len(heads) if values is None else _pairs(values)
     curves = curves_of(groups, grams, spectrum, profiles, settings) if settings.keep_curves else [None] * len(heads)
     cells = (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
     return [
@@ -222,7 +222,8 @@ def _columns(spectrum: Moments) -> dict[str, list]:
     return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta", "symmetry")}
 
 
-def _pairs(values: Tensor) -> tuple[tuple[float, float], ...]:
-    """Real and imaginary parts, the largest first, so that equal spectra read alike."""
+def _pairs(values: Tensor) -> list[tuple[tuple[float, float], ...]]:
+    """Real and imaginary parts of each head, the largest first, so that equal spectra read alike."""
     order = values.abs().argsort(descending=True, stable=True)
-    return tuple((value.real, value.imag) for value in values[order].tolist())
+    parts = torch.view_as_real(values.gather(-1, order))
+    return [tuple(zip(*own, strict=True)) for own in parts.mT.tolist()]

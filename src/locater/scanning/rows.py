@@ -4,13 +4,14 @@ from dataclasses import dataclass, field, fields
 
 from ..records import Json
 
-ON_REQUEST = ("eigenvalues", "probed_")
+ON_REQUEST = ("eigenvalues", "spread", "probed_")
 
 
 @dataclass(frozen=True)
 class HeadRow:
     """The moments of W = W_K^T W_Q, where `variance` may be negative and `spread` may not; `temperature` is λ.
 
+    `spread` and `eigenvalues` are there where eigenvalues were asked for: they take as long as all else.
     `sigma` is the largest singular value of W, `logit_bound` what no logit can exceed (None where nothing bounds it).
     `localisation` and `regime` are of the random-walk theory; what a head does is estimated: the share of its mass, the
     first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds. What begins with
@@ -31,7 +32,7 @@ class HeadRow:
     variance: float
     mean_nonzero: float
     variance_nonzero: float
-    spread: float
+    spread: float | None
     xi: float
     eta: float
     localisation: float

@@ -16,35 +16,45 @@ def singular_values(
 
 
 def largest_singular_value(products: Grams) -> Float[Tensor, "*batch"]:
-    """σ₁(W) from products that are at hand already.
+    """σ₁(W) from products that are at hand already, to a millionth.
 
     Absolute error about √ε σ₁(W_Q) σ₁(W_K), which is felt only where queries and keys hardly meet.
     """
     root = _root(products.query)
-    return _largest(root.mT @ products.key @ root)
+    return _root_of_largest(root.mT @ products.key @ root, most=ENOUGH)
 
 
 def side_norms(products: Grams) -> tuple[Float[Tensor, "*#batch"], Float[Tensor, "*#batch"]]:
-    """Upper bounds of σ₁(W_Q) and σ₁(W_K), at most d_h^(1/64) times too large.
+    """Upper bounds of σ₁(W_Q) and σ₁(W_K), at most d_h^(1/128) times too large.
 
     Their product bounds σ₁(W_K^T R W_Q) for every rotation R.
     """
-    return _norm_bound(products.query), _norm_bound(products.key)
+    return _root_of_largest(products.query, most=3), _root_of_largest(products.key, most=3)
 
 
-def _norm_bound(gram: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch"]:
-    """√λ₁(G) ≤ ‖G^16‖_F^(1/32) by four squarings, rescaled so that none underflows: cheaper than eigenvalues."""
-    logarithm, share = torch.zeros_like(gram[..., 0, 0]), 1.0
-    for _ in range(4):
-        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(gram.dtype).tiny)
-        logarithm = logarithm + share * trace.log()
-        gram = gram / trace[..., None, None]
-        gram, share = gram @ gram, share / 2
-    return (logarithm / 2 + gram.norm(dim=(-2, -1)).log() * share / 2).exp()
+# After so many rounds d_h^(1/4^12) is 1 to float32.
+CLOSE, ENOUGH = 1e-6, 12
 
 
-def _largest(form: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch"]:
-    return torch.linalg.eigvalsh(form)[..., -1].clamp_min(0).sqrt()
+def _root_of_largest(form: Float[Tensor, "*batch rank rank"], *, most: int) -> Float[Tensor, "*batch"]:
+    """√λ₁ of matrices A without negative eigenvalues, from above, by squaring: cheaper than their eigenvalues.
+
+    (tr A^4m/tr A^m)^(1/3m) ≤ λ₁ ≤ (tr A^4m)^(1/4m), which differ by p^(−1/12m) where p = tr A^4m/(tr A^m)^4. A round
+    takes m to 4m; the last is the `most`-th, or the one after which the two are `CLOSE`.
+    """
+    trace = form.diagonal(dim1=-2, dim2=-1).sum(-1)
+    tiny = torch.finfo(form.dtype).tiny
+    form = form / trace.clamp_min(tiny)[..., None, None]
+    logarithm = trace.clamp_min(tiny).double().log()
+    for fold in range(1, most + 1):
+        form = form @ form
+        share = torch.linalg.vector_norm(form, dim=(-2, -1)).square().clamp_min(tiny)
+        step = share.double().log() / 4**fold
+        logarithm = logarithm + step
+        if fold == most or -float(step.min()) <= 3 * CLOSE:
+            break
+        form = (form @ form).div_(share[..., None, None])
+    return torch.where(trace > 0, (logarithm / 2).exp(), 0).to(form)
 
 
 def _root(gram: Float[Tensor, "*batch rank rank"]) -> Float[Tensor, "*batch rank rank"]:
