@@ -9,6 +9,7 @@ import torch
 
 import hand_written as own
 from locater import heads
+from locater.models.registry import is_in_tables
 from locater.stabilisers import (
     AlphaDecay,
     EntropyBonus,
@@ -21,7 +22,7 @@ from locater.stabilisers import (
     SpectralNorm,
     ZLoss,
 )
-from stabiliser_models import gpt2, llama
+from stabiliser_models import ernie, gpt2, llama
 
 TOKENS = own.TOKENS
 
@@ -34,6 +35,8 @@ KINDS = {
     "fused": (hand_written(own.Fused), {"sample": TOKENS}),
     "separate": (hand_written(own.Separate), {"sample": TOKENS}),
     "grouped": (hand_written(own.Grouped), {"sample": TOKENS}),
+    "found, rotary": (hand_written(own.Rotary), {"sample": TOKENS}),
+    "proven": (ernie, {}),
     "table": (llama, {}),
     "table, fused": (gpt2, {}),
 }
@@ -111,3 +114,7 @@ def test_slots_hold_in_compiled_models():
     script = Path(__file__).parent / "compiled_slots.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_proven_kind_is_in_no_table():
+    assert not is_in_tables(KINDS["proven"][0]().config.model_type)

@@ -1,8 +1,8 @@
-"""Latent attention: LocAteR and QK-Clip on the products of a tiny DeepSeek, against heads written out in full."""
+"""Latent attention: LocAteR and QK-Clip on the products of tiny models, against heads written out in full."""
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+import transformers as hf
 
 from locater import heads
 from locater.spectra import moments
@@ -25,23 +25,26 @@ SIZES = dict(
 TOKENS = torch.arange(20).reshape(2, 10) % 64
 
 
+EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+GLM = dict(mlp_layer_types=["dense"] * 2)
+# The last two are of no table: that they read as DeepSeek does is proven on first use.
+KINDS = {
+    "v2 direct": ("DeepseekV2", dict(q_lora_rank=None, n_routed_experts=4)),
+    "v2": ("DeepseekV2", dict(q_lora_rank=16, n_routed_experts=4)),
+    "v3": ("DeepseekV3", dict(q_lora_rank=16) | EXPERTS),
+    "glm4_moe_lite": ("Glm4MoeLite", dict(q_lora_rank=16) | EXPERTS | GLM),
+    "youtu": ("Youtu", dict(q_lora_rank=16)),
+}
+
+
 def make(name: str):
     torch.manual_seed(0)
-    rank = None if name == "v2 direct" else 16
-    if name == "v3":
-        config = DeepseekV3Config(
-            **SIZES, q_lora_rank=rank, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1
-        )
-        model = DeepseekV3ForCausalLM(config)
-    else:
-        model = DeepseekV2ForCausalLM(DeepseekV2Config(**SIZES, q_lora_rank=rank, n_routed_experts=4))
+    prefix, changed = KINDS[name]
+    model = getattr(hf, f"{prefix}ForCausalLM")(getattr(hf, f"{prefix}Config")(**SIZES | changed))
     with torch.no_grad():
         for one in model.parameters():
             one.add_(0.2 * torch.randn_like(one))
     return model
-
-
-KINDS = ("v2 direct", "v2", "v3")
 
 
 def factors(model, layer: int):

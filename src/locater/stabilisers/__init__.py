@@ -16,9 +16,11 @@ from .rivals.reparametrisation import SigmaReparam, SpectralNorm
 from .rivals.soft_cap import SoftCap
 from .rivals.weight_decay import QKDecay
 from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
+from .strength import Auto
 
 __all__ = [
     "AlphaDecay",
+    "Auto",
     "Constant",
     "EntropyBonus",
     "Eta",

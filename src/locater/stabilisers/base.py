@@ -66,6 +66,10 @@ class Rates:
             raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
         return float(self.groups[id(parameter)]["lr"])
 
+    def is_orthogonalised(self, parameter: Tensor) -> bool:
+        """Whether the optimiser makes steps of one size, whatever the gradient's: Muon."""
+        return "ns_steps" in self.groups.get(id(parameter), {})
+
     def second_moment(self, parameter: Tensor) -> tuple[Tensor, float] | None:
         """Adam's running mean of the squared gradient and what to multiply it by, since it starts at 0.
 

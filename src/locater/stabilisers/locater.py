@@ -1,5 +1,6 @@
 """LocAteR: shrink the scale of each head's eigenspectrum, hold its mean (Bao, Hataya, Karakida, ICML 2024)."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -39,7 +40,7 @@ class LocAteR(Stabiliser):
         self,
         model: nn.Module,
         *,
-        strength: float | str,
+        strength: float | str | Auto,
         scale: Scale | None = None,
         mean: Mean | float | str | None = None,
         optimizer: Optimizer | None = None,
@@ -48,7 +49,7 @@ class LocAteR(Stabiliser):
         family: Family | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        self.auto = Auto() if strength == "auto" else None
+        self.auto = Auto() if strength == "auto" else strength if isinstance(strength, Auto) else None
         self.strength = 0.0 if self.auto else _number(strength)
         self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
         self.pairs = find_pairs(model, heads=heads, sample=sample, family=family, latent=True)
@@ -58,7 +59,7 @@ class LocAteR(Stabiliser):
             self._check_owner(optimizer)
         self.steps, self._in_loss = 0, False
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
-        self.gauge = Gauge(self.pairs, optimizer) if self.auto else None
+        self.gauge = Gauge(self.pairs, optimizer, self._slopes) if self.auto else None
 
     def penalty(self) -> Float[Tensor, ""]:
         """κ Σ_heads scale(W), and the mean's penalty if it has one; 0 where the optimiser was given."""
@@ -68,7 +69,7 @@ class LocAteR(Stabiliser):
         values = [descent.value(pair, *self._objective(number)) for number, pair in enumerate(self.pairs)]
         total = torch.stack(values).sum()
         if self.gauge is not None and total.requires_grad:
-            self.gauge.listen(total, self._slopes, self.strength)
+            self.gauge.listen(total, self.strength)
         if not torch.compiler.is_compiling():
             _check_finite(torch.isfinite(total.detach()))
         return total
@@ -131,7 +132,7 @@ class LocAteR(Stabiliser):
     def _choose(self, gauge: Gauge) -> None:
         """One more step to go by; κ holds for the step that follows."""
         assert self.auto is not None
-        self.auto.add(gauge.read(self._slopes))
+        self.auto.add(gauge.read())
         self._settle(self.auto)
 
     def _settle(self, auto: Auto) -> None:
@@ -187,14 +188,18 @@ class LocAteR(Stabiliser):
             for rows, weight in zip(pair.sides, pair.weights(), strict=False):
                 if rows.weight.is_stored and weight.requires_grad:
                     rates.learning_rate(weight, rows.weight.name)
+        acts = self.auto is not None or self.strength > 0
+        if acts and any(rates.is_orthogonalised(one) for pair in self.pairs for one in pair.weights()):
+            message = "Muon's steps are of one size, and −lr·κ∇ is lost beside them: add penalty() to the loss instead"
+            warnings.warn(message, stacklevel=3)
 
 
 def _same(values: Tensor) -> Tensor:
     return values
 
 
-def _number(strength: float | str) -> float:
-    if isinstance(strength, str):
+def _number(strength: float | str | Auto) -> float:
+    if isinstance(strength, str | Auto):
         raise refusal('a strength that is a number or "auto"', repr(strength))
     return non_negative(strength, "strength")
 

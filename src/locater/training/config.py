@@ -7,7 +7,7 @@ from ..errors import BadArguments, refusal
 from ..records import Json
 from .alarm_options import ACTIONS, ATTACH_QK_CLIP, read_actions
 from .data.options import DataOptions
-from .methods import LOCATER, METHODS, NONE, QK_DECAY, Method, method_of, read_settings
+from .methods import LOCATER, NONE, QK_DECAY, Method, method_of, read_settings
 from .shape import SHAPES, Shape, check_fields, option
 
 
@@ -52,7 +52,8 @@ class StabiliserOptions:
     mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
     qk_decay: float = option(0.0, "Short for --stabiliser qk-decay with this decay.")
-    stabiliser: str = option("", "A rival in LocAteR's place: " + ", ".join(METHODS) + ".")
+    # No longer list here: help would break names at their hyphens.
+    stabiliser: str = option("", "qk-norm, soft-cap, sigma-reparam, … in LocAteR's place; --help-all lists all.")
     stabiliser_options: str = option("", "Its options, such as threshold=50; --help-all lists them.")
 
     def __post_init__(self):

@@ -18,19 +18,23 @@ from .latent import LatentPair
 from .pairs import Pair
 from .sharding import shard_of
 
+Slopes = Callable[[int], list[Tensor]]
+
 
 class Gauge:
     """‖∇loss‖ / ‖∇scale‖ for each group of heads, the median over groups, once in every step.
 
     In the loss, parameters are listened to as their gradients arrive, before anyone clips them; what the penalty itself
     has put there, and the factor of a loss scaler, are taken out again. Decoupled, the optimiser is asked as it steps.
-    Holds one copy of these gradients. Computed weights (LoRA) are compared by the parameters that they are made from.
+    Both gradients are those of the weights before the step: in a run without warm-up the first step alone can make
+    ‖∇η²‖ twenty times as large. Holds one copy of both. Computed weights (LoRA) are compared by the parameters that
+    they are made from. `slopes` gives the scale's gradient by the leaves of a pair.
     """
 
-    def __init__(self, pairs: Sequence[Pair], optimizer: Optimizer | None) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: Sequence[Pair], optimizer: Optimizer | None, slopes: Slopes) -> None:
+        self.pairs, self.slopes = pairs, slopes
         self.seen: dict[int, Tensor] = {}
-        self.inside: dict[int, list[Tensor]] = {}  # the scale's gradient, where a strength of it is in the loss
+        self.of_scale: dict[int, list[Tensor]] = {}
         self.strength, self.factor = 0.0, 0.0
         leaves = {id(one): one for pair in pairs for one in leaves_of(pair)}
         if optimizer is None:
@@ -40,35 +44,39 @@ class Gauge:
             self.handles = [optimizer.register_step_pre_hook(self._note_all)]
 
     def _note_all(self, *given: object) -> None:
+        self._note_scale()
         for one in self.leaves:
             self._note(one)
+
+    def _note_scale(self) -> None:
+        self.of_scale = {number: self.slopes(number) for number in range(len(self.pairs))}
 
     def _note(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.seen[id(parameter)] = parameter.grad.detach().clone()
 
-    def listen(self, value: Tensor, slopes: Callable[[int], list[Tensor]], strength: float) -> None:
+    def listen(self, value: Tensor, strength: float) -> None:
         """Told of a penalty of that strength, which goes into the loss."""
-        self.inside = {number: slopes(number) for number in range(len(self.pairs))} if strength else {}
+        self._note_scale()
         self.strength = strength
         value.register_hook(self._scaled)
 
     def _scaled(self, by_value: Tensor) -> None:
         self.factor += float(by_value)
 
-    def read(self, slopes: Callable[[int], list[Tensor]]) -> float:
-        """The ratio of this step. `slopes` gives the scale's gradient by a pair's leaves."""
+    def read(self) -> float:
+        """The ratio of this step; 0 where the loss has no gradient by queries and keys, refused where none came."""
         ratios = []
         for number, pair in enumerate(self.pairs):
             known = [self.seen.get(id(one)) for one in leaves_of(pair)]
-            if any(one is None for one in known):
+            if number not in self.of_scale or any(one is None for one in known):
                 continue
             of_loss = [one / (self.factor or 1.0) for one in known if one is not None]
-            of_scale = self.inside.get(number) or slopes(number)
-            if number in self.inside:
+            of_scale = self.of_scale[number]
+            if self.strength:
                 of_loss = [one - self.strength * by for one, by in zip(of_loss, of_scale, strict=True)]
             ratios.append(_squares(pair, of_loss) / _squares(pair, of_scale))
-        self.seen, self.inside, self.factor = {}, {}, 0.0
+        self.seen, self.of_scale, self.strength, self.factor = {}, {}, 0.0, 0.0
         return _agreed(ratios)
 
     def close(self) -> None:
@@ -114,12 +122,12 @@ def _squares(pair: Pair, gradients: list[Tensor]) -> Tensor:
 
 def _agreed(ratios: list[Tensor]) -> float:
     """√ of the median over all groups; the geometric mean over processes, which have seen other texts."""
-    known = torch.cat(ratios) if ratios else torch.zeros(0)
-    known = known[torch.isfinite(known) & (known > 0)]
-    if not len(known):
+    if not ratios:
         remedy = "call step() after backward(), or give a number"
         raise refusal('gradients of queries and keys for strength="auto" to go by', "none", remedy)
-    found = known.double().log().median() / 2
+    known = torch.cat(ratios).double()
+    known = known[torch.isfinite(known) & (known > 0)]
+    found = known.log().median() / 2 if len(known) else known.new_tensor(-math.inf)
     if dist.is_initialized():
         dist.all_reduce(found)
         found = found / dist.get_world_size()

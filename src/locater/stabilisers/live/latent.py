@@ -154,10 +154,11 @@ def scale_rows(rows: Rows, factors: Float[Tensor, "heads d_head"]) -> None:
         if tensor is not None:
             shape = [1] * tensor.dim()
             shape[axis] = -1
-            _multiply(tensor.detach(), number.view(shape))
+            multiply(tensor.detach(), number.view(shape))
 
 
-def _multiply(tensor: Tensor, numbers: Tensor) -> None:
+def multiply(tensor: Tensor, numbers: Tensor) -> None:
+    """In place, entry by entry; what is sharded is cut alike."""
     if not isinstance(tensor, DTensor):
         tensor.mul_(numbers.to(tensor))
         return

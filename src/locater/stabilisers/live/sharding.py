@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...errors import refusal
 from ...projections import whole, widen
 from ...spectra import Grams
 from .pairs import Pair
@@ -125,6 +126,17 @@ def shard_of(pair: Pair, weights: Sequence[Tensor]) -> HeadShard:
         local = [weight.to_local() for weight in weights]  # type: ignore
         return _shard(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
     return _shard(pair, weights, [whole(weight) for weight in weights])
+
+
+def check_not_spread(model: nn.Module) -> None:
+    """For what changes a model's parameters: DDP and FSDP2 know those that there were when they were put around it.
+
+    Gradients of later ones would stay each process's own, and the copies would drift apart without a word.
+    """
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    if wrapped or any(isinstance(one, DTensor) for one in model.parameters()):
+        got = "one under DistributedDataParallel" if wrapped else "sharded parameters"
+        raise refusal("a model that is not spread over processes yet", got, "attach first, then wrap or shard")
 
 
 def _shard(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> HeadShard:

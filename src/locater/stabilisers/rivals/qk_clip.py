@@ -18,7 +18,7 @@ from ...models.live.watch import Sample
 from ...records import head_key, layer_key
 from ..base import Stabiliser
 from ..live.interception import Slots, Watcher
-from ..live.latent import LatentPair, clip_latent
+from ..live.latent import LatentPair, clip_latent, multiply
 from ..live.pairs import Pair, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
@@ -84,6 +84,10 @@ class QKClip(Stabiliser):
 
     def _of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
         """The pair's heads among all of its module."""
+        seen = len(self.last[pair.name])
+        if seen < pair.first + math.prod(pair.shape):
+            remedy = "clip before the heads are spread (tensor parallelism)"
+            raise refusal(f"the logits of {math.prod(pair.shape)} heads in {pair.name}", f"those of {seen}", remedy)
         return self.last[pair.name][pair.first : pair.first + math.prod(pair.shape)].view(pair.shape)
 
     def detach(self) -> None:
@@ -102,25 +106,22 @@ def clip(pair: Pair, factors: Float[Tensor, "groups heads"]) -> None:
     """Scale every logit of head h by factors[h]; shared or frozen keys leave it all to the query."""
     weights = pair.weights()
     shard = shard_of(pair, weights)
-    own = factors[shard.groups].to(shard.query)
     both = not pair.is_grouped and weights[0].requires_grad and weights[-1].requires_grad
-    by_query = own.sqrt() if both else own
-    shard.query.mul_(by_query[..., None, None])
-    scale_bias(pair.query, by_query, shard.groups)
+    factors = factors.sqrt() if both else factors
+    own = factors[shard.groups].to(shard.query)[..., None, None]
+    shard.query.mul_(own)
+    scale_bias(pair.query, factors)
     if both:
-        shard.key.mul_(by_query[..., None, None])
-        scale_bias(pair.key, by_query, shard.groups)
+        shard.key.mul_(own)
+        scale_bias(pair.key, factors)
     shard.commit()
 
 
-def scale_bias(rows: Rows, factors: Float[Tensor, "groups heads"], groups: slice) -> None:
-    """The bias of these rows, if there is one."""
+def scale_bias(rows: Rows, factors: Float[Tensor, "groups heads"]) -> None:
+    """The bias of these rows, if there is one; a sharded one in its shards."""
     bias = getattr(rows.weight.module, rows.weight.attribute.replace("weight", "bias"), None)
-    if bias is None:
-        return
-    local = bias.to_local() if hasattr(bias, "to_local") else bias
-    if local.shape != bias.shape and (groups.start is None or not rows.is_whole):
-        raise refusal("a bias that is sharded as its heads are", rows.weight.name, "replicate it")
-    count = len(factors)
-    size, steps = (count, rows.num_heads, rows.d_head), (rows.group_step, rows.head_step, 1)
-    local.detach().as_strided(size, steps, local.storage_offset() + rows.first).mul_(factors[..., None].to(local))
+    if bias is not None:
+        numbers = torch.ones(bias.shape, dtype=torch.float64, device=bias.device)
+        size, steps = (*factors.shape, rows.d_head), (rows.group_step, rows.head_step, 1)
+        numbers.as_strided(size, steps, rows.first).mul_(factors[..., None].to(numbers))
+        multiply(bias.detach(), numbers)

@@ -16,9 +16,11 @@ from ...attention.calls import AttentionCall
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
+from ...projections import whole
 from ..base import Stabiliser
 from ..live.interception import Slots
 from ..live.pairs import Pair, find_pairs
+from ..live.sharding import check_not_spread
 
 SUBMODULE = "qk_norm"
 
@@ -75,6 +77,7 @@ class QKNorm(Stabiliser):
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
     ) -> None:
+        check_not_spread(model)
         self.kind = kind or RMS()
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
@@ -89,7 +92,7 @@ class QKNorm(Stabiliser):
         return [weight for module in self.modules.values() for weight in getattr(module, SUBMODULE).parameters()]
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
-        means = [float(parameter.detach().abs().mean()) for parameter in self.parameters()]
+        means = [float(whole(parameter.detach()).abs().mean()) for parameter in self.parameters()]
         return {"qk_norm/gain": sum(means) / len(means)}
 
     def detach(self) -> None:

@@ -11,8 +11,10 @@ from torch.nn.utils import parametrize
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
+from ...projections import whole
 from ..base import Stabiliser
 from ..live.pairs import find_pairs
+from ..live.sharding import check_not_spread
 from ..live.weights import Rows
 
 Indices = Int[Tensor, " rows"] | None
@@ -97,6 +99,7 @@ class SigmaReparam(Stabiliser):
     """
 
     def __init__(self, model: nn.Module, *, gain: float = 1.0) -> None:
+        check_not_spread(model)
         self.places = list(linear_weights(model))
         if not self.places:
             raise refusal("a model with linear layers", type(model).__name__)
@@ -111,7 +114,7 @@ class SigmaReparam(Stabiliser):
         return [scale.gain for scale in self.scales() if scale.gain is not None]
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
-        gains = [float(gain.detach()) for gain in self.parameters()]
+        gains = [float(whole(gain.detach())) for gain in self.parameters()]
         return {"sigma_reparam/mean_gain": sum(gains) / len(gains), "sigma_reparam/max_gain": max(gains)}
 
     def detach(self, *, bake: bool = False) -> None:
@@ -140,6 +143,7 @@ class SpectralNorm(Stabiliser):
     """
 
     def __init__(self, model: nn.Module, *, heads: Sequence[Explicit] = (), sample: Sample | None = None) -> None:
+        check_not_spread(model)
         blocks: dict[tuple[int, str], list[Rows]] = {}
         for pair in find_pairs(model, heads=heads, sample=sample, trained=False):
             for rows in (pair.query, pair.key):
