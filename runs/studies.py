@@ -1,19 +1,25 @@
 """The page of studies: `python runs/studies.py` writes docs/studies.md and its figures from the rows in runs/studies.
 
 `python runs/studies.py keep FOLDER…` first takes over the rows of finished studies (`locater study NAME --out FOLDER`).
+`python runs/studies.py time [NAME…]` first measures how long `locater study NAME --quick` takes, by default of all.
 The rows of `convergence` are those of runs/measured/convergence, which may still be under way. The tables of
 docs/evidence.md are written from runs/studies/real-data.json (`locater study real-data --json`).
 """
 
 import json
+import resource
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+from locater.records import write_json
 from locater.report import figures
 from locater.report.studies import study_figure
-from locater.studies.page import documents, keep_rows, page
+from locater.studies.page import TIMES, documents, keep_rows, page, quick_times
 from locater.studies.real_data import page as evidence_tables
-from locater.studies.study import points_of
+from locater.studies.study import STUDIES, points_of
 from locater.studies.sweep.folder import Row, open_sweep
 from locater.studies.trained import result
 from locater.training.metrics import METRICS
@@ -43,6 +49,18 @@ def take_over_runs(folder: Path) -> None:
     keep_rows("study convergence", rows, ROWS / "convergence.json", num_points=len(points), quick=False)
 
 
+def measure_quick(name: str) -> None:
+    """One thread, one process; the processor's time is the study's own, the clock's is of everything beside it too."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "locater.cli", "study", name, "--quick", "--out", str(Path(folder) / "study")]
+        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    found = {name: {"processor_seconds": round(own, 1), "seconds": round(seconds, 1)}}
+    write_json(quick_times(ROWS) | found, ROWS / TIMES)
+
+
 def write_page() -> None:
     pictures = PAGE.with_suffix("")
     for name, found in documents(ROWS).items():
@@ -62,6 +80,8 @@ def write_evidence() -> None:
 if __name__ == "__main__":
     for folder in sys.argv[2:] if sys.argv[1:2] == ["keep"] else ():
         take_over(Path(folder))
+    for name in (sys.argv[2:] or STUDIES) if sys.argv[1:2] == ["time"] else ():
+        measure_quick(name)
     take_over_runs(ROOT / "runs" / "measured" / "convergence")
     write_page()
     write_evidence()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from command import locater
 from locater.errors import BadArguments
@@ -22,7 +23,18 @@ from locater.studies import (
     trained,
 )
 from locater.studies.page import page
-from locater.studies.statistics import Estimate, Finding, holm, paired, pooled, spearman, tally, wilson
+from locater.studies.statistics import (
+    Estimate,
+    Finding,
+    _newcombe,
+    holm,
+    paired,
+    paired_shares,
+    pooled,
+    spearman,
+    tally,
+    wilson,
+)
 from locater.studies.study import STUDIES, document, find, flat
 from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 from locater.theory import closed_form
@@ -56,8 +68,63 @@ def test_words_follow_the_interval():
     assert verdict(spearman(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4]), "relation") == "no relation seen"
     assert "no variation" in verdict(spearman([1.0] * 9, range(9)), "relation")
     many = [Finding("loss", name, lower) for name in "abcd"] + [Finding("loss", "e", null)]
-    assert tally(many) == f"lower for 4 of 5, most of all a ({lower}); no difference seen for e"
+    assert tally(many) == f"lower for 4 of 5, most for a ({lower}); no difference seen for e"
+    assert tally(many[:2]) == f"lower for a ({lower}) and b"
+    assert tally([Finding("loss", name, null) for name in "ab"]) == "no difference seen for any of 2"
     assert Finding("loss", "a", paired({0: 1.0}, {0: 2.0})).to_json()["low"] is None
+
+
+def test_pairs_that_agree_exactly_are_not_certain():
+    equal = paired({0: 5.1, 1: 6.3, 2: 4.4}, {0: 5.0, 1: 6.2, 2: 4.3})  # 0.1 each, but for rounding
+    assert equal.low == -math.inf and equal.p == 1 and not equal.is_seen and verdict(equal) == "no spread to judge by"
+    assert str(equal).endswith("(no interval)")
+    same = dict(enumerate((5.1, 6.3, 4.4)))
+    assert verdict(paired(same, same)) == "no difference seen"
+
+
+def test_an_estimate_has_as_many_places_as_its_largest_end():
+    assert str(Estimate(-0.0599, -0.0609, -0.059, 0.01, 3)) == "-0.0599 [-0.0609, -0.0590]"
+    assert (
+        str(Estimate(120.4, -3.0, 250.0, 0.5, 3)) == "+120 [-3, +250]" and str(Estimate(0, 0, 0, 1, 3)) == "+0 [+0, +0]"
+    )
+
+
+def test_the_interval_of_two_shares_is_newcombes():
+    """His table II, method 10: 56 of 70 against 48 of 80."""
+    low, high, _ = _newcombe(56 / 70, 70, 48 / 80, 80)
+    assert (round(low, 4), round(high, 4)) == (0.0524, 0.3339)
+    low, high, p = _newcombe(0.0, 10, 0.0, 10)
+    assert low == -high < -0.2 and p == 1
+
+
+def test_shares_of_seeds_that_agree_keep_an_interval():
+    few, many = [True] * 3 + [False] * 9, [True] * 34 + [False] * 10
+    found = paired_shares(dict.fromkeys(range(3), few), dict.fromkeys(range(3), many))
+    low, high, p = _newcombe(0.25, 12, 34 / 44, 44)
+    assert (found.low, found.high, found.p, found.count) == pytest.approx((low, high, p, 3)) and verdict(
+        found
+    ) == "lower"
+    assert paired_shares({0: few}, {1: many}).count == 0 and paired_shares({0: []}, {0: many}).count == 0
+    wild = paired_shares({0: few, 1: few, 2: many}, dict.fromkeys(range(3), many))  # seeds differ more than points
+    assert wild.low < low and not wild.is_seen
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_shares_call_a_planted_null_null_and_find_a_planted_effect(shared):
+    """With points that are the same for all seeds, or drawn anew: of 200 nulls hardly one in twenty is claimed."""
+    draw = random.Random(3)
+
+    def seen(inside: float, outside: float) -> float:
+        claims = 0
+        for _ in range(200):
+            sides = [
+                {seed: [draw.random() < share for _ in range(count)] for seed in range(3)}
+                for share, count in ((inside, 15), (outside, 40))
+            ]
+            claims += paired_shares(*({s: side[0] if shared else side[s] for s in side} for side in sides)).is_seen
+        return claims / 200
+
+    assert seen(0.4, 0.4) <= 0.08 and seen(0.1, 0.8) > 0.9
 
 
 def test_seeds_that_agree_to_the_last_rank_are_not_certain():
@@ -124,9 +191,9 @@ def test_profiles_are_the_theory_and_gaps_are_told(tmp_path):
     point = {"xi": 5.0, "eta": 2.5, "length": 16}
     rows = [point | row for row in profiles.measure(point, tmp_path)]
     assert {row["method"] for row in rows} == {"closed", "exact"} and len(rows) == 32
-    assert "within 0.05 of the exact law on 1 of 1" in profiles.conclude(rows).second
+    assert "within 0.05 of the exact law on 1 of the 1" in profiles.conclude(rows).second
     wrong = [row | {"rho": row["rho"] + 0.3 * (row["method"] == "exact")} for row in rows]
-    assert "on 0 of 1" in profiles.conclude(wrong).second and "gap is 0.3" in profiles.conclude(wrong).second
+    assert "on 0 of the 1" in profiles.conclude(wrong).second and "gap being 0.3" in profiles.conclude(wrong).second
 
 
 def test_softmax_close_at_small_scale_and_far_at_large(tmp_path):
@@ -148,7 +215,8 @@ def test_reconcile_sees_entropy_fall_with_the_deviation(tmp_path):
     assert reconcile.conclude(rows).findings[0].verdict == "falls"
     null = [row | {"entropy": QUIET.random()} for row in rows]
     assert reconcile.conclude(null).findings[0].verdict == "no relation seen"
-    assert "100% at 2" in reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows]).second
+    healthy = reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows])
+    assert "100% [51%, 100%] with 2" in healthy.second  # 4 points of one seed, not 12 of three
 
 
 def test_collapse_counts_what_collapsed(tmp_path):
@@ -193,7 +261,7 @@ def arms(name: str, quantity: str, effect: float, conditions=("", "deep")) -> li
     ]
 
 
-@pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity", "convergence"])
+@pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity"])
 def test_training_studies_find_what_is_planted_and_no_more(name):
     study = find(name)
     more = {"options": {"num_layers": 1}, "agreement": [0.1]}
@@ -232,17 +300,60 @@ def test_convergence_answers_its_question():
     def found(effect: float) -> str:
         return convergence.conclude(arms("locater-1e-2", "best_loss", effect)).second
 
-    assert found(-0.2).endswith("yes.") and found(-0.02).endswith("no.") and "not settled" in found(-0.05)
+    assert "less: yes." in found(-0.2) and "less: no." in found(-0.02) and "not settled" in found(-0.05)
+    verdicts = [
+        [one.verdict for one in convergence.conclude(arms("locater-1e-2", "best_loss", effect)).findings]
+        for effect in (-0.2, 0.0)
+    ]
+    assert verdicts == [["lower"] * 2, ["no difference seen"] * 2]  # two conditions
+    few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
+    assert "open, for fewer than 3 seeds" in convergence.conclude(few).second
+
+
+def test_convergence_says_what_has_ended_and_what_is_under_way():
     early = [
         row
         | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | ({"1500": 0.5} if row["seed"] else {})}
         for row in arms("locater-1e-2", "best_loss", -0.2)
     ]
     said = convergence.conclude(early)
-    assert "at step 1,000" in said.first and said.findings[0].verdict == "no difference seen"  # all have a loss of 1
-    assert said.second.endswith("seed 2 alone has come to step 1,500, where it is at 1.000.")
-    few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
-    assert "open" in convergence.conclude(few).second
+    assert "no pair of runs" in said.first and "at step 1,000, the last that 3 seeds share" in said.first
+    assert said.findings[-1].verdict == "no difference seen"  # all have a loss of 1 there
+    assert "open" in said.second and "Ended" not in said.second and "none (seeds 0, 1 and 2)" in said.second
+    one = convergence.conclude([row | {"is_done": row["seed"] == 0} for row in early])
+    assert "LocAteR ends at 0.827 times the perplexity of none (1 seed, so no interval); at step" in one.first
+    assert "Ended: none (seed 0)" in one.second and "Under way: none (seeds 1 and 2)" in one.second
+    ratios = [row["ratio"] for row in convergence.over_steps(early) if row["step"] == 500]
+    assert ratios[0] == pytest.approx(math.exp(-0.19)) and len(ratios) == 6
+
+
+def test_every_method_has_as_many_settings_and_the_best_is_decided_on_other_seeds():
+    assert {len(arms) for arms in convergence.METHODS.values()} == {2}
+    losses = {"decay-2": (4.0, 4.9, 4.9), "decay-8": (4.5, 4.5, 4.5), "none": (5.0, 5.0, 5.0)}
+    rows = [
+        {"condition": "", "arm": arm, "seed": seed, "best_loss": loss + 0.01 * seed * (arm == "none")}
+        for arm, some in losses.items()
+        for seed, loss in enumerate(some)
+    ]
+    # Seed 0 is judged by decay-8, the best of seeds 1 and 2, although its own best is decay-2.
+    found = convergence.compared(rows, "", "weight decay")
+    assert found.value == pytest.approx(((4.5 - 5.0) + (4.9 - 5.01) + (4.9 - 5.02)) / 3) and found.count == 3
+    names = [point["name"] for point in convergence.grid(False)]
+    assert {"none-seed0", "locater-1e-2-seed2", "dropout 0.1-qk-norm-seed1", "words-none-seed0"} <= set(names)
+
+
+def test_the_full_length_command_of_a_run_is_that_run(tmp_path):
+    point = next(one for one in convergence.grid(False) if one["name"] == "words-locater-1e-2-seed0")
+    words = trained.command(point).split()
+    assert words[:2] == ["locater", "train"] and f"`{' '.join(words)}`" in convergence.STUDY.doubt
+    shown = locater(*words[1:-2], "--print-config")
+    assert shown.code == 0, shown.err
+    printed = yaml.safe_load(shown.out)
+    flat_options = {
+        name: value for group in printed.values() if isinstance(group, dict) for name, value in group.items()
+    }
+    options = point["options"] | {"seed": point["seed"]}
+    assert {name: flat_options[name] for name in options} == options and printed["preset"] == point["preset"]
 
 
 def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):
@@ -279,7 +390,7 @@ def test_every_study_has_the_one_shape(name):
 def test_a_document_says_what_is_missing():
     rows = [{"point": {"a": 1}, "error": "no room"}]
     found = document("profiles", rows, num_points=2)
-    assert found["answer"] == ["Nothing has been measured yet.", "Open: 2 of 2 points are not measured."]
+    assert found["answer"] == ["Nothing has been measured yet.", "Open: 2 of 2 points are not measured to their end."]
     assert found["failures"] == rows and flat(rows) == []
     with pytest.raises(BadArguments, match="no study is called"):
         find("nothing")

@@ -251,6 +251,6 @@ def test_grids_are_complete_and_paired(name):
     for point in points:
         rest = {key: value for key, value in point.items() if key not in ("seed", "name")}
         arms.setdefault(str(rest), set()).add(point["seed"])
-    assert all(seeds == {0, 1, 2} for seeds in arms.values())
+    assert all(seeds == ({0, 1, 2} if name == "early-warning" else set(small.seeds(False))) for seeds in arms.values())
     assert name != "early-warning" or len(points) >= 60
     assert set(localisation_helps.ARMS) == set(localisation_helps.KIND_OF)

@@ -45,8 +45,9 @@ def study(
 
     console = console_for(json)
     if list_them:
-        questions = [[name, find(name).question] for name in STUDIES] + [["real-data", REAL_DATA]]
-        console.print(table(["study", "question"], questions, words=["study", "question"]))
+        questions = [[name, number, find(name).question] for name, number in STUDIES.items()]
+        questions.insert(list(STUDIES).index("mechanism") + 1, ["real-data", "Q2", REAL_DATA])
+        console.print(table(["study", "", "question"], questions, words=["study", "", "question"]))
         return
     if name == "real-data":
         folder = out or default_folder(name, quick=False)
@@ -107,6 +108,8 @@ def _show(console: Console, found: Json, folder: Path) -> None:
     console.print(f"[bold]{escape(found['question'])}[/bold]")
     for sentence in found["answer"]:
         console.print(f"· {escape(sentence)}")
+    if found["setting"]:
+        console.print(f"[dim]Setting: {escape(found['setting'])}.[/dim]")
     for row in found["failures"][:3]:
         console.print(f"[red]![/red] {escape(str(row['point'].get('name', row['point'])))}: {escape(row['error'])}")
     if len(found["failures"]) > 3:

@@ -133,7 +133,7 @@ def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axe
     except ImportError:
         raise refusal("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
     figure = Figure(figsize=size)
-    grid = figure.subplots(2, panels // 2) if panels >= 4 else figure.subplots(1, panels)
+    grid = figure.subplots(2, (panels + 1) // 2) if panels >= 4 else figure.subplots(1, panels)
     axes = list(grid.flat) if panels > 1 else [grid]
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)

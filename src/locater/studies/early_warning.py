@@ -11,7 +11,7 @@ from ..records import Json
 from ..stabilisers import Stabiliser
 from ..training.model import LanguageModel
 from .small import tiny, train
-from .statistics import wilson
+from .statistics import capital, wilson
 from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
 
@@ -231,15 +231,12 @@ def conclude(rows: list[Json]) -> Answer:
     judgements.sort(key=lambda one: (-one["caught"], one["false"], -(one["lead"] or 0)))
     own, loss = by_default(rows), next(one for one in judgements if one["indicator"] == LOSS)
     best = next(one for one in judgements if one["indicator"] != LOSS)
-    bad = sum(row["shown"] is not None for row in rows)
     return Answer(
-        f"Of {len(rows)} runs of {len({row['kind'] for row in rows})} kinds ({bad} diverge; tiny models of 300 steps "
-        f"whose learning rate climbs), {best['indicator']} warns best: it catches {_share(best, 'caught', 'diverged')} "
-        f"with {_share(best, 'false', 'healthy')} false alarms, {_steps(best)} before the loss shows it, where the "
-        f"rise of the loss itself catches {_share(loss, 'caught', 'diverged')} with {_steps(loss)} to spare "
-        "(thresholds chosen on two seeds, judged on the third; Wilson's intervals).",
+        f"{capital(best['indicator'])} warns best: {_share(best, 'caught', 'diverged')} divergences are caught, "
+        f"{_steps(best)} before the loss shows them, with {_share(best, 'false', 'healthy')} healthy runs alarmed; the "
+        f"rise of the loss itself catches {loss['caught']}, {_steps(loss)} before.",
         f"The monitor's alarms at their own thresholds catch {_share(own, 'caught', 'diverged')}, {_steps(own)} "
-        f"before, at {_share(own, 'false', 'healthy')} false alarms ({_at_lowest(rows)}).",
+        f"before, with {_share(own, 'false', 'healthy')} healthy runs alarmed ({_at_lowest(rows)}).",
         table=_table([*judgements, own], rows),
     )
 
@@ -281,6 +278,8 @@ STUDY = Study(
         "false_alarms", "recall", "indicator", "", "share of healthy runs alarmed", "share of divergences caught"
     ),
     budget="72 runs of 300 steps, a report every 10: some 4 minutes of one core",
+    setting="tiny models of one to three layers whose learning rate climbs for 300 steps; thresholds are chosen on all "
+    "seeds but one and judged on that one; Wilson's intervals",
     doubt="Divergences that come from elsewhere than too large a learning rate; models with more than three layers.",
     shown=curves,
 )

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 
 from ..records import Json
 from ..stabilisers import LocAteR, Projected, WarmUp
 from .interventions import Held, Temperature, Window
-from .small import SCALE, Attach, nothing, result, tiny, train
+from .small import SCALE, Attach, nothing, result, seeds, tiny, train
 from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
@@ -47,7 +48,7 @@ QUICK = ("none", "window 2", "window 8", "temperature 0.3", "temperature 3", "ξ
 def grid(quick: bool) -> list[Point]:
     return [
         {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else 300}
-        for seed in range(3)
+        for seed in seeds(quick)
         for arm in (QUICK if quick else tuple(ARMS))
     ]
 
@@ -60,8 +61,8 @@ def measure(point: Point, place: Path) -> Json:
 def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
     """Spearman over arms of one quantity with another, seed by seed and then together."""
     rows = [row for row in rows if x in row and y in row]
-    seeds = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
-    return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in seeds])
+    by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+    return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
 
 
 def conclude(rows: list[Json]) -> Answer:
@@ -76,11 +77,9 @@ def conclude(rows: list[Json]) -> Answer:
     near = [row["near_mass"] for row in rows]
     of_near, of_entropy = ([one for one in relations if one.what.endswith(word)] for word in ("near mass", "entropy"))
     return Answer(
-        f"In {SCALE}, localisation was set from outside (mass on the last 4 tokens from {min(near):.2f} to "
-        f"{max(near):.2f}), and as it grows the loss {tally(of_near, most=4)} (rank correlations over arms, seeds "
-        "apart, Holm).",
-        f"As entropy grows the loss {tally(of_entropy, most=4)}, and against a model that is left alone it is "
-        f"{tally(losses)} (3 seeds, paired, Holm).",
+        f"With the mass on the last 4 tokens set from {min(near):.2f} to {max(near):.2f}, the loss over it: "
+        f"{tally(of_near)}; over entropy: {tally(of_entropy)} (rank correlations over arms, seeds apart, Holm).",
+        f"Against a model that is left alone, the loss: {tally(losses)} (paired by seed, Holm).",
         [*relations, *losses],
     )
 
@@ -89,12 +88,36 @@ def _of_kind(rows: list[Json], kind: str) -> list[Json]:
     return [row for row in rows if kind in ("", row["kind"])]
 
 
+def by_arm(rows: list[Json]) -> list[Json]:
+    """A point for each arm: means over seeds, the loss against none's of the same seed."""
+    none = {row["seed"]: row["best_loss"] for row in rows if row["arm"] == "none"}
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        some = [row for row in rows if row["arm"] == arm and row["seed"] in none]
+        if some:
+            losses, near = [row["best_loss"] - none[row["seed"]] for row in some], [row["near_mass"] for row in some]
+            found.append({"arm": arm, "kind": some[0]["kind"], "near_mass": fmean(near), "difference": fmean(losses)})
+    return found
+
+
 STUDY = Study(
     question="If localisation is set from outside, does the loss follow it, or does it only accompany a small scale?",
     grid=grid,
     measure=measure,
     conclude=conclude,
-    figure=Figure("near_mass", "best_loss", "kind", "", "mass on the last 4 tokens", "validation loss"),
+    figure=Figure(
+        "near_mass",
+        "difference",
+        "kind",
+        "",
+        "mass on the last 4 tokens",
+        "validation loss minus none's",
+        by_label="what is set",
+        level=0.0,
+        kind="points",
+    ),
+    shown=by_arm,
     budget="66 runs of 300 steps: three minutes of one core",
+    setting=SCALE,
     doubt="Texts whose next word depends on what is far; models of several layers, in which few heads need be local.",
 )

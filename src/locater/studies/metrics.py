@@ -13,9 +13,9 @@ from ..records import Json
 from ..stabilisers import LocAteR
 from .localisation_helps import ARMS as SET
 from .localisation_helps import follows
-from .small import SCALE, Attach, Ran, nothing, result, tiny, train
+from .small import SCALE, Attach, Ran, nothing, result, seeds, tiny, train
 from .statistics import Finding, corrected, tally
-from .study import Answer, Figure, Study
+from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import findings
 
@@ -39,7 +39,7 @@ def grid(quick: bool) -> list[Point]:
     arms = ("none", "LocAteR", "window 2", "window 8", "temperature 3") if quick else tuple(ARMS)
     return [
         {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else 300}
-        for seed in range(3)
+        for seed in seeds(quick)
         for arm in arms
     ]
 
@@ -142,17 +142,16 @@ METRICS = {
 def conclude(rows: list[Json]) -> Answer:
     relations = corrected(
         [
-            Finding("over near mass", what, follows(rows, "near_mass", name), "relation")
+            Finding("over the mass on the last 4 tokens", what, follows(rows, "near_mass", name), "relation")
             for name, what in METRICS.items()
         ]
     )
     own = [one for name, what in METRICS.items() for one in findings(rows, name, what) if one.of == "LocAteR"]
     told = [Finding("LocAteR − none", one.what, one.estimate) for one in corrected(own)]
     return Answer(
-        f"In {SCALE}, over {len({row['arm'] for row in rows})} arms that differ in where attention looks: as the "
-        f"mass on the last 4 tokens grows, what is measured {tally(relations, most=4)} (rank correlations over arms, "
-        "seeds apart, Holm).",
-        f"LocAteR against none is {tally(told)} (3 seeds, paired, Holm).",
+        f"Over {len({row['arm'] for row in rows})} arms that differ in where attention looks, each measure over the "
+        f"mass on the last 4 tokens: {tally(relations)} (rank correlations over arms, seeds apart, Holm).",
+        f"Each measure with LocAteR against none: {tally(told)} (paired by seed, Holm).",
         [*relations, *told],
     )
 
@@ -162,7 +161,9 @@ STUDY = Study(
     grid=grid,
     measure=measure,
     conclude=conclude,
-    figure=Figure("near_mass", "calibration_error", "arm", "", "mass on the last 4 tokens", "calibration error"),
+    figure=intervals("rank correlation"),
+    drawn=("over the mass on the last 4 tokens",),
     budget="30 runs of 300 steps: two minutes of one core",
+    setting=SCALE,
     doubt="Models that can copy: one layer has no induction heads; word frequencies of a larger vocabulary.",
 )

@@ -14,14 +14,30 @@ from .sweep.folder import Row
 
 HEAD = """# Studies
 
-Every answer below is written by code from the rows in [runs/studies](../runs/studies), and `make studies` writes this
-page anew: two sentences for each question, a figure, and every comparison behind them. An interval is one of 95 %.
-Differences are paired by seed; fewer than three seeds make no claim; where several are compared, Holm's method corrects
-them, and an interval that it unmakes takes in zero. Spearman's correlations are over the points of a grid, which we
-chose: they say how the plane looks, not how models are distributed over it. Most training studies are of models that
-train in seconds: they are complete, and small. `--quick` is a miniature of under two minutes.
+What readers of the paper are left asking, Q1 to Q10, and some more. Every answer is written by code from the rows in
+[runs/studies](../runs/studies), and `make studies` writes this page anew: two sentences for each question, a figure,
+and every comparison behind them. How to read them:
+
+- An interval is one of 95 %. "No difference seen" says that it holds zero, not that there is none.
+- Differences are paired by seed, and fewer than three seeds make no claim. Where several are compared, Holm's method
+  corrects them, and an interval that it unmakes takes in zero. Seeds that agree exactly have no interval.
+- Rank correlations (Spearman's) and shares are over the points of a grid, which we chose: they say how the plane looks,
+  not how models are distributed over it. Seeds share the grid, so they do not count as more points.
+- Most training studies are of models that train in seconds: they are complete, and small.
+- `--quick` is a miniature of under two minutes; what each took is said with its budget.
 
 """
+# Q2 is of whole models, and has a page of its own.
+REAL_DATA = """## `real-data`
+
+**Q2. What of the random-walk prediction holds on text, and what does each measured moment add?**
+
+Its rows are of {models} real checkpoints with {heads:,} heads in all, and stand with their tables in
+[evidence.md](evidence.md). Rows: `locater study real-data --model PATH …`.
+
+"""
+BEFORE_REAL_DATA = "mechanism"
+TIMES = "times.json"
 MOST_ROWS = 24  # of a table; the rest is in the rows
 NOTHING = {"rows": [], "num_points": 0, "quick": False}
 SWEEPS = """## Sweeps
@@ -69,11 +85,29 @@ def documents(folder: Path) -> dict[str, Json]:
 
 def page(folder: Path, *, pictures: str) -> str:
     """The whole page."""
-    return HEAD + "".join(_section(name, found, pictures) for name, found in documents(folder).items()) + SWEEPS
+    times, parts = quick_times(folder), [HEAD]
+    for name, found in documents(folder).items():
+        parts.append(_section(name, found | {"time": times.get(name)}, pictures))
+        parts += [_real_data(folder)] if name == BEFORE_REAL_DATA else []
+    return "".join(parts) + SWEEPS
+
+
+def quick_times(folder: Path) -> Json:
+    """Seconds of `--quick`, study by study, as far as they were measured."""
+    path = folder / TIMES
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _real_data(folder: Path) -> str:
+    path = folder / "real-data.json"
+    models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else []
+    return REAL_DATA.format(models=len(models), heads=sum(one["heads"] for one in models)) if models else ""
 
 
 def _section(name: str, found: Json, pictures: str) -> str:
-    lines = [f"## `{name}`", "", f"**{found['question']}**", "", " ".join(found["answer"]), ""]
+    number = f"{found['number']}. " if found["number"] else ""
+    lines = [f"## `{name}`", "", f"**{number}{found['question']}**", "", " ".join(found["answer"]), ""]
+    lines += [f"Setting: {found['setting']}.", ""] if found["setting"] else []
     if found["rows"]:
         lines += [f"![{name}]({pictures}/{name}.png)", ""]
     return "\n".join([*lines, *_behind(found["behind"]), _made(name, found), "", ""])
@@ -83,7 +117,9 @@ def _made(name: str, found: Json) -> str:
     command = f"locater study {name}"
     made = f"`{command} --quick`; the full grid, `{command}`, is open" if found["quick"] else f"`{command}`"
     made = made if found["rows"] else f"nothing kept yet; open, with `{command}`"
-    return f"Rows: {made}. Budget: {found['budget']}. What would change our mind: {found['doubt']}"
+    time = found["time"]
+    quick = f"; `--quick` took {time['processor_seconds']:.0f} s of one core" if time else ""
+    return f"Rows: {made}. Budget: {found['budget']}{quick}. What would change our mind: {found['doubt']}"
 
 
 def _behind(table: Json | None) -> list[str]:

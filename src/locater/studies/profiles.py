@@ -58,8 +58,8 @@ def conclude(rows: list[Json]) -> Answer:
         for (xi, eta, method), curve in curves.items()
         if method == "closed" and (xi, eta, "exact") in curves
     }
-    counted = together([f"{n} are {word}" for word, n in words.most_common()])
-    first = f"Of the paper's {sum(words.values())} curves {counted}."
+    counted = together([f"{n} {word}" for word, n in words.most_common()])
+    first = f"In the theory's words, of the paper's {sum(words.values())} curves: {counted}."
     if not gaps:
         return Answer(
             first, f"None of them belongs to a matrix of width {D_MODEL}, none was held against the exact law."
@@ -68,8 +68,8 @@ def conclude(rows: list[Json]) -> Answer:
     wrong = sum(gap > CLOSE for gap in gaps.values())
     return Answer(
         first,
-        f"The closed form is within {CLOSE} of the exact law on {len(gaps) - wrong} of {len(gaps)} curves that a "
-        f"matrix of width {D_MODEL} can have, and the largest gap is {worst:.3f} (ξ = {xi:g}, η = {eta:g}); nothing "
+        f"The Gaussian form is within {CLOSE} of the exact law on {len(gaps) - wrong} of the {len(gaps)} curves that a "
+        f"matrix of width {D_MODEL} can have, the largest gap being {worst:.3f} at ξ = {xi:g}, η = {eta:g}; nothing "
         "here is random, so there is no interval.",
     )
 
@@ -79,7 +79,10 @@ STUDY = Study(
     grid=grid,
     measure=measure,
     conclude=conclude,
-    figure=Figure("theta", "rho", "eta", "xi", "θ = t/T", "ρ"),
+    figure=Figure(
+        "theta", "rho", "eta", "xi", "place in the text, t/T", "ρ, Gaussian form", by_label="η", panel_label="ξ ="
+    ),
+    shown=lambda rows: [row for row in rows if row["method"] == "closed"],
     budget="under a minute of one core",
     doubt="Both forms share the random walk; on real inputs neither need hold.",
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ..records import Json
-from .statistics import Finding, corrected, spearman, tally, together
+from .statistics import Finding, corrected, spearman, tally, together, wilson
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import Spectrum, layers, tokens
@@ -39,25 +39,39 @@ def conclude(rows: list[Json]) -> Answer:
     for name in ("entropy", "residual"):
         for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
             some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
-            where = f"{'residual and norm' if norm else 'bare attention'}, tr W = {trace:g} λ"
+            where = f"{'residual and norm' if norm else 'attention alone'} with tr W = {trace:g} λ"
             one = spearman([row["deviation"] for row in some], [row[name] for row in some])
             found.append(Finding(f"{name} over the deviation", where, one, "relation"))
     found = corrected(found)
     entropy, residual = ([one for one in found if one.what.startswith(name)] for name in ("entropy", "residual"))
     both = [row for row in rows if row["entropy"] >= ENTROPY_COLLAPSE and row["residual"] >= RANK_COLLAPSE]
-    least = {depth: _share(both, rows, depth) for depth in sorted({row["layers"] for row in rows})}
-    shares = together([f"{share:.0%} at {depth}" for depth, share in least.items()])
+    depths = sorted({row["layers"] for row in rows})
+    shares = together([f"{_share(both, rows, depth)} with {depth}" for depth in depths])
     return Answer(
-        "On random walks, as the eigenvalues' deviation grows, entropy (rank correlation) "
-        f"{tally(entropy, most=1)}, while the residual, which is near 0 where rank collapses, "
-        f"{tally(residual, most=1)} (Holm).",
-        f"Both can be avoided at once, in depth too: neither collapse is seen on {shares} layers of the points.",
+        f"As the eigenvalues' deviation grows, entropy {tally(entropy, most=1)}, while the rank residual, near 0 where "
+        f"rank collapses, {tally(residual, most=1)} (rank correlations over the grid, Holm).",
+        f"Points of the grid without either collapse, by the number of layers: {shares}.",
         found,
     )
 
 
-def _share(some: list[Json], rows: list[Json], depth: int) -> float:
-    return sum(row["layers"] == depth for row in some) / sum(row["layers"] == depth for row in rows)
+def _share(some: list[Json], rows: list[Json], depth: int) -> str:
+    """With Wilson's interval for as many points as one seed has: seeds share the grid."""
+    count, total, seeds = (
+        sum(row["layers"] == depth for row in some),
+        sum(row["layers"] == depth for row in rows),
+        len({row["seed"] for row in rows}),
+    )
+    low, high = wilson(count / seeds, total / seeds)
+    return f"{count / total:.0%} [{low:.0%}, {high:.0%}]"
+
+
+def both_measures(rows: list[Json]) -> list[Json]:
+    return [
+        {"deviation": row["deviation"], "layers": row["layers"], "measure": words, "value": row[name]}
+        for row in rows
+        for name, words in (("entropy", "entropy"), ("residual", "rank residual"))
+    ]
 
 
 STUDY = Study(
@@ -65,7 +79,17 @@ STUDY = Study(
     grid=grid,
     measure=measure,
     conclude=conclude,
-    figure=Figure("deviation", "entropy", "trace", "layers", "√d · deviation/λ", "entropy", logarithmic=True),
+    figure=Figure(
+        "deviation",
+        "value",
+        "measure",
+        "layers",
+        "√d · deviation of the eigenvalues/λ",
+        "mean over the grid",
+        logarithmic=True,
+        panel_label="layers:",
+    ),
+    shown=both_measures,
     budget="a minute of one core",
     doubt="Values and feed-forward parts are left out here; trained models have both.",
 )

@@ -9,8 +9,8 @@ import torch
 
 from ..records import Json
 from ..stabilisers import SpectralInitialisation
-from .small import Ran, observed, tiny, train, validation_loss
-from .statistics import Finding, corrected, spearman, tally
+from .small import SCALE, Ran, observed, tiny, train, validation_loss
+from .statistics import Finding, capital, corrected, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .synthetic import layers, of_xi_and_eta, tokens
@@ -76,11 +76,10 @@ def conclude(rows: list[Json]) -> Answer:
             )
     found = corrected(found)
     parts = {what: [one for one in found if one.what == what] for what in dict.fromkeys(one.what for one in found)}
-    told = [f"{what} {tally(some, most=5)}" for what, some in parts.items()]
+    told = [f"{what}: {tally(some, most=1)}" for what, some in parts.items()]
     return Answer(
-        f"When ξ and η are set by construction, {told[0]}, and {told[-1]} (rank correlations over the grid, Holm; "
-        "'text' is real words with random vectors, the models have one layer of width 32).",
-        f"Beside that, {told[1]}.",
+        f"{capital(told[0])}; and {told[-1]} (rank correlations over the grid, Holm).",
+        f"{capital(told[1])}.",
         found,
     )
 
@@ -91,7 +90,8 @@ STUDY = Study(
     grid=grid,
     measure=measure,
     conclude=conclude,
-    figure=Figure("eta", "near_mass", "xi", "tokens", "η/λ", "mass on the last 4 tokens", logarithmic=True),
+    figure=Figure("eta", "near_mass", "xi", "tokens", "η/λ", "mass on the last 4 tokens", True, "ξ"),
     budget="603 points, 9 small models trained: two minutes of one core",
+    setting="'text' is real words with random vectors; the models have " + SCALE,
     doubt="Larger trained models, whose inputs have a common mean and whose heads differ.",
 )

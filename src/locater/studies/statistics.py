@@ -11,6 +11,8 @@ from ..records import Json
 LEVEL = 0.95
 # Fewer pairs than this make no claim, whatever their interval.
 FEWEST = 3
+# Differences of seeds that are this near to each other, as a share of what is compared, are equal but for rounding.
+SAME = 1e-9
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,62 @@ class Estimate:
         return self.count >= FEWEST and (self.low > 0 or self.high < 0)
 
     def __str__(self) -> str:
-        return f"{self.value:+.3g} [{self.low:+.3g}, {self.high:+.3g}]"
+        """Three digits of the largest, and as many places of the others."""
+        parts = [value for value in (self.value, self.low, self.high) if math.isfinite(value)]
+        largest = max(map(abs, parts), default=0.0)
+        places = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+        value, low, high = (f"{part:+.{places}f}" for part in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]" if len(parts) == 3 else f"{value} (no interval)"
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
     """Mean difference over the seeds that both have, with Student's interval of its pairs.
 
-    Nothing is assumed of what two seeds share, only that differences of seeds are alike. One pair has no interval.
+    Nothing is assumed of what two seeds share, only that differences of seeds are alike. One pair has no interval, nor
+    have pairs that agree exactly: they show no spread to judge by, which is not certainty.
     """
     differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-    if len(differences) < 2:
-        return Estimate(differences[0] if differences else math.nan, -math.inf, math.inf, 1.0, len(differences))
+    mean = fmean(differences) if differences else math.nan
+    scale = max(map(abs, [*ours.values(), *theirs.values()]), default=0.0)
+    if not differences or max(differences) - min(differences) <= SAME * scale:
+        return Estimate(mean, -math.inf, math.inf, 1.0, len(differences))
     from scipy.stats import t
 
-    mean, error = fmean(differences), stdev(differences) / math.sqrt(len(differences))
-    free = len(differences) - 1
+    error, free = stdev(differences) / math.sqrt(len(differences)), len(differences) - 1
     half = float(t.ppf((1 + LEVEL) / 2, free)) * error
-    p = 2 * float(t.sf(abs(mean) / error, free)) if error else float(mean == 0)
-    return Estimate(mean, mean - half, mean + half, p, len(differences))
+    return Estimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
+
+
+def paired_shares(ours: Mapping[int, Sequence[bool]], theirs: Mapping[int, Sequence[bool]]) -> Estimate:
+    """Difference of two shares of a grid's points, each a sequence for every seed.
+
+    Seeds share the grid, so they add no points: the error of the points is Newcombe's (1998, his method 10) for as many
+    as one seed has, the error of the seeds is Student's; the wider end counts, and the larger p.
+    """
+    seeds = sorted(ours.keys() & theirs.keys())
+    first, second = (
+        {seed: sum(some[seed]) / len(some[seed]) for seed in seeds if some[seed]} for some in (ours, theirs)
+    )
+    by_seed = paired(first, second)
+    if not by_seed.count:
+        return by_seed
+    counts = [fmean(len(some[seed]) for seed in seeds) for some in (ours, theirs)]
+    low, high, p = _newcombe(fmean(first.values()), counts[0], fmean(second.values()), counts[1])
+    if math.isinf(by_seed.low):  # one seed, or seeds that agree: the points alone say how sure it is
+        return replace(by_seed, low=low, high=high, p=p)
+    return replace(by_seed, low=min(low, by_seed.low), high=max(high, by_seed.high), p=max(p, by_seed.p))
+
+
+def _newcombe(share: float, count: float, other: float, other_count: float) -> tuple[float, float, float]:
+    """The interval of a difference of two independent shares, and p of the pooled test that they are one."""
+    from scipy.stats import norm
+
+    (low, high), (other_low, other_high) = wilson(share * count, count), wilson(other * other_count, other_count)
+    difference, both = share - other, (share * count + other * other_count) / (count + other_count)
+    error = math.sqrt(both * (1 - both) * (1 / count + 1 / other_count))
+    p = 2 * float(norm.sf(abs(difference) / error)) if error else 1.0
+    below, above = math.hypot(share - low, other_high - other), math.hypot(high - share, other - other_low)
+    return difference - below, difference + above, p
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
@@ -82,7 +122,7 @@ def pooled(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
 
 
-def wilson(count: int, total: int) -> tuple[float, float]:
+def wilson(count: float, total: float) -> tuple[float, float]:
     """The interval of a share (Wilson 1927).
 
     >>> [round(end, 2) for end in wilson(9, 10)]
@@ -130,6 +170,8 @@ class Finding:
             return ("rises" if one.value > 0 else "falls") if one.is_seen else "no relation seen"
         if one.count < FEWEST:
             return "too few seeds"
+        if math.isinf(one.low) and one.value:
+            return "no spread to judge by"
         return ("lower" if one.value < 0 else "higher") if one.is_seen else "no difference seen"
 
     def __str__(self) -> str:
@@ -150,7 +192,7 @@ class Finding:
 NUMBERS = ("value", "low", "high", "p")
 
 
-NULLS = {"no difference seen": "not seen to differ", "no relation seen": "shows no relation"}
+NULLS = ("no difference seen", "no relation seen")
 
 
 def corrected(findings: Sequence[Finding]) -> list[Finding]:
@@ -160,29 +202,36 @@ def corrected(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
-    """Who is lower, higher, or not seen to differ: up to `most` of each by name, with intervals where one is seen.
+    """Who is lower, higher, or not seen to differ: up to `most` of each by name; of the strongest its interval too.
 
     >>> seen, null = Estimate(-0.5, -0.6, -0.4, 0.01, 3), Estimate(0.1, -0.4, 0.6, 0.9, 3)
     >>> tally([Finding("loss", "a", seen), Finding("loss", "b", null), Finding("loss", "c", null)])
-    'lower for a (-0.5 [-0.6, -0.4]); no difference seen for b and c'
+    'lower for a (-0.500 [-0.600, -0.400]); no difference seen for b and c'
     """
     groups: dict[str, list[Finding]] = {}
     for one in sorted(findings, key=lambda one: -abs(one.estimate.value) if one.estimate.is_seen else math.inf):
         groups.setdefault(one.verdict, []).append(one)
-    if len(groups) == 1 and next(iter(groups)) in NULLS and len(findings) > 1:
-        return f"{NULLS[next(iter(groups))]} for any of {len(findings)}"
-    parts = []
-    for verdict, some in groups.items():
-        names = [str(one) if one.estimate.is_seen else one.of for one in some]
-        if len(some) > most and some[0].estimate.is_seen:
-            parts.append(f"{verdict} for {len(some)} of {len(findings)}, most of all {names[0]}")
-        elif len(some) > most:
-            parts.append(f"{verdict} for the other {len(some)}")
-        else:
-            parts.append(f"{verdict} for {together(names)}")
-    return "; ".join(parts)
+    if len(groups) == 1 and len(findings) > 1 and next(iter(groups)) in NULLS:
+        return f"{next(iter(groups))} for any of {len(findings)}"
+    return "; ".join(f"{verdict} for {_who(some, len(findings), most)}" for verdict, some in groups.items())
+
+
+def _who(some: Sequence[Finding], total: int, most: int) -> str:
+    """The members of one group."""
+    is_seen = some[0].estimate.is_seen
+    names = [str(some[0]) if is_seen else some[0].of, *(one.of for one in some[1:])]
+    if len(some) <= most:
+        return together(names)
+    if not is_seen:
+        return f"the other {len(some)}" if len(some) < total else f"all {total}"
+    return (f"all {total}" if len(some) == total else f"{len(some)} of {total}") + f", most for {names[0]}"
 
 
 def together(names: Sequence[str]) -> str:
     """a, b and c."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def capital(words: str) -> str:
+    """As the beginning of a sentence; a letter of the theory stays as it is."""
+    return words[0].upper() + words[1:] if words[:1].isascii() else words

@@ -7,33 +7,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import BadArguments
 from ..records import Json
 from .statistics import Finding
 from .sweep.folder import Measure, Point, Row, Sweep
 
-STUDIES = (
-    "profiles",
-    "collapse",
-    "softmax",
-    "reconcile",
-    "spectrum-vs-attention",
-    "mechanism",
-    "localisation-helps",
-    "depth",
-    "sensitivity",
-    "convergence",
-    "rivals",
-    "metrics",
-    "early-warning",
-)
+# By the number that the paper's readers asked it under; Q2 is `real-data`, whose rows are of whole models.
+STUDIES = {
+    "profiles": "",
+    "collapse": "",
+    "mechanism": "Q1",
+    "softmax": "Q3",
+    "reconcile": "Q4",
+    "localisation-helps": "Q5",
+    "rivals": "Q6",
+    "depth": "Q7",
+    "metrics": "Q8",
+    "sensitivity": "Q9",
+    "spectrum-vs-attention": "Q10",
+    "convergence": "",
+    "early-warning": "",
+}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Lines of `y` over `x`, one for each value of `by`, a panel for each value of `panel`; means over other fields."""
+    """Lines (or points) of `y` over `x`, one for each value of `by`, a panel for each of `panel`; means over the rest.
+
+    Of kind "intervals" it draws findings: a line for each of whom, a panel for each of what the study's `drawn` names.
+    """
 
     x: str
     y: str
@@ -42,6 +46,15 @@ class Figure:
     x_label: str = ""
     y_label: str = ""
     logarithmic: bool = False
+    by_label: str = ""
+    panel_label: str = ""
+    level: float | None = None  # a line across
+    kind: Literal["lines", "points", "intervals"] = "lines"
+
+
+def intervals(x_label: str) -> Figure:
+    """Estimates with their intervals, by name."""
+    return Figure("value", "", "of", "what", x_label, kind="intervals")
 
 
 class Table(NamedTuple):
@@ -79,6 +92,8 @@ class Study:
     figure: Figure
     budget: str
     doubt: str  # what would change our mind
+    setting: str = ""  # of what size, how long, how tuned
+    drawn: Sequence[str] = ()  # of a figure of intervals, what the findings are about
     shown: Callable[[list[Json]], list[Json]] = list  # what the figure draws, if not the rows themselves
 
 
@@ -106,13 +121,15 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     found = study.conclude(measured) if measured else None
     table = found.behind() if found else None
     answer = [found.first, found.second] if found else ["Nothing has been measured yet."]
-    done = sum("result" in row for row in rows)
+    done = sum("result" in row and _is_done(row["result"]) for row in rows)
     if done < num_points:
-        answer.append(f"Open: {num_points - done} of {num_points} points are not measured.")
+        answer.append(f"Open: {num_points - done} of {num_points} points are not measured to their end.")
     return {
         "schema": "locater.study/1",
         "study": name,
         "question": study.question,
+        "number": STUDIES[name],
+        "setting": study.setting,
         "answer": answer,
         "findings": [one.to_json() for one in found.findings] if found else [],
         "behind": table._asdict() if table else None,
@@ -120,8 +137,22 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
         "doubt": study.doubt,
         "figure": asdict(study.figure),
         "failures": [row for row in rows if "error" in row],
-        "rows": study.shown(measured),
+        "rows": _drawn(study, found, measured),
     }
+
+
+def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Json]:
+    """What the figure draws: rows, or findings."""
+    if study.figure.kind != "intervals":
+        return study.shown(measured)
+    wanted = study.drawn if found else ()
+    some = [one for one in found.findings if one.what in wanted] if found else []
+    return [one.to_json() | {"seen": one.estimate.is_seen} for one in some]
+
+
+def _is_done(result: object) -> bool:
+    """A run that is under way has a result that says so."""
+    return not isinstance(result, dict) or bool(result.get("is_done", True))
 
 
 def measure_for(sweep: Sweep) -> Measure:

@@ -1,8 +1,6 @@
 """Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -104,6 +102,14 @@ def points(
     ]
 
 
+def command(point: Point) -> str:
+    """The same run by itself, as one types it."""
+    flags = [
+        f"--{name.replace('_', '-')} {value}" for name, value in {"seed": point["seed"], **point["options"]}.items()
+    ]
+    return f"locater train --preset {point['preset']} {' '.join(flags)} --out {point['name'].replace(' ', '-')}"
+
+
 def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:
     some = [row for row in rows if (row["condition"], row["arm"]) == (condition, arm) and quantity in row]
     return {row["seed"]: row[quantity] for row in some}
@@ -125,21 +131,4 @@ def findings(rows: Rows, quantity: str, what: str, *, against: str = "none") -> 
 
 
 def _named(condition: str, arm: str) -> str:
-    return f"{arm}, {condition}" if condition else arm
-
-
-def ratio(rows: Rows, arm: str, *, against: str = "none") -> Estimate:
-    """Of the best perplexities, paired by seed: exp of the mean difference of losses, with its interval."""
-    one = paired(by_seed(rows, "", arm, "best_loss"), by_seed(rows, "", against, "best_loss"))
-    return replace(one, value=_exp(one.value), low=_exp(one.low), high=_exp(one.high))
-
-
-def at_common_step(rows: Rows) -> tuple[int, Rows]:
-    """The last step at which all have a validation, and the rows with their best loss until then."""
-    step = max(set.intersection(*({int(step) for step in row["course"]} for row in rows)), default=0)
-    best = [min(loss for at, loss in row["course"].items() if int(at) <= step) if step else math.nan for row in rows]
-    return step, [row | {"best_loss": loss} for row, loss in zip(rows, best, strict=True)]
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, 700.0))
+    return f"{arm} with {condition}" if condition else arm
