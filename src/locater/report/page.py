@@ -47,7 +47,7 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
         "regimes": [{"name": name, **word._asdict()} for name, word in WORDS.items()],
         "sentences": [sentence.to_json() for sentence in sentences],
         "runs": runs,
-        "studies": [{"figure": one["figure"], "rows": one["rows"]} for one in studies],
+        "studies": [{name: one.get(name) for name in ("figure", "rows", "behind")} for one in studies],
     }
     parts = {
         "title": html.escape(title),

@@ -144,7 +144,12 @@ function laterRange(series) {
 }
 
 // A study: lines of means over x, one for each value of `by`, a chart for each value of `panel`.
-function studyCharts({ figure: plan, rows }) {
+function studyCharts({ figure: plan, rows, behind }) {
+  const table = behind ? [behindTable(behind)] : [];
+  return [...(plan.kind === "intervals" ? intervalCharts(plan, rows) : lineCharts(plan, rows)), ...table];
+}
+
+function lineCharts(plan, rows) {
   const panels = [...new Set(rows.map((row) => row[plan.panel]))];
   const names = [...new Set(rows.map((row) => String(row[plan.by])))];
   return panels.map((panel) => {
@@ -152,11 +157,13 @@ function studyCharts({ figure: plan, rows }) {
     const words = [...new Set(here.map((row) => row[plan.x]))];
     const counted = words.every((word) => typeof word === "number");
     const at = (row) => (counted ? row[plan.x] : words.indexOf(row[plan.x]));
-    const series = names.map((name, n) => ({ label: `${plan.by} ${name}`, name: `${plan.by} ${name}`, look: lineLook(n), points: meansOver(here.filter((row) => String(row[plan.by]) === name), at, plan.y) }))
+    const called = (name) => `${plan.by_label ?? plan.by} ${name}`.trim();
+    const kind = plan.kind === "points" ? { kind: "points" } : {};
+    const series = names.map((name, n) => ({ label: called(name), name: called(name), look: lineLook(n), ...kind, points: meansOver(here.filter((row) => String(row[plan.by]) === name), at, plan.y) }))
       .filter((one) => one.points.length);
     const x = { label: plan.x_label || plan.x, factors: counted && plan.logarithmic && words.every((word) => word > 0) };
     if (!counted) Object.assign(x, { ticks: words.map((_, n) => n), name: (n) => String(words[n]) });
-    return series.length ? figure(panel === undefined || panel === null ? plan.y_label || plan.y : `${plan.panel} ${panel}`, series, { key: true, x, y: { label: plan.y_label || plan.y } }) : "";
+    return series.length ? figure(panel === undefined || panel === null ? plan.y_label || plan.y : `${plan.panel_label ?? plan.panel} ${panel}`.trim(), series, { key: true, x, y: { label: plan.y_label || plan.y } }) : "";
   }).filter(Boolean);
 }
 
@@ -164,4 +171,34 @@ function meansOver(rows, at, name) {
   const groups = new Map();
   for (const row of rows) groups.set(at(row), [...(groups.get(at(row)) ?? []), row[name]]);
   return [...groups].sort((a, b) => a[0] - b[0]).map(([x, values]) => [x, values.reduce((sum, value) => sum + value, 0) / values.length]);
+}
+
+// A dot and a bar for each name, dark where the interval leaves out zero; a chart for each thing that was compared.
+function intervalCharts(plan, rows) {
+  return [...new Set(rows.map((row) => row[plan.panel]))].map((panel) => {
+    const here = rows.filter((row) => row[plan.panel] === panel && Number.isFinite(row[plan.x]));
+    const ends = [0, ...here.flatMap((row) => [row[plan.x], row.low, row.high])].filter(Number.isFinite);
+    const [line, left, width] = [19, 190, 460];
+    const height = here.length * line + 44;
+    const x = axis([Math.min(...ends), Math.max(...ends)], [left, width - 24], { count: 4 });
+    const words = here.map((row) => `${row[plan.by]}: ${shownNumber(row[plan.x])}`).join("; ");
+    const drawn = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", role: "img", "font-size": 12.5, "font-family": "system-ui, sans-serif", "aria-label": `${panel}. ${words}` });
+    drawn.append(svg("line", { x1: x.place(0), x2: x.place(0), y1: 4, y2: height - 38, stroke: look("ink"), "stroke-dasharray": "2 2" }));
+    here.forEach((row, n) => {
+      const [y, stroke] = [n * line + 14, row.seen ? lineLook(0).colour : look("soft")];
+      drawn.append(svg("text", { x: left - 8, y: y + 4, "text-anchor": "end", fill: look("ink") }, row[plan.by].length > 29 ? `${row[plan.by].slice(0, 28)}…` : row[plan.by]));
+      if (Number.isFinite(row.low) && Number.isFinite(row.high)) drawn.append(svg("line", { x1: x.place(row.low), x2: x.place(row.high), y1: y, y2: y, stroke, "stroke-width": 2 }));
+      drawn.append(svg("circle", { cx: x.place(row[plan.x]), cy: y, r: 3.5, fill: stroke }));
+    });
+    for (const mark of x.marks) drawn.append(svg("text", { x: x.place(mark), y: height - 22, "text-anchor": "middle", fill: look("ink") }, tickName(mark)));
+    drawn.append(svg("text", { x: (left + width) / 2, y: height - 5, "text-anchor": "middle", fill: look("ink") }, plan.x_label));
+    return html("figure", {}, html("h3", {}, panel), drawn, html("figcaption", {}, saveButtons(panel, () => drawn)));
+  });
+}
+
+// Every comparison behind the sentences.
+function behindTable({ columns, rows }) {
+  const cells = (row, tag, options = {}) => html("tr", {}, ...row.map((word) => html(tag, options, String(word))));
+  return html("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Behind it" }, html("h3", {}, "What the answer rests on"),
+    html("table", { class: "arms" }, html("thead", {}, cells(columns, "th", { scope: "col" })), html("tbody", {}, ...rows.map((row) => cells(row, "td")))));
 }
