@@ -56,8 +56,8 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_seeds(folder: Path, names: list[str]) -> None:
-    needed = {"report": "documents"}
-    wanted = [needed.get(name, name) for name in names if name not in ("tokens", "arguments")]
+    needed = {"report": "documents", "arguments": "safetensors"}
+    wanted = [needed.get(name, name) for name in names if name != "tokens"]
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(HERE / "seeds.py"), str(folder), *wanted]
     subprocess.run(command, check=True, env=environment() | {"LOCATER_CACHE": str(folder / ".cache")})

@@ -246,6 +246,21 @@ def spoil_layout(folder: Path, chance: random.Random) -> str:
     return told
 
 
+def check_layout(folder: Path, found: Any, whole: Any) -> str | None:
+    """Every row against the W that the layout's own words make of the file's tensors."""
+    import yaml
+
+    rows = {row["block"]: row for row in yaml.safe_load((folder / "layout.yaml").read_text())["attention"]}
+    tensors = readings.safetensors(folder / "own.safetensors")
+    for head in found.heads:
+        expected = np.array(readings.layout_moments(rows[head.block], tensors, head.layer, head.head))
+        ours = np.array([head.trace, head.trace_of_square, head.frobenius_squared])
+        size = max(head.frobenius_squared, FLOOR)
+        if np.any(np.abs(ours - expected) > 1e-3 * np.array([size**0.5, size, size])):
+            return "moments that are not the layout's"
+    return None
+
+
 # --- one of several models in the seed's folder
 
 
@@ -265,20 +280,35 @@ def spoil_one(name: str) -> Callable[[Path, random.Random], str]:
 def check_one(folder: Path, result: Any, whole: Any) -> str | None:
     """Where only idle entries of the config or other layers' tensors changed, a row is what it was."""
     note = json.loads((folder / ".told").read_text())
-    same_files = _same_bytes(folder, note["model"], whole["seed"])
     config = json.loads((folder / "config.json").read_text())
     changed = [key for key in config.keys() | note["config"].keys() if config.get(key) != note["config"].get(key)]
-    if same_files and set(changed) <= set(IDLE):
-        before = whole["rows"](note["model"])
-        after = rows_of(result)
-        if before != after:
-            return f"other numbers after a change of {', '.join(changed) or 'nothing'}"
-    return None
+    touched = touched_layers(folder / "model.safetensors", SEEDS / whole["seed"] / note["model"] / "model.safetensors")
+    if touched is None or not set(changed) <= set(IDLE):
+        return None
+    before = [row for row in whole["rows"](note["model"]) if row[1] not in touched]
+    after = [row for row in rows_of(result) if row[1] not in touched]
+    if touched:  # what cannot be read may be refused layer by layer; what is told must be right
+        before = [row for row in before if row[:3] in {one[:3] for one in after}]
+    return None if before == after else f"other numbers after a change of {', '.join(changed) or touched or 'nothing'}"
 
 
-def _same_bytes(folder: Path, model: str, seed: str) -> bool:
-    path = folder / "model.safetensors"
-    return path.is_file() and path.read_bytes() == (SEEDS / seed / model / "model.safetensors").read_bytes()
+def touched_layers(path: Path, seed: Path) -> set[int] | None:
+    """Layers (and experts) whose tensors differ from the seed's; None where any other tensor or the set of names does."""
+    if not path.is_file():
+        return None
+    ours, theirs = load_file(path), load_file(seed)
+    if ours.keys() != theirs.keys():
+        return None
+    names = [name for name in ours if not _equal(ours[name], theirs[name])]
+    numbers = [[int(part) for part in name.split(".") if part.isdigit()] for name in names]
+    return None if [] in numbers else {number for one in numbers for number in one}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit, NaN too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def rows_of(found: Any) -> list[tuple]:
@@ -369,7 +399,8 @@ def run_run(folder: Path) -> Any:
 def point_at_text(config: Path, text: Path) -> None:
     """The seed was written elsewhere: its data has moved along with it."""
     with contextlib.suppress(OSError, ValueError):
-        config.write_text(config.read_text(encoding="utf-8").replace(str(SEEDS / "run" / "text.txt"), str(text)))
+        written = SEEDS / ".run" / "text.txt"  # where seeds.py makes it, before it is given its name
+        config.write_text(config.read_text(encoding="utf-8").replace(str(written), str(text)))
 
 
 def check_run(folder: Path, result: Any, whole: Any) -> str | None:
@@ -404,20 +435,49 @@ def check_tokens(folder: Path, result: Any, whole: Any) -> str | None:
     return None if result == whole else "other tokens than those of the text"
 
 
-OPTIONS = ("--trace", "--trace-of-square", "--frobenius-squared", "--temperature", "--length", "--walks", "--seed")
+MOMENTS = {"--trace": "1", "--trace-of-square": "2", "--frobenius-squared": "9", "--temperature": "2"}
+OPTIONS = {
+    "theory": (*MOMENTS, "--length", "--walks", "--seed", "--method", "--covariance"),
+    "scan": ("--length", "--layers", "--temperature", "--fail-on", "--timeout", "--adapter", "--layout"),
+}
+VALUES = ("nan", "inf", "-inf", "1e308", "0", "-1", "1", "3.5", "x", "", "1e-320", "9" * 400, "64", "[/x]", "exact")
+VALUES += ("0-1", "1-0", "0-999999999999", "xi<0.5", "eta>", "xi<nan", "\x1b[31m\u202e", "..", "http://", "a" * 5000)
 
 
 def spoil_arguments(folder: Path, chance: random.Random) -> str:
-    chosen = chance.sample(OPTIONS, chance.randint(1, 4))
-    values = ["nan", "inf", "-inf", "1e308", "0", "-1", "1", "3.5", "x", "", "1e-320", "9" * 400, "64", "[/x]"]
-    arguments = [part for option in chosen for part in (option, chance.choice(values))]
-    (folder / "arguments").write_text(json.dumps(arguments))
-    return " ".join(arguments)[:120]
+    verb = chance.choice(["theory", "theory", "scan"])
+    chosen = chance.sample(OPTIONS[verb], chance.randint(1, 4))
+    (folder / "arguments").write_text(json.dumps([verb, {option: chance.choice(VALUES) for option in chosen}]))
+    return (folder / "arguments").read_text()[:160]
+
+
+def arguments_of(folder: Path) -> tuple[str, dict[str, str]]:
+    path = folder / "arguments"
+    verb, given = json.loads(path.read_text()) if path.exists() else ("theory", {})
+    return verb, (MOMENTS if verb == "theory" else {}) | {"--length": "16"} | given
 
 
 def run_arguments(folder: Path) -> Any:
-    path = folder / "arguments"
-    return command("theory", *(json.loads(path.read_text()) if path.exists() else ["--trace", "1"]))
+    verb, given = arguments_of(folder)
+    source = [str(SEEDS / "safetensors")] if verb == "scan" else []
+    return command(verb, *source, *(part for pair in given.items() for part in pair), "--json", "-")[0]
+
+
+def check_arguments(folder: Path, result: str, whole: Any) -> str | None:
+    """Strict JSON; probabilities that are such, of the moments given; rows of the file, whatever was asked of them."""
+    verb, given = arguments_of(folder)
+    document = json.loads(result, parse_constant=lambda word: 1 / 0)
+    if verb == "theory":
+        named = (document["trace"], document["trace_of_square"], document["frobenius_squared"], document["temperature"])
+        if given.get("--covariance", "1") == "1" and list(named) != [float(given[name]) for name in MOMENTS]:
+            return "other moments than those given"
+        profiles = document["profiles"].values()
+        is_right = all(len(one) == int(given["--length"]) and 0 <= min(one) <= max(one) <= 1 for one in profiles)
+        return None if is_right else "a profile that is none"
+    config = json.loads((SEEDS / "safetensors" / "config.json").read_text())
+    expected = readings.llama_moments(config, readings.safetensors(SEEDS / "safetensors" / "model.safetensors"))
+    off = [row for row in document["heads"] if abs(row["trace"] - expected[row["layer"], row["head"]][0]) > 1e-3]
+    return "a trace that is not the file's" if off or not document["heads"] else None
 
 
 SEEDS = Path()
@@ -430,12 +490,15 @@ FORMATS = {
     "distributed": Format("distributed", spoil_checkpoint(".metadata"), read_and_scan, check_distributed),
     "adapter": Format("adapter", spoil_adapter, run_adapter, check_adapter),
     "layout": Format(
-        "layout", spoil_layout, lambda folder: scan(folder / "own.safetensors", layout=folder / "layout.yaml")
+        "layout",
+        spoil_layout,
+        lambda folder: scan(folder / "own.safetensors", layout=folder / "layout.yaml"),
+        check_layout,
     ),
     "quantised": Format("", spoil_one("quantised"), scan, check_one),
     "families": Format("", spoil_one("families"), scan, check_one),
     "report": Format("documents", spoil_report, run_report, check_page),
     "run": Format("run", spoil_run, run_run, check_run),
     "tokens": Format("", spoil_tokens, read_tokens, check_tokens),
-    "arguments": Format("", spoil_arguments, run_arguments),
+    "arguments": Format("", spoil_arguments, run_arguments, check_arguments),
 }

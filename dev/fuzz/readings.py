@@ -117,3 +117,26 @@ def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple
             whole = (query[rows] * gain).T @ (key[of_key * size : (of_key + 1) * size] * gain)
             found[layer, head] = float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2))
     return found
+
+
+def layout_moments(row: dict, tensors: Numbers, layer: int, head: int) -> tuple[float, float, float]:
+    """The same of one head of a layout's row, from the names and numbers that the row gives."""
+
+    def tensor(template: str, suffix: str = ".weight") -> np.ndarray:
+        name = template.replace("{layer}", str(layer))
+        prefixes = ("", *row.get("prefixes", ()))
+        names = [prefix + name + end for prefix in prefixes for end in (suffix, "")]
+        return next(tensors[one] for one in names if one in tensors)
+
+    query, key = tensor(row["query"]), tensor(row["key"])
+    heads = row["heads"]
+    keys = row.get("key_heads") or heads
+    size = row.get("d_head") or len(query) // heads
+    norm = row.get("input_norm") or {}
+    gain = tensor(norm["name"]) if norm.get("name") else 1.0
+    of_key = head // (heads // keys)
+    left, right = (query[head * size : (head + 1) * size] * gain, key[of_key * size : (of_key + 1) * size] * gain)
+    if norm.get("kind") == "layer":
+        left, right = left - left.mean(1, keepdims=True), right - right.mean(1, keepdims=True)
+    whole = left.T @ right
+    return float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2))
