@@ -24,6 +24,16 @@ def safetensors(path: Path) -> Numbers:
     return found
 
 
+def stored(path: Path) -> dict[str, tuple]:
+    """Type, shape and bytes of every tensor."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    places = {name: [8 + length + offset for offset in item["data_offsets"]] for name, item in header.items()}
+    return {name: (item["dtype"], item["shape"], data[slice(*places[name])]) for name, item in header.items()}
+
+
 def _numbers(data: bytes, kind: str) -> np.ndarray:
     if kind == "bf16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
@@ -99,8 +109,15 @@ def _unpacked(data: bytes, start: int, kind: int, count: int) -> np.ndarray:
     return (scales * blocks[:, 2:].copy().view("i1").astype(np.float32)).astype(np.float64).ravel()
 
 
-def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple[float, float, float]]:
-    """tr W, tr W², ‖W‖² of every head of a llama, from the materialised W = diag(g) W_Qᵀ W_K diag(g)."""
+def moments(query: np.ndarray, key: np.ndarray) -> tuple[float, float, float, float]:
+    """tr W, tr W², ‖W‖² of the materialised W = QᵀK, and ‖Q‖²‖K‖², by which sums of single precision may be off."""
+    whole = query.T @ key
+    sizes = np.sum(query**2) * np.sum(key**2)
+    return float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2)), float(sizes)
+
+
+def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple[float, float, float, float]]:
+    """`moments` of every head of a llama, the gain of its norm folded in."""
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads
@@ -114,19 +131,17 @@ def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple
         )
         for head in range(heads):
             rows, of_key = slice(head * size, (head + 1) * size), head // (heads // keys)
-            whole = (query[rows] * gain).T @ (key[of_key * size : (of_key + 1) * size] * gain)
-            found[layer, head] = float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2))
+            found[layer, head] = moments(query[rows] * gain, key[of_key * size : (of_key + 1) * size] * gain)
     return found
 
 
-def layout_moments(row: dict, tensors: Numbers, layer: int, head: int) -> tuple[float, float, float]:
-    """The same of one head of a layout's row, from the names and numbers that the row gives."""
+def layout_moments(row: dict, tensors: Numbers, layer: int, head: int) -> tuple[float, float, float, float]:
+    """`moments` of one head of a layout's row, from the names and numbers that the row gives."""
 
-    def tensor(template: str, suffix: str = ".weight") -> np.ndarray:
+    def tensor(template: str) -> np.ndarray:
         name = template.replace("{layer}", str(layer))
-        prefixes = ("", *row.get("prefixes", ()))
-        names = [prefix + name + end for prefix in prefixes for end in (suffix, "")]
-        return next(tensors[one] for one in names if one in tensors)
+        (found,) = [one for key, one in tensors.items() if f".{key}".removesuffix(".weight").endswith(f".{name}")]
+        return found
 
     query, key = tensor(row["query"]), tensor(row["key"])
     heads = row["heads"]
@@ -138,5 +153,4 @@ def layout_moments(row: dict, tensors: Numbers, layer: int, head: int) -> tuple[
     left, right = (query[head * size : (head + 1) * size] * gain, key[of_key * size : (of_key + 1) * size] * gain)
     if norm.get("kind") == "layer":
         left, right = left - left.mean(1, keepdims=True), right - right.mean(1, keepdims=True)
-    whole = left.T @ right
-    return float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2))
+    return moments(left, right)

@@ -28,7 +28,7 @@ def rows_of_run(folder: Path) -> list[Row]:
     """The metrics of a run that is to go on."""
     path = folder / METRICS
     try:
-        return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0]
+        return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0 and _line(row)]
     except (OSError, ValueError, TypeError, KeyError) as reason:
         got = f"{type(reason).__name__} ({reason!s:.80})"
         raise refusal(f"metrics of locater train in {path}", got, "repair its lines, or remove it") from None

@@ -57,7 +57,7 @@ class Store:
 
     def names(self) -> dict[str, str]:
         path = self.folder / INDEX
-        return _read(path, ("last",)) if path.exists() else {}
+        return _beside(path, _read(path, ("last",))) if path.exists() else {}
 
     def small(self, which: str = "last") -> Json:
         """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
@@ -150,6 +150,14 @@ def _read(path: Path, names: tuple[str, ...]) -> Json:
     raise refusal(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
 
 
+def _beside(path: Path, names: Json) -> dict[str, str]:
+    """The names, where each is that of an entry beside the document: none leads out of the folder."""
+    for name in names.values():
+        if not isinstance(name, str) or not name.strip(". ") or "\0" in name or Path(name).name != name:
+            raise refusal(f"names of what lies beside it in {path}", repr(name), "restore it, or start a new run")
+    return names
+
+
 def checksums_of(folder: Path) -> dict[str, str]:
     """By file; what is not in it cannot be told from what the disk made of it."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
@@ -160,7 +168,9 @@ def damaged_files(folder: Path) -> list[str]:
     """The files of a checkpoint that are not as they were written; none where it was written without checksums."""
     if not (folder / CHECKSUMS).exists():
         return []
-    return [name for name, kept in _read(folder / CHECKSUMS, (SMALL,)).items() if _checksum(folder / name) != kept]
+    kept = _read(folder / CHECKSUMS, (SMALL,))
+    _beside(folder / CHECKSUMS, {name: name for name in kept})
+    return [name for name, checksum in kept.items() if _checksum(folder / name) != checksum]
 
 
 def _checksum(path: Path) -> str:

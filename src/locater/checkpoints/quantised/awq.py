@@ -35,7 +35,7 @@ class AWQ(Weight):
         self.check_shape("scales", (num_groups, num_out))
         self.check_shape("qzeros", (num_groups, num_out // 8))
         groups = torch.arange(num_in) // size
-        codes, zeros = (_unpack(self.part(role))[:, start:stop] for role in ("qweight", "qzeros"))
+        codes, zeros = (_unpack(self.codes(role, torch.int32))[:, start:stop] for role in ("qweight", "qzeros"))
         scales = self.part("scales")[:, start:stop].float()
         return ((codes.int() - zeros[groups].int()) * scales[groups]).T.contiguous()
 

@@ -24,7 +24,7 @@ class FourBits(Weight):
 
     @cached_property
     def state(self) -> JsonMapping:
-        data = bytes(self.part("state").flatten().tolist())
+        data = bytes(self.codes("state", torch.uint8).flatten().tolist())
         try:
             state = json.loads(data)
         except (ValueError, RecursionError):
@@ -52,7 +52,7 @@ class FourBits(Weight):
             start * width,
             stop * width,
         )  # of the flat tensor; a byte may hold the end of one row and the next's
-        octets = self.part("weight", (first // 2, -(-last // 2))).flatten()
+        octets = self.codes("weight", torch.uint8, rows=(first // 2, -(-last // 2))).flatten()
         codes = torch.stack([octets >> 4, octets & 15], dim=-1).flatten()[first % 2 :][: last - first]
         self.check_shape("weight.quant_map", (16,))
         numbers = self.part("weight.quant_map").float()[codes.long()]
@@ -89,7 +89,7 @@ class EightBits(Weight):
         if "weight_format" in self.parts:
             order = self.part("weight_format").flatten().tolist()
             self.check(order == [0], "rows one after another (weight_format 0)", f"{order!r:.40}")
-        return self.part("weight", rows).float() * self.part("SCB", rows).float()[:, None] / 127
+        return self.codes("weight", torch.int8, rows=rows).float() * self.part("SCB", rows).float()[:, None] / 127
 
 
 def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:

@@ -32,7 +32,7 @@ class Whole(Weight):
         if not self.is_packed:
             return self.part_shape("weight")
         self.check_shape("weight_shape", (2,))
-        shape = tuple(self.part("weight_shape").tolist())
+        shape = tuple(self.codes("weight_shape").tolist())
         fits = all(0 < size < 2**31 for size in shape) and self.part_shape("weight_packed")[0] == shape[0]
         self.check(fits, f"{self.part_shape('weight_packed')[0]} rows in `weight_shape`", [*shape])
         return shape
@@ -88,7 +88,7 @@ def spread(scale: Tensor, weight: Whole, block: Shape, rows: Rows | None) -> Ten
         return spread_over(scale, weight.shape, block, rows)
     weight.check(block[0] == 1, "groups along the rows with `weight_g_idx`", f"blocks of {block[0]} rows")
     weight.check_shape("weight_g_idx", (weight.shape[1],))
-    groups = weight.part("weight_g_idx").long()
+    groups = weight.codes("weight_g_idx").long()
     if bool((groups == -1).all()):  # as it is stored where nothing was reordered
         return spread_over(scale, weight.shape, block, rows)
     inside = bool(((groups >= 0) & (groups < scale.shape[1])).all())

@@ -61,13 +61,13 @@ class GPTQ(Weight):
             self.check(not self.settings.get("desc_act"), "`g_idx`, since `desc_act` is true", "none")
             return torch.arange(num_in) // size
         self.check_shape("g_idx", (num_in,))
-        groups = self.part("g_idx").long()
+        groups = self.codes("g_idx").long()
         inside = bool(((groups >= 0) & (groups < num_groups)).all())
         self.check(inside, f"groups below {num_groups} in `g_idx`", "one outside")
         return groups
 
     def _zero_words(self) -> Tensor:
-        words = self.part("qzeros")
+        words = self.codes("qzeros", torch.int32)
         kind = word(self.settings, "checkpoint_format") or word(self.settings, "format") or FORMATS[0]
         if kind not in FORMATS:
             raise refusal(f"GPTQ weights in the format {' or '.join(FORMATS)}", repr(kind)[:60], REMEDY)

@@ -25,7 +25,7 @@ class HQQ(Weight):
     @cached_property
     def shape(self) -> Shape:  # type: ignore  # read once
         self.check_shape("shape", (2,))
-        shape = tuple(self.part("shape").tolist())
+        shape = tuple(self.codes("shape").tolist())
         stored = math.prod(self.part_shape("W_q")) * 8 // self.bits
         fits = min(shape) > 0 and math.prod(shape) == stored
         self.check(fits, f"a shape of {stored} numbers", [*shape])
@@ -33,7 +33,7 @@ class HQQ(Weight):
 
     @cached_property
     def bits(self) -> int:
-        packing = "".join(map(chr, self.part("packing").flatten().tolist()[:20]))
+        packing = bytes(code & 127 for code in self.codes("packing").flatten()[:20].tolist()).decode()
         self.check(packing in BITS and self.part_dtype("W_q") == torch.uint8, f"packing {', '.join(BITS)}", packing)
         return BITS[packing]
 

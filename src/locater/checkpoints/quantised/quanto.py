@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, cat
+import torch
+from torch import Tensor
 
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
@@ -59,8 +60,9 @@ class Packed(Weight):
         num_groups = self.part_shape("weight._scale")[0]
         for role in ("weight._scale", "weight._shift"):
             self.check_shape(role, (num_groups, 1))
-        packed, scale, shift = (self.part(role) for role in ("weight._data._data", *PARTS[2:4]))
-        codes = cat([(packed >> place) & (2**self.bits - 1) for place in range(0, 8, self.bits)])
+        packed = self.codes("weight._data._data", torch.uint8)
+        scale, shift = (self.part(role) for role in PARTS[2:4])
+        codes = torch.cat([(packed >> place) & (2**self.bits - 1) for place in range(0, 8, self.bits)])
         if shift.is_floating_point():
             whole = (scale.float() * codes - shift.float()).reshape(self.shape)
         else:

@@ -7,11 +7,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...errors import refusal
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
+from .floating import EIGHT_BITS
 from .weight import REMEDY, Shape, Weight, grid, modules_with, parts_of, spread_over
 
 PARTS = ("_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale")
@@ -38,7 +40,7 @@ class TorchAO(Weight):
         for role in self.settings["parts"]:
             self.check(f"_weight_{role}" in self.parts, f"`_weight_{role}`, as the header says", "none")
         counts = grid(shape, tuple(block))
-        numbers = self.part("_weight_qdata", rows).float()
+        numbers = self.codes("_weight_qdata", torch.int8, *EIGHT_BITS, rows=rows).float()
         if "_weight_zero_point" in self.parts:
             numbers = numbers - self._spread("_weight_zero_point", counts, tuple(block), rows)
         return numbers * self._spread("_weight_scale", counts, tuple(block), rows)

@@ -18,6 +18,7 @@ from ..base import Checkpoint, Rows
 
 REMEDY = "convert the checkpoint to 16 bits with the tool that quantised it"
 Shape = tuple[int, ...]
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Weight(ABC):
 
     def part(self, role: str, rows: Rows | None = None) -> Tensor:
         return self.store.read(self._stored(role), rows)
+
+    def codes(self, role: str, *kinds: torch.dtype, rows: Rows | None = None) -> Tensor:
+        """A part whose bits are read: of another type they would mean something else."""
+        stored = self.part_dtype(role)
+        self.check(stored in (kinds or WHOLE), f"`{role}` as {' or '.join(map(str, kinds)) or 'whole numbers'}", stored)
+        return self.part(role, rows)
 
     def part_shape(self, role: str) -> Shape:
         return self.store.shape(self._stored(role))
