@@ -1,6 +1,7 @@
-"""kill -9 at every kind of file event of training, sweeps and reports: what is there is whole, what follows is equal.
+"""kill -9 at file events of training, sweeps and reports, and at any moment: all that is there is whole.
 
 An audit hook counts the files that a process opens for writing, renames and removes in its folder, and ends it at one.
+(Random moments of training: test_training_killed.py.)
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import time
 
 import pytest
 import torch
@@ -48,6 +50,7 @@ def train(folder) -> None:
 
 def measured(point, place) -> dict:
     (place / "note").write_text("x")
+    time.sleep(0.01)  # moments between files are hit, too
     return {"square": point["x"] ** 2}
 
 
@@ -74,16 +77,25 @@ def child(job: str, folder, number: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
     torch.set_num_threads(1)
     seen = end_at(number, folder)
+    folder.with_suffix(".begun").touch()
+    begun = time.monotonic()
     JOBS[job](folder)
-    (folder.parent / f"{folder.name}.events").write_text(str(seen[0]))
+    folder.with_suffix(".events").write_text(str(seen[0]))
+    folder.with_suffix(".seconds").write_text(str(time.monotonic() - begun))
 
 
-def run(job: str, folder, number: int = 0) -> int:
-    """The exit code; `number` 0 is never reached."""
+def run(job: str, folder, number: int = 0, *, seconds: float | None = None) -> int:
+    """The exit code; `number` 0 is never reached, and without `seconds` nobody ends it from outside."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["locater.training.run", "locater.cli"])
+    folder.with_suffix(".begun").unlink(missing_ok=True)
     started = context.Process(target=child, args=(job, folder, number))
     started.start()
+    if seconds is not None:
+        while not folder.with_suffix(".begun").exists():
+            time.sleep(0.001)
+        time.sleep(seconds)
+        started.kill()
     started.join()
     assert started.exitcode in (0, -9)
     return started.exitcode
@@ -127,6 +139,19 @@ def check(job: str, folder, *, kills: int) -> int:
     return killed
 
 
+def check_moments(job: str, folder, *, kills: int) -> int:
+    """The same at moments spread evenly at random over the time that the whole job took."""
+    prepare(job, folder)
+    assert run(job, folder / "first") == run(job, folder / "whole") == 0
+    duration, draw, killed = float((folder / "whole.seconds").read_text()), random.Random(1), 0
+    for number in range(kills):
+        place = folder / f"killed-{number}"
+        killed += run(job, place, seconds=draw.uniform(0, duration)) == -9
+        assert run(job, place) == 0
+        SAME[job](place, folder / "whole")
+    return killed
+
+
 @pytest.mark.parametrize("job", ["sweep", "report"])
 def test_killed_at_a_file_event(job, tmp_path):
     assert check(job, tmp_path, kills=2) == 2
@@ -136,3 +161,9 @@ def test_killed_at_a_file_event(job, tmp_path):
 @pytest.mark.parametrize("job, kills", [("train", 60), ("sweep", 20), ("report", 20)])
 def test_killed_at_many_file_events(job, kills, tmp_path):
     assert check(job, tmp_path, kills=kills) >= 0.9 * kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sweep", "report"])
+def test_killed_at_many_moments(job, tmp_path):
+    assert check_moments(job, tmp_path, kills=40) >= 20, "too many had ended before their kill"

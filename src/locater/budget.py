@@ -3,13 +3,18 @@ before anything is made from it. Processor time and memory are bounded by counts
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
-from .errors import refusal
+from .errors import net, refusal
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -57,18 +62,54 @@ def budget() -> Budget:
     return _current.get()
 
 
-@contextmanager
-def limited(*, seconds: float | None = None, **limits: int) -> Iterator[Budget]:
-    """Other limits for what is done inside; `seconds` of the clock from now on."""
+def end_of(seconds: float | None) -> float | None:
+    """The deadline so many seconds from now."""
     if seconds is not None and not seconds > 0:
         raise refusal("a positive number of seconds as the time limit", seconds)
-    end = None if seconds is None else time.monotonic() + seconds
-    token = _current.set(replace(_current.get(), **limits, **({} if end is None else {"deadline": end})))
+    return None if seconds is None else time.monotonic() + seconds
+
+
+@contextmanager
+def limited(*, seconds: float | None = None, deadline: float | None = None, **limits: int) -> Iterator[Budget]:
+    """Other limits for what is done inside; `seconds` of the clock from now on, or fewer if fewer are left outside."""
+    ends = [end for end in (_current.get().deadline, deadline, end_of(seconds)) if end is not None]
+    token = _current.set(replace(_current.get(), **limits, deadline=min(ends, default=None)))
     try:
         yield _current.get()
     finally:
         with suppress(ValueError):  # a generator that is closed in another context than it was made in
             _current.reset(token)
+
+
+@contextmanager
+def door(what: str, *, seconds: float | None = None) -> Iterator[None]:
+    """What every public function that opens a stranger's file stands behind: one net and one limit of time."""
+    with net(what), limited(seconds=seconds):
+        yield
+
+
+def timed(request: Callable[[], Answer]) -> Answer:
+    """What the request gives, or a refusal at the deadline: for libraries that take no limit themselves.
+
+    One that is late goes on alone, in a thread that ends with the process.
+    """
+    left = budget().seconds_left()
+    if left is None:
+        return request()
+    answer, context = Future[Answer](), copy_context()
+
+    def run() -> None:
+        try:
+            answer.set_result(context.run(request))
+        except BaseException as cause:  # noqa: BLE001  (handed on to whoever waits)
+            answer.set_exception(cause)
+
+    Thread(target=run, daemon=True).start()
+    with suppress(TimeoutError):
+        return answer.result(left)
+    if not answer.done():
+        budget().seconds_left()  # which refuses
+    return answer.result()
 
 
 def check_memory(needed: int, what: str) -> None:

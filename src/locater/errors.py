@@ -13,6 +13,7 @@ from traceback import extract_tb
 
 LONGEST = 1000  # letters of a part of a sentence: more is no sentence
 DEBUG = "LOCATER_DEBUG"  # set it to see errors as Python shows them
+CALLERS = "_locater_callers"  # the mark of an error that is not ours
 # What stands between :// and @ in an address, and behind its question mark, opens doors.
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 QUERY = re.compile(r"(://[^\s?'\"]+\?)[^\s'\")]+")
@@ -76,16 +77,26 @@ def net(what: str) -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except MemoryError as cause:
-        raise Unforeseen(f"{shown(what)}: expected to fit in memory, got too little of it; free some") from cause
     except Exception as cause:
-        if os.environ.get(DEBUG):
+        if os.environ.get(DEBUG) or getattr(cause, CALLERS, False):
             raise
         raise Unforeseen(f"{shown(what)}: {unforeseen(cause)}") from cause
 
 
+@contextmanager
+def callers_own() -> Iterator[None]:
+    """Around a call back into the caller's code: its errors pass every net as they are."""
+    try:
+        yield
+    except Exception as cause:
+        setattr(cause, CALLERS, True)
+        raise
+
+
 def unforeseen(cause: BaseException) -> str:
     """The sentence for an error of ours: its kind, its place, and what to do."""
+    if isinstance(cause, MemoryError):
+        return "expected to fit in memory, got too little of it; free some"
     frames = extract_tb(cause.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return (

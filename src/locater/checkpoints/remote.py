@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..budget import budget
+from ..budget import budget, timed
 from ..errors import Refusal, refusal
 from ..records import Json, JsonMapping
 from .bytes import ByteSource, Folder, LocalFolder, check_range
@@ -36,7 +36,9 @@ class RemoteBytes:
         check_range(self, start, length)
         try:
             self.file.seek(start)
-            data = bytearray(self.file.read(length)) if length else bytearray()
+            data = bytearray(timed(lambda: self.file.read(length))) if length else bytearray()
+        except Refusal:
+            raise
         except Exception as cause:  # noqa: BLE001  (each back-end has errors of its own)
             raise _unreachable(self.path, cause) from None
         if len(data) != length:
@@ -108,9 +110,8 @@ class WebBytes:
 def retried(path: str, request: Callable[[], Any]) -> Any:
     """What a request gives; a server that is busy or stumbles is asked again, as long as the budget has time."""
     for pause in (*PAUSES, None):
-        budget().seconds_left()
         try:
-            return request()
+            return timed(request)
         except FileNotFoundError as cause:
             # fsspec says "not found" for every other answer of a server, too.
             reason: BaseException = cause if cause.__cause__ is None else cause.__cause__
@@ -147,7 +148,9 @@ class RemoteFolder:
         if not self.can_list:
             return frozenset()
         try:
-            items = self.system.ls(self.place, detail=True)
+            items = timed(lambda: self.system.ls(self.place, detail=True))
+        except Refusal:
+            raise
         except FileNotFoundError:
             raise refusal("a folder that exists", f"{self.place}: no such folder", "check the spelling") from None
         except Exception as cause:  # noqa: BLE001
@@ -200,7 +203,9 @@ def locate_hub(text: str) -> Folder:
         if _is_complete(folder):
             return folder
     try:
-        info = hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT)
+        info = timed(lambda: hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT))
+    except Refusal:
+        raise
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError, hub.errors.HFValidationError):
         remedy = "check the spelling, or log in with `hf auth login` if it is private or gated"
         raise refusal("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy) from None

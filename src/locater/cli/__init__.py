@@ -69,7 +69,7 @@ def main() -> None:
     """Exit 0 when done, 1 when it could not (one sentence says why), 2 for bad arguments, 3 for a met `--fail-on`."""
     speak_plainly()
     try:
-        with net(" ".join(sys.argv[:2])), writing():
+        with net(shown(" ".join(["locater", *sys.argv[1:]]), 200)), writing():
             app()
     except Refusal as reason:
         print("locater: " + "\n".join(shown(line, 4000) for line in str(reason).split("\n")), file=sys.stderr)

@@ -8,9 +8,9 @@ from rich.markup import escape
 
 from ..errors import BadArguments, Refusal
 from ..scanning import DEFAULT_LENGTH
-from .output import FittedTable, JsonPath, console_for, parse_spans, table
+from .output import FittedTable, JsonPath, Timeout, console_for, parse_spans, table
 from .report import HtmlPath, save_html
-from .scan import AllowPickle, Layers, Layout, Length, Raw, Timeout
+from .scan import AllowPickle, Layers, Layout, Length, Raw
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..errors import refusal
+from ..errors import net, refusal
 from .output import console_for
 from .report import facts_of
 
@@ -27,7 +27,8 @@ def explore(
     from ..report.reading import read_record
     from ..studies.phase_diagram import phase_diagram
 
-    document = None if scan is None else read_record(scan)
+    with net(str(scan)):
+        document = None if scan is None else read_record(scan)
     if document is not None and document["schema"] != "locater.scan/1":
         raise refusal(
             "a scan (locater.scan/1)", document["schema"], "make one with: locater scan MODEL --json SCAN.json"

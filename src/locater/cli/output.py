@@ -26,6 +26,10 @@ JsonPath = Annotated[
     Path | None, typer.Option("--json", metavar="PATH", help="Write JSON there (- = standard output).")
 ]
 
+Timeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
+]
+
 LONGEST_SPAN = 100_000  # more is a slip of the finger, and would fill the memory
 FOLDED_WIDTH = 24  # a last column of words is folded down to this before anything is left out
 

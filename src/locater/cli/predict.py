@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ..errors import BadArguments
-from .output import FittedTable, JsonPath, console_for, parse_spans, table
+from ..errors import BadArguments, masked, shown
+from .output import FittedTable, JsonPath, Timeout, console_for, parse_spans, table
 from .probe import COLUMNS, print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 from .scan import Layers
 
 if TYPE_CHECKING:
     from ..prediction.numbers import Numbers
-    from ..prediction.predict import Effort, HeadPrediction, Prediction
+    from ..prediction.predict import HeadPrediction, Prediction
 
 MEANINGS = {
     "near_mass_beyond_first": "share of the near keys in the mass beyond the first token",
@@ -37,6 +37,7 @@ def predict(
     calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
     test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
     layers: Layers = None,
+    timeout: Timeout = None,
     heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the covariance, for wide models.")] = None,
@@ -54,27 +55,25 @@ def predict(
     except Refusal as reason:
         raise BadArguments(str(reason)) from None
     console = console_for(json)
+    shared = dict(layers=parse_spans(layers, "--layers"), effort=effort, timeout=timeout)
     if no_text:
         if text or by_line or tokenizer or plot or html:
             raise BadArguments("--no-text goes without --text, --by-line, --tokenizer, --plot and --html")
-        _probe(console, source, layers=parse_spans(layers, "--layers"), effort=effort, heads=heads, json=json)
+        _probe(console, source, shared, heads=heads, json=json)
         return
-    options = dict(
-        text=text, by_line=by_line, tokenizer=tokenizer, layers=parse_spans(layers, "--layers"), effort=effort
-    )
-    found = _with_progress(source, options)
+    found = _with_progress(source, shared | dict(text=text, by_line=by_line, tokenizer=tokenizer))
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)
     if html:
         save_html([found.to_json()], html)
 
 
-def _probe(console: Console, source: str, *, layers: Any, effort: "Effort", heads: bool, json: Path | None) -> None:
+def _probe(console: Console, source: str, options: dict[str, Any], *, heads: bool, json: Path | None) -> None:
     """What heads do on random ids, as a table and a document."""
     from ..records import write_json
 
-    found = probe_with_progress(source, dict(layers=layers, effort=effort))
-    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    found = probe_with_progress(source, options)
+    console.print(f"[bold]{escape(shown(found.source))}[/bold], {len(found.heads)} heads", soft_wrap=True)
     console.print()
     print_probe(console, found, heads=heads)
     if json:
@@ -87,7 +86,7 @@ def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"predicting {source}", total=None)
+        task = bar.add_task(f"predicting {escape(masked(source))}", total=None)
         return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
 
 
@@ -95,10 +94,11 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
 
     tokens = found.tokens
-    console.print(f"[bold]{escape(found.source)}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    console.print(f"[bold]{escape(shown(found.source))}[/bold], {len(found.heads)} heads", soft_wrap=True)
     console.print(
-        f"text: {found.text}; moments from {tokens['calibration']} tokens ({found.calibration_windows} windows of "
-        f"{found.length}),\nmeasured on {tokens['test']} others ({found.test_windows} windows)",
+        f"text: {escape(shown(found.text))}; moments from {tokens['calibration']} tokens "
+        f"({found.calibration_windows} windows of {found.length}),\n"
+        f"measured on {tokens['test']} others ({found.test_windows} windows)",
         soft_wrap=True,
     )
     if found.loss is not None:
@@ -110,9 +110,9 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print()
     console.print(_agreement(found))
     for sentence in found.warnings:
-        console.print(f"[red]![/red] {sentence}")
+        console.print(f"[red]![/red] {escape(shown(sentence))}")
     for sentence in found.left_out:
-        console.print(f"[red]! left out:[/red] {sentence}", soft_wrap=True)
+        console.print(f"[red]! left out:[/red] {escape(shown(sentence))}", soft_wrap=True)
 
 
 def _layer_table(found: "Prediction") -> FittedTable:

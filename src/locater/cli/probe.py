@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from ..errors import masked, shown
 from .output import table
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def probe_with_progress(source: str, options: dict[str, Any]) -> "Probe":
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"running {source} on random ids", total=None)
+        task = bar.add_task(f"running {escape(masked(source))} on random ids", total=None)
         return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
 
 
@@ -42,4 +43,4 @@ def print_probe(console: Console, found: "Probe", *, heads: bool) -> None:
     tokens = f"{found.windows} windows of {found.length} random ids"
     console.print(f"[dim]on {tokens}, not on text: ranks of near mass hold best, sinks least[/dim]")
     for sentence in found.left_out:
-        console.print(f"[red]! left out:[/red] {escape(sentence)}", soft_wrap=True)
+        console.print(f"[red]! left out:[/red] {escape(shown(sentence))}", soft_wrap=True)

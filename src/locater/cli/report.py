@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..errors import BadArguments, refusal, shown
+from ..budget import limited
+from ..errors import BadArguments, net, refusal, shown
 from ..records import Json
-from .output import console_for, example
+from .output import Timeout, console_for, example
 
 SWEEP_LIST = "sweep.json"
 HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page to look at there.")]
@@ -32,6 +33,7 @@ def report(
         "report.html"
     ),
     title: Annotated[str | None, typer.Option(help="Its title.")] = None,
+    timeout: Timeout = None,
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also every map and curve as PNG and SVG in this folder.")
     ] = None,
@@ -42,7 +44,8 @@ def report(
 ) -> None:
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
     wanted, sources = parse_heads(heads), sources or [example()]
-    documents = [read(source) for source in sources]
+    with limited(seconds=timeout):
+        documents = [read(source) for source in sources]
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     if figures:
         from ..report.head_figures import first_shown, save_all
@@ -69,6 +72,11 @@ def parse_heads(text: str | None) -> list[tuple[int, int]] | None:
 
 def read(source: str) -> Json:
     """The document of one source: read where a command wrote it, else made by scanning."""
+    with net(source):
+        return _read(source)
+
+
+def _read(source: str) -> Json:
     from ..report.reading import METRICS, SWEEP, is_record, read_record
 
     path = Path(source)

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from ..budget import limited
 from ..errors import BadArguments, Refusal, masked, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, console_for, example, parse_spans, print_bullet, table
+from .output import FittedTable, JsonPath, Timeout, console_for, example, parse_spans, print_bullet, table
 from .probe import print_probe, probe_with_progress
 from .report import HtmlPath, save_html
 
@@ -37,11 +38,6 @@ Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the
 Layout = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Describe a model of no known family.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load pickles that run code: only if you trust them.")
-]
-
-
-Timeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
 ]
 
 
@@ -84,8 +80,9 @@ def scan(
     options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
     options |= dict(curves=html is not None or exact, exact=exact)
     options |= dict(adapter=adapter, layout=layout, allow_pickle=allow_pickle, layers=parse_spans(layers, "--layers"))
-    found = scan_with_progress(source, options | dict(timeout=timeout))
-    probed = probe_with_progress(source, dict(layers=options["layers"])) if probe else None
+    with limited(seconds=timeout):
+        found = scan_with_progress(source, options)
+        probed = probe_with_progress(source, dict(layers=options["layers"])) if probe else None
     found = found if probed is None else probed.onto(found)
     _print(console, found, heads=heads)
     if probed is not None:

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import BadArguments
+from ..budget import limited
+from ..errors import BadArguments, net
 from ..records import Json
-from .output import JsonPath, console_for, table
+from .output import JsonPath, Timeout, console_for, table
 from .report import HtmlPath, save_html
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def study(
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="For real-data: the text to measure on.")] = None,
     by_line: Annotated[bool, typer.Option("--by-line", help="For real-data: every line is a text of its own.")] = False,
     window: Annotated[int, typer.Option(help="For real-data: tokens in a window.")] = 256,
+    timeout: Timeout = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
     json: JsonPath = None,
     html: HtmlPath = None,
@@ -51,7 +53,8 @@ def study(
         return
     if name == "real-data":
         folder = out or default_folder(name, quick=False)
-        _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
+        with limited(seconds=timeout):
+            _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
         return
     if name is None:
         raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
@@ -76,7 +79,8 @@ def _real_data(console: Console, folder: Path, models: list[str], options: Json,
 
     for number, one in enumerate(models):
         Console(stderr=True).print(f"[dim]{number + 1} of {len(models)}: {escape(one)}[/dim]", soft_wrap=True)
-        evidence(one, folder, Reading(**options))
+        with net(one):
+            evidence(one, folder, Reading(**options))
     rows = kept_rows(folder)
     if not rows:
         raise BadArguments("real-data needs models: --model PATH, as often as there are")

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from ..budget import limited
 from ..errors import BadArguments, refusal
 from ..records import Json
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, aside, console_for, table
+from .output import FittedTable, JsonPath, Timeout, aside, console_for, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +66,7 @@ def theory(
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     limit: Limit = False,
     phase_diagram: PhaseDiagram = False,
+    timeout: Timeout = None,
     plot: Plot = None,
     json: JsonPath = None,
 ) -> None:
@@ -82,7 +84,8 @@ def theory(
     if by_moments:
         document = _of_moments(moments, method, options)
     else:
-        weights = _weights(matrix, query, key, head, options)
+        with limited(seconds=timeout):
+            weights = _weights(matrix, query, key, head, options)
         options |= dict(covariance=_covariance(covariance), num_walks=walks, seed=seed)
         document = _of_weights(weights, method, options)
     return _show(document, plot, json)

@@ -1,8 +1,8 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..attention.capture import Take, inputs_of
+from ..budget import door, timed
 from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
-from ..errors import Refusal, refusal
+from ..errors import Refusal, masked, refusal
 from ..models import Layer, live
 from ..models.live.tensors import named_modules
 from ..records import Json
@@ -27,6 +28,11 @@ from .windows import Tokenizer
 
 INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
+
+
+def at_door(source: Source, timeout: float | None) -> AbstractContextManager[None]:
+    """For whatever is done with a stored model; what a live one raises is its owner's."""
+    return nullcontext() if isinstance(source, nn.Module) else door(masked(fspath(source)), seconds=timeout)
 
 
 def load_model(source: Source) -> nn.Module:
@@ -43,11 +49,17 @@ def load_model(source: Source) -> nn.Module:
     options[_dtype_option(transformers.__version__)] = torch.float32
     with quiet(transformers):
         try:
-            return (
-                _loader(transformers, place, options).from_pretrained(place, trust_remote_code=False, **options).eval()
-            )
+            kind = _fetched(place, lambda: _loader(transformers, place, options))
+            return _fetched(place, lambda: kind.from_pretrained(place, trust_remote_code=False, **options)).eval()
+        except Refusal:
+            raise
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", first_line(reason)) from None
+
+
+def _fetched(place: str, request: Callable[[], Any]) -> Any:
+    """What is not on disk is waited for no longer than the budget says."""
+    return request() if Path(place).exists() else timed(request)
 
 
 def _dtype_option(version: str) -> str:
@@ -90,7 +102,10 @@ def load_tokenizer(source: Source) -> Tokenizer:
     place, options = _place(source)
     with quiet(transformers):
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            kind = transformers.AutoTokenizer
+            tokenizer = _fetched(place, lambda: kind.from_pretrained(place, trust_remote_code=False, **options))
+        except Refusal:
+            raise
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --no-text"
             raise refusal(f"a tokenizer in {source}", first_line(reason), remedy) from None

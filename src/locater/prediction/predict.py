@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..errors import refusal
+from ..errors import callers_own, masked, refusal
 from ..models import Layer, spans
 from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
-from .language_model import Source, load_model, load_tokenizer, next_token_losses, run, self_attention
+from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
 from .numbers import Gatherer, Numbers
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
@@ -39,6 +39,7 @@ def predict(
     layers: Iterable[int] | None = None,
     effort: Effort | None = None,
     terms: Terms | None = None,
+    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict every head's attention from the moments of its inputs on one part of a text; measure it on the other.
@@ -46,16 +47,34 @@ def predict(
     `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
     the first tokens are a window; `tokens` are windows that were cut already, of which a share is
     measured, with special tokens at the positions `special` (from the end where
-    negative). Cost: one forward pass per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
+    negative). `timeout` is the number of seconds after which files from elsewhere are given up. Cost: one forward pass
+    per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
     """
     effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
-    model = load_model(source)
-    chosen, left_out = self_attention(model)
-    chosen = wanted_layers(chosen, layers)
-    windows, text_name = _windows(
-        source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
-    )
-    _check_fits(model, windows)
+    with at_door(source, timeout):
+        model = load_model(source)
+        chosen, left_out = self_attention(model)
+        chosen = wanted_layers(chosen, layers)
+        windows, text_name = _windows(
+            source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
+        )
+        _check_fits(model, windows)
+        rows, loss = _compute(model, chosen, windows, effort=effort, terms=terms, progress=progress)
+    name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
+    counts = len(windows.calibration), len(windows.test)
+    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
+
+
+def _compute(
+    model: nn.Module,
+    chosen: Sequence[Layer],
+    windows: Windows,
+    *,
+    effort: Effort,
+    terms: Terms,
+    progress: Progress | None,
+) -> tuple[list[HeadPrediction], float | None]:
+    """Every head predicted and measured, and the loss on the measured windows."""
     step = _Steps(progress, len(windows.calibration) + len(windows.test) + len(chosen))
     was_training = model.training
     try:
@@ -70,9 +89,7 @@ def predict(
         for head, *pair in zip(layer.heads, predicted, numbers, strict=True):
             rows.append(HeadPrediction(layer.block, layer.number, head.index, *pair))
         step(1)
-    name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
-    counts = len(windows.calibration), len(windows.test)
-    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
+    return rows, loss
 
 
 def calibrate(
@@ -135,7 +152,8 @@ class _Steps:
     def __call__(self, count: int) -> None:
         self.done += count
         if self.progress:
-            self.progress(self.done, self.total)
+            with callers_own():
+                self.progress(self.done, self.total)
 
 
 def _windows(

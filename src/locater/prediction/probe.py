@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..checkpoints.gguf.vocabulary import read_vocabulary
-from ..errors import Refusal, refusal
+from ..errors import Refusal, callers_own, masked, refusal
 from ..models import Layer
 from ..packaged import packaged
 from ..records import Json
 from ..scanning.scan import Scan
-from .language_model import Source, load_model, load_tokenizer, self_attention
+from .language_model import Source, at_door, load_model, load_tokenizer, self_attention
 from .numbers import Numbers
 from .predict import gather, gatherers_of, measure, wanted_layers
 from .settings import Effort
@@ -84,6 +84,7 @@ def probe(
     *,
     layers: Iterable[int] | None = None,
     effort: Effort | None = None,
+    timeout: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Probe:
     """Run the model over random ids and take each head's numbers. Cost: one forward pass over four windows.
@@ -94,10 +95,11 @@ def probe(
     """
     effort, wanted = effort or Effort(), None if layers is None else set(layers)
     source = packaged(source)
-    if not isinstance(source, nn.Module):
-        with suppress(CannotStream):
-            return probe_stored(source, layers=wanted, effort=effort, progress=progress)
-    return probe_whole(source, layers=wanted, effort=effort)
+    with at_door(source, timeout):
+        if not isinstance(source, nn.Module):
+            with suppress(CannotStream):
+                return probe_stored(source, layers=wanted, effort=effort, progress=progress)
+        return probe_whole(source, layers=wanted, effort=effort)
 
 
 def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort) -> Probe:
@@ -113,7 +115,7 @@ def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort)
     finally:
         model.train(was_training)
     rows = [row for layer, numbers in zip(chosen, measured, strict=True) for row in _rows(layer, numbers)]
-    name = type(source).__name__ if isinstance(source, nn.Module) else fspath(source)
+    name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
     return Probe(name, ids.shape[1], len(ids), tuple(rows), tuple(left_out))
 
 
@@ -138,10 +140,11 @@ def probe_stored(
             rows.extend(_rows(layer, [gatherer.numbers() for gatherer in gatherers]))
             left_out.extend(layer.refused)
             if progress:
-                progress(number + 1, len(chosen))
+                with callers_own():
+                    progress(number + 1, len(chosen))
 
         model.run(chosen, ids, take)
-    return Probe(fspath(source), ids.shape[1], len(ids), tuple(rows), tuple(left_out))
+    return Probe(masked(fspath(source)), ids.shape[1], len(ids), tuple(rows), tuple(left_out))
 
 
 def _rows(layer: Layer, numbers: Sequence[Numbers]) -> list[HeadProbe]:

@@ -8,8 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
-from ..errors import refusal
+from ..errors import net, refusal
 from ..records import Json
 from ..report.shown import Shown
 from .rows import HeadRow
@@ -78,15 +79,23 @@ class Comparison(Shown):
         }
 
 
-def compare(sources: Iterable[str | Path], *, run: Run | None = None, **options: object) -> Comparison:
+def compare(
+    sources: Iterable[str | Path], *, run: Run | None = None, timeout: float | None = None, **options: object
+) -> Comparison:
     """Scan every source (a run's folder stands for its checkpoints, by step) and follow each head through them.
 
-    `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`.
+    `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`. `timeout` is
+    the number of seconds for all files from elsewhere, or for those of each scan where these are made apart.
     """
-    expanded = [name for source in sources for name in checkpoints_in(source)]
+    sources = list(sources)
+    with net(" ".join(map(str, sources))):
+        expanded = [name for source in sources for name in checkpoints_in(source)]
     if len(expanded) < 2:
         raise refusal("at least two checkpoints", expanded or "none", "name another, or a folder with several")
-    return follow((run or one_by_one)(expanded, options))
+    with limited(seconds=timeout):
+        scans = (run or one_by_one)(expanded, options | {"timeout": timeout})
+    with net(" ".join(map(str, sources))):
+        return follow(scans)
 
 
 def follow(scans: Sequence[Scan]) -> Comparison:

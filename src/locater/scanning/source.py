@@ -1,7 +1,7 @@
 """A model before anything of it is read: a stored checkpoint or a live module, opened to its layers; and its heads."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .. import checkpoints
-from ..budget import limited
+from ..budget import end_of, limited
 from ..errors import Refusal, masked, net, refusal
 from ..head import Head
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
@@ -63,7 +63,7 @@ def open_source(
     if sample is not None or heads:
         raise refusal("a live module with sample=… or heads=…", "a stored one", "describe it with layout=…")
     place = masked(fspath(source))
-    with limited(seconds=timeout):
+    with nullcontext() if timeout is None else limited(seconds=timeout):
         with net(place):
             checkpoint = checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle)
         with checkpoint:
@@ -81,12 +81,14 @@ def heads(
     allow_pickle: bool = False,
     sample: live.Sample | None = None,
     heads: Sequence[Explicit] = (),
+    timeout: float | None = None,
 ) -> Iterator[Head]:
     """Every head of a checkpoint (directory, file, hub id, address) or a live module, one layer's weights at a time.
 
     Heads of a live module are views of its parameters. A module of no known family is run once on `sample`, a batch as
     it takes them, and its heads are found by what its attention is given; or its projections are named by `heads`, one
-    entry per layer: (query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads).
+    entry per layer: (query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads). `timeout` is the
+    number of seconds after which files from elsewhere are given up.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
@@ -96,10 +98,13 @@ def heads(
     options: dict[str, Any] = dict(
         adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
     )
-    with open_source(source, **options) as opened:
-        read = opened.read(opened.wanted(layers))
+    end = end_of(timeout)
+    with ExitStack() as stack:
+        with limited(deadline=end):
+            opened = stack.enter_context(open_source(source, **options))
+            read = opened.read(opened.wanted(layers))
         while True:
-            with net(opened.source):
+            with net(opened.source), limited(deadline=end):  # not in force while the caller is at work
                 layer = next(read, None)
             if layer is None:
                 return

@@ -39,7 +39,9 @@ OPTIONS: Json = dict(
     device="cpu",
 )
 # Seconds instead, and nothing beyond the package itself: byte pairs would need `tokenizers`.
-QUICK: Json = dict(tokenizer="words", context=32, steps=30, batch=8, warmup=10, validate_every=10, validation_windows=32)
+QUICK: Json = dict(
+    tokenizer="words", context=32, steps=30, batch=8, warmup=10, validate_every=10, validation_windows=32
+)
 STABILISERS: dict[str, Json] = {"without": {}, "with": {"strength": 2.5e-3}}
 NAMES = tuple(STABILISERS)
 NUM_TEXTS = 128
