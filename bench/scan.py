@@ -59,7 +59,7 @@ def against_bare(name: str, folder: Path, repeats: int, *, bounds: tuple[float, 
     show("locater", ours)
     show("locater, with eigenvalues", full)
     show("bare script", bare)
-    print(f"  default's ratios to the bare script: CPU {ours['cpu'] / bare['cpu']:.2f}, wall {ours['wall'] / bare['wall']:.2f}, "
+    print(f"  default to bare: CPU {ours['cpu'] / bare['cpu']:.2f}, wall {ours['wall'] / bare['wall']:.2f}, "
           f"peak memory {ours['peak'] / bare['peak']:.2f}")  # fmt: skip
     allowed = ALLOWED_MEGABYTES + 3 * models.largest_tensor(folder) / MEGABYTE
     assert ours["heads"] == bare["heads"]

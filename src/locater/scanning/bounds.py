@@ -14,8 +14,9 @@ from ..spectra import Grams, side_norms
 def logit_bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, *, temperature: float) -> list[float | None]:
     """max |ω| of each head over all inputs and distances; None where nothing bounds it.
 
-    With inputs of length r = √d behind their norm (gain folded): (σ₁(W) r² + ‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K|)/λ,
-    and under rotary positions (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
+    With inputs of length r = √d behind their norm (gain folded):
+    (σ₁(W) r² + ‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K|)/λ, and under rotary positions
+    (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
     """
     first = groups[0][0]
     if first.query.norm is not None and first.key.norm is not None:

@@ -88,7 +88,7 @@ class Settings:
 
 
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
-    """The spectrum and the profile of every head, in order. Cost: three d_h×d×d_h products per head; eigenvalues on request."""
+    """The spectrum and the profile of every head, in order. Cost: three d_h×d×d_h products per head."""
     parts = chunks(heads, parts=workers.count)
     return joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
 

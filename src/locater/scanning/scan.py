@@ -90,8 +90,9 @@ def scan(
 
     `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. A live module of no
     known family is run once on `sample`, or its projections are named by `heads`: see `locater.heads`. Cost: three
-    d_h×d×d_h products per head. `eigenvalues` adds those of one d_h×d_h matrix, and their `spread`. `curves` keeps ρ and the expected logit of
-    every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow (docs/report.md).
+    d_h×d×d_h products per head. `eigenvalues` adds those of one d_h×d_h matrix, and their `spread`. `curves` keeps ρ
+    and the expected logit of every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow
+    (docs/report.md).
     `timeout` is the number of seconds after which files from elsewhere are given up.
     """
     settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
