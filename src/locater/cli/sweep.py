@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -130,6 +129,8 @@ def _short(value: object) -> str:
 
 
 def _read(file: Path) -> Json:
+    import yaml
+
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
@@ -156,6 +157,8 @@ def parse_grid(text: str) -> dict[str, list[Any]]:
 
 def _value(text: str) -> Any:
     """YAML wants a dot in 1e-2; people do not write it."""
+    import yaml
+
     value = yaml.safe_load(text) if text else text
     if isinstance(value, str):
         try:

@@ -11,7 +11,9 @@ from .changes import Change, Joined, Permuted, Regrouped, Shape, Shifted, Transp
 from .config import architecture_of, num_heads
 from .names import Architecture
 
-BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)(?:\.(weight|bias))?")
+BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)((?:\.\w+)*)")
+# Parts of attention that act on logits; values, outputs and rotary tables, which follow from the settings, do not.
+ACTING = re.compile(r"attn_(?!v|output|sub_norm|rot_embd)")
 TOP = re.compile(r"(\w+)\.(weight|bias)")
 # Two parts of falcon's later layout: their names tell that the one norm of the earlier is not meant.
 TWO_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
@@ -47,7 +49,7 @@ def _translate_one(
     block = BLOCK.fullmatch(stored)
     if not block:
         return stored, (stored,), None
-    layer, stem, suffix = int(block[1]), block[2], block[3]
+    layer, stem, suffix = int(block[1]), block[2], block[3].removeprefix(".")
     prefix = row.layer.format(layer)
     if stem == "attn_k_b" and (value := f"blk.{layer}.attn_v_b.weight") in shapes:
         return f"{prefix}self_attn.kv_b_proj.weight", (stored, value), Joined()
@@ -55,13 +57,23 @@ def _translate_one(
     if row.model_type == "falcon" and f"blk.{layer}.attn_norm_2.weight" in shapes:
         names = {**names, **TWO_NORMS}
     if stem not in names:
-        return stored, (stored,), None
+        # Put beside the queries, where a scan looks for what no row knows, and not lost under its own name.
+        known = f"{prefix}{_attention(row)}.{stored.split('.', 2)[2]}" if ACTING.match(stem) else stored
+        return known, (stored,), None
     # Attention sinks are a parameter of their module: nothing follows their name.
     ending = f".{suffix}" if suffix and not names[stem].endswith("sinks") else ""
     return f"{prefix}{names[stem]}{ending}", (stored,), _change(row, settings, layer, stem, suffix)
 
 
-def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: str | None) -> Change | None:
+def _attention(row: Architecture) -> str:
+    """The module that holds the queries, or their own where a layer holds them itself."""
+    module = next(row.block[stem] for stem in ("attn_q", "attn_qkv", "attn_q_b") if stem in row.block)
+    return module.rpartition(".")[0] or module
+
+
+def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: str) -> Change | None:
+    if suffix not in ("", "weight", "bias"):
+        return None
     if row.is_permuted and stem in ("attn_q", "attn_k"):
         return Permuted(num_heads(settings, layer)[stem == "attn_k"])
     if row.is_regrouped and stem == "attn_qkv":
