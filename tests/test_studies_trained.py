@@ -13,7 +13,17 @@ from locater.spectra import moments
 from locater.stabilisers import Stabiliser
 from locater.stabilisers.base import Stabiliser as Base
 from locater.stabilisers.rivals.attention_losses import AttentionLoss
-from locater.studies import depth, early_warning, interventions, localisation_helps, mechanism, metrics, rivals, small
+from locater.studies import (
+    alarm_limits,
+    depth,
+    early_warning,
+    interventions,
+    localisation_helps,
+    mechanism,
+    metrics,
+    rivals,
+    small,
+)
 from locater.studies import spectrum_vs_attention as spectrum
 from locater.studies.study import find
 
@@ -216,6 +226,19 @@ def test_an_indicator_that_leads_is_found_and_noise_is_not():
     assert (own["caught"], own["false"], own["lead"]) == (12, 0, 20)
     curve = [row for row in early_warning.curves(warned("η", leads=True)) if row["indicator"] == "η"]
     assert {"indicator": "η", "threshold": 0.0, "recall": 1.0, "false_alarms": 0.0, "lead": 50} in curve
+
+
+def test_the_monitors_limits_are_judged_by_its_own_thresholds():
+    from locater.monitor.alarms import Thresholds
+
+    rows, limit = warned("largest logit", leads=True), Thresholds().logit_explosion * math.lgamma(33) / 32
+    for row in rows:  # 5 becomes 1.5 times the monitor's limit for texts of 32 tokens
+        row["courses"]["largest logit"] = [value * 0.3 * limit for value in row["courses"]["largest logit"]]
+    judged = alarm_limits.around(lambda name, threshold: early_warning.judged(rows, name, threshold))
+    found = {(one["limit"], one["factor"]): one for one in judged}
+    assert [found["logit_explosion", factor]["caught"] for factor in alarm_limits.FACTORS] == [12, 12, 12, 0, 0]
+    answer = early_warning.conclude(rows)
+    assert "0 to 12 are caught and 0 healthy runs" in answer.second and len(answer.table.rows) == 13 + 15
 
 
 def test_where_the_loss_shows_it():

@@ -10,6 +10,7 @@ from ..monitor import AttentionMonitor, Report
 from ..records import Json
 from ..stabilisers import Stabiliser
 from ..training.model import LanguageModel
+from .alarm_limits import around, said
 from .small import tiny, train
 from .statistics import capital, wilson
 from .study import Answer, Figure, Study, Table
@@ -231,13 +232,15 @@ def conclude(rows: list[Json]) -> Answer:
     judgements.sort(key=lambda one: (-one["caught"], one["false"], -(one["lead"] or 0)))
     own, loss = by_default(rows), next(one for one in judgements if one["indicator"] == LOSS)
     best = next(one for one in judgements if one["indicator"] != LOSS)
+    limits = around(lambda name, threshold: judged(rows, name, threshold))
     return Answer(
         f"{capital(best['indicator'])} warns best: {_share(best, 'caught', 'diverged')} divergences are caught, "
         f"{_steps(best)} before the loss shows them, with {_share(best, 'false', 'healthy')} healthy runs alarmed; the "
         f"rise of the loss itself catches {loss['caught']}, {_steps(loss)} before.",
         f"The monitor's alarms at their own thresholds catch {_share(own, 'caught', 'diverged')}, {_steps(own)} "
-        f"before, with {_share(own, 'false', 'healthy')} healthy runs alarmed ({_at_lowest(rows)}).",
-        table=_table([*judgements, own], rows),
+        f"before, with {_share(own, 'false', 'healthy')} healthy runs alarmed ({_at_lowest(rows)}); "
+        f"{said(limits)}.",
+        table=_table([*judgements, own], rows, limits),
     )
 
 
@@ -257,16 +260,17 @@ def _steps(one: Json) -> str:
     return "no step" if one["lead"] is None else f"a median of {one['lead']:g} steps"
 
 
-def _table(judgements: list[Json], rows: list[Json]) -> Table:
-    lines = []
-    for one in judgements:
-        value = chosen(rows, one["indicator"]) if one["indicator"] != DEFAULTS else None
-        lead = "–" if one["lead"] is None else f"{one['lead']:g}"
-        shown = "its own" if value is None else "none" if math.isinf(value) else f"{value:.3g}"
-        lines.append(
-            [one["indicator"], shown, _share(one, "caught", "diverged"), _share(one, "false", "healthy"), lead]
-        )
+def _table(judgements: list[Json], rows: list[Json], limits: list[Json]) -> Table:
+    lines = [_line(one, chosen(rows, one["indicator"])) for one in judgements if one["indicator"] != DEFAULTS]
+    lines += [_line(one, None) for one in judgements if one["indicator"] == DEFAULTS]
+    lines += [_line(one, one["threshold"]) for one in limits]
     return Table(("indicator", "threshold (all seeds)", "caught", "false alarms", "median lead"), lines)
+
+
+def _line(one: Json, value: float | None) -> list[str]:
+    lead = "–" if one["lead"] is None else f"{one['lead']:g}"
+    shown = "its own" if value is None else "none" if math.isinf(value) else f"{value:.3g}"
+    return [one["indicator"], shown, _share(one, "caught", "diverged"), _share(one, "false", "healthy"), lead]
 
 
 STUDY = Study(

@@ -117,7 +117,7 @@ STUDY = Study(
         kind="points",
     ),
     shown=by_arm,
-    budget="66 runs of 300 steps: three minutes of one core",
+    budget="110 runs of 300 steps: three minutes of one core",
     setting=SCALE,
     doubt="Texts whose next word depends on what is far; models of several layers, in which few heads need be local.",
 )

@@ -38,7 +38,7 @@ Its rows are of {models} real checkpoints with {heads:,} heads in all, and stand
 """
 BEFORE_REAL_DATA = "mechanism"
 TIMES = "times.json"
-MOST_ROWS = 24  # of a table; the rest is in the rows
+MOST_ROWS = 30  # of a table; the rest is in the rows
 NOTHING = {"rows": [], "num_points": 0, "quick": False}
 SWEEPS = """## Sweeps
 
