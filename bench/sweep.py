@@ -2,8 +2,8 @@
 
 Both orders are run, and the better time of each counts: another's work on the machine can only slow one down. What is
 timed is the sweep's own work, from the first row's run to the last row: starting and ending Python counts for neither.
-Beside it stands the processor's time of all workers: where two take more of it than one, the machine's cores hinder each
-other, which no sweep can mend.
+Beside it stands the processor's time of all workers: where two take more of it than one, the cores hinder each other,
+which no sweep can mend.
 """
 
 import argparse

@@ -239,11 +239,19 @@ def test_runs_steps_and_studies_are_curves(browser, tmp_path):
         "rows": rows,
     }
     (tmp_path / "study.json").write_text(json.dumps(study), encoding="utf-8")
-    out = tmp_path / "page.html"
-    assert locater("report", measured, measured / "none-seed0", tmp_path / "study.json", "-o", out).code == 0
+    ends = (("a", 0.0), ("b", None))
+    found = [{"of": name, "what": "loss", "value": 0.1, "low": low, "high": 0.2} for name, low in ends]
+    plan = dict(x="value", y="", by="of", panel="what", kind="intervals", logarithmic=False, x_label="loss", y_label="")
+    table = {"columns": ["what", "of"], "rows": [["loss", "a"], ["loss", "b"]]}
+    other = study | {"figure": plan, "rows": found, "behind": table}
+    (tmp_path / "other.json").write_text(json.dumps(other), encoding="utf-8")
+    out, studies = tmp_path / "page.html", (tmp_path / "other.json", tmp_path / "study.json")
+    assert locater("report", measured, measured / "none-seed0", *studies, "-o", out).code == 0
     browser.open(out)
     assert browser.complaints() == []
-    assert browser.run("return document.querySelectorAll('.arms tbody tr').length") == 10
+    assert browser.run("return document.querySelectorAll('.arms tbody tr').length") == 10 + 2
+    drawn = "[...document.querySelectorAll('#curve-body figure')].find((one) => one.textContent.startsWith('loss'))"
+    assert browser.run(f"return {drawn}.querySelectorAll('circle').length") == 2  # and a bar where the ends are known
     titles = browser.run("return [...document.querySelectorAll('#curve-body h3')].map((h) => h.textContent)")
     assert any("Perplexity" in title for title in titles) and len(titles) >= 12
     first = browser.run("return document.getElementById('status').textContent")

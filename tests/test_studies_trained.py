@@ -22,6 +22,7 @@ from locater.studies import (
     mechanism,
     metrics,
     rivals,
+    sensitivity,
     small,
 )
 from locater.studies import spectrum_vs_attention as spectrum
@@ -258,6 +259,43 @@ def test_an_edited_model_has_the_attention_of_its_spectrum():
     spectrum.trained.cache_clear()
     flat, sharp = (spectrum.edited(0, 0, 0.0, eta) for eta in (0.01, 3.0))
     assert flat["entropy"] > 0.99 > sharp["entropy"] and flat["loss_before"] == sharp["loss_before"]
+
+
+def test_rows_of_small_runs_are_what_was_set():
+    row = localisation_helps.measure({"arm": "window 2", "seed": 0, "steps": 2}, Path())
+    assert row["near_mass"] == pytest.approx(1) and row["kind"] == "window"  # two keys are among the last four
+    row = sensitivity.measure({"condition": "half the width", "arm": "none", "seed": 0, "steps": 2}, Path())
+    assert row["directions"] <= 8 and 0 < row["best_loss"] < 8  # two heads of 16 dimensions
+    options = {"num_layers": 2, "warmup": 0, "steps": 2, "learning_rate": 3e-3}
+    row = depth.measure({"arm": "locater", "seed": 0, "options": options}, Path())
+    assert len(row["agreement"]) == 2 and all(-1 <= one <= 1 for one in row["agreement"])
+
+
+def test_a_start_that_climbs_is_told_from_one_that_stays():
+    def said(start: tuple[float, ...]) -> str:
+        scales = {"none": (0.9, 0.91, 0.92), "locater-1e-2": (0.12, 0.13, 0.11), "start": start}
+        return mechanism.conclude(
+            [
+                {"condition": "", "arm": arm, "seed": seed, "eta_over_temperature": eta, "best_loss": 5.0 + 0.1 * seed}
+                for arm, some in scales.items()
+                for seed, eta in enumerate(some)
+            ]
+        ).first
+
+    assert "the holding and not the start" in said((0.46, 0.48, 0.47)) and "no difference" in said((0.11, 0.13, 0.12))
+
+
+def test_gradient_that_follows_rho_is_told_from_gradient_that_does_not():
+    def verdict(agreements: tuple[float, ...]) -> str:
+        rows = [
+            {"condition": "1 layer", "arm": arm, "seed": seed, "best_loss": 5.0, "options": {"num_layers": 1}}
+            | {"agreement": [value]}
+            for arm in ("none", "locater")
+            for seed, value in enumerate(agreements)
+        ]
+        return depth.conclude(rows).findings[-1].verdict
+
+    assert verdict((0.8, 0.82, 0.79)) == "rises" and verdict((0.3, -0.4, 0.1)) == "no relation seen"
 
 
 def test_a_small_start_is_a_start_and_not_a_hold():

@@ -146,22 +146,22 @@ def test_kill_9_of_a_worker_and_of_the_driver_loses_no_row(grid, tmp_path):
 
 
 def test_a_slurm_array_that_is_killed_and_requeued_ends_with_the_same_rows(grid, tmp_path):
-    """A stand-in for sbatch: every task is asked to stop once (SIGTERM), and once more run from the beginning."""
+    """A stand-in for sbatch: one task is asked to stop (SIGTERM), one is killed (SIGKILL), and both are requeued."""
     file, expected = grid
     folder = tmp_path / "array job"
     emitted = locater("sweep", file, "--out", folder, "--emit", "slurm")
     script = folder / "array.sh"
     assert emitted.code == 0 and str(script) in emitted.out.replace("\n", "")
     assert "#SBATCH --array=0-3" in script.read_text() and "--requeue" in script.read_text()
-    for number in (0, 3):
+    for number, stop in ((0, signal.SIGTERM), (3, signal.SIGKILL)):
         environment = os.environ | {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_CPUS_PER_TASK": "1"}
         task = subprocess.Popen(["bash", str(script)], env=environment)
-        if number == 0:
-            wait_for(lambda: any((folder / "runs").glob("*/metrics.jsonl")))
-            task.terminate()
-            assert task.wait(240) in (128 + signal.SIGTERM, 0)
-            task = subprocess.Popen(["bash", str(script)], env=environment)
-        assert task.wait(240) == 0
+        metrics = folder / "runs" / expected[number]["point"]["name"] / "metrics.jsonl"
+        wait_for(lambda metrics=metrics: metrics.exists())
+        task.send_signal(stop)
+        assert task.wait(240) in (128 + signal.SIGTERM, -stop, 0)
+        again = subprocess.Popen(["bash", str(script)], env=environment)
+        assert again.wait(240) == 0
     assert open_sweep(folder).rows() == [expected[0], expected[3]]
     assert locater("sweep", "--resume", folder, "--task", 9).code == 2
 

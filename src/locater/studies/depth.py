@@ -124,7 +124,7 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("estimate and its interval"),
     drawn=("validation loss, LocAteR − none", "share of gradient over ρ"),
-    budget="48 runs of 200 steps: five minutes of one core",
+    budget="80 runs of 200 steps: five minutes of one core",
     setting="models of width 32 with 2 heads after 200 steps, learning rate 3e-3, LocAteR with κ = 1e-2",
     doubt="Longer runs; other strengths at each depth; another walk for the inputs than one of their second moment.",
 )

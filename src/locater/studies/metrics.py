@@ -163,7 +163,7 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("rank correlation"),
     drawn=("over the mass on the last 4 tokens",),
-    budget="30 runs of 300 steps: two minutes of one core",
+    budget="50 runs of 300 steps: two minutes of one core",
     setting=SCALE,
     doubt="Models that can copy: one layer has no induction heads; word frequencies of a larger vocabulary.",
 )

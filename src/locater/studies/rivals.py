@@ -183,7 +183,7 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("against none, and its interval"),
     drawn=("best validation loss", "learning-rate sensitivity"),
-    budget="42 points of 10 runs of 200 steps, 3 of them to tune: some 10 minutes of one core",
+    budget="70 points of 10 runs of 200 steps, 3 of them to tune: some 10 minutes of one core",
     setting="one layer of width 32 with 2 heads, 200 steps of 8 texts at each of 7 learning rates, AdamW",
     doubt="A larger model, in which logits have room to grow; more trials for each; overhead where kernels dominate.",
 )

@@ -84,7 +84,7 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("estimate and its interval"),
     drawn=("loss, LocAteR − none",),
-    budget="72 runs of 300 steps: three minutes of one core",
+    budget="120 runs of 300 steps: three minutes of one core",
     setting=SCALE,
     doubt="A strength tuned for every factor; factors in combination.",
 )
