@@ -59,6 +59,9 @@ def test_reads_only_what_is_asked(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrap", [lambda w: {"model": w, "optimizer": {"state": {0: torch.ones(2)}}},
                                   lambda w: {"state_dict": w, "epoch": 3},
+                                  lambda w: (w, 3),
+                                  lambda w: [{"epoch": 3}, {"model": w}],
+                                  lambda w: ({"state": {0: torch.ones(2)}, "param_groups": []}, w),
                                   lambda w: {"state_dict": {"module." + name: t for name, t in w.items()}},
                                   lambda w: {"model": {"_orig_mod." + name: t for name, t in w.items()}},
                                   lambda w: {"a": {"weight": w["a.weight"]}, "b": {"bias": w["b.bias"]}}])  # fmt: skip

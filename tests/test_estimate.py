@@ -11,6 +11,8 @@ from locater.attention.statistics import FIRST_QUERY, NEAR
 from locater.head import Head
 from locater.positions import Rotary
 from locater.projections import Norm, Projection
+from locater.report.headline import headline
+from locater.report.views import views_of
 from locater.scanning import estimate, findings
 from locater.scanning.conditions import failures, parse
 from locater.scanning.products import products
@@ -115,6 +117,17 @@ def test_scan_estimates_what_it_can(name, known):
     assert all(row.estimated_near_mass is None for row in scan(model(name), raw=True).heads)
     record = found.to_json()["heads"][0]
     assert {"estimated_near_mass", "estimated_near_mass_interval"} <= set(record)
+
+
+def test_positions_that_were_not_measured_get_no_words():
+    """Buckets and ALiBi: an estimate without an interval, of which neither findings nor the page make words."""
+    found = scan(model("t5"))
+    rows = [replace(row, estimated_near_mass=0.9) for row in found.heads if row.block == "encoder"]
+    assert rows and all(row.estimated_near_mass_interval is None for row in rows)
+    assert findings.behaviour(rows) == "" and not any(map(findings.looks, rows))
+    assert not [one for one in findings.outstanding(rows) if "looks" in one.sentence]
+    said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
+    assert not [sentence for sentence in said if "nearest tokens" in sentence]
 
 
 def test_qk_norm_gains_move_the_estimate():

@@ -202,7 +202,10 @@ def test_command(folder, text, tmp_path):
     for row in document["heads"]:
         assert set(row) >= {"layer", "head", "predicted", "measured"}
         assert tuple(row["predicted"]) == tuple(row["measured"]) == NAMES
-    assert set(document["spearman"]) == set(NAMES)
+    assert set(document["spearman"]) == set(document["ceiling"]) == set(NAMES)
+    assert "at most" in result.output
+    badly = [rho for rho in document["spearman"].values() if rho is not None and rho < 0.9]
+    assert badly and result.output.count("not predicted well here") == len(document["warnings"]) == len(badly)
     assert document["tokens"] == {"calibration": 576, "test": 192}
     assert picture.read_bytes().startswith(b"\x89PNG")
 

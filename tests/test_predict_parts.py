@@ -6,7 +6,8 @@ from locater.head import Head
 from locater.positions import Rotary
 from locater.prediction.gaussian import around_offsets, lags_around_offsets, of_moments, of_tokens, position_offsets
 from locater.prediction.inputs import InputsCollector, echoes
-from locater.prediction.result import bias, mean_absolute_error, spearman
+from locater.prediction.numbers import NAMES, Gatherer
+from locater.prediction.result import bias, ceiling, mean_absolute_error, spearman
 from locater.prediction.sampling import draw_texts, effective, lag_shift
 from locater.prediction.settings import Terms
 from locater.prediction.windows import Windows, cut, special_tokens, spread
@@ -210,6 +211,28 @@ def test_agreement_against_scipy():
     assert spearman([1.0, 1.0], [2.0, 3.0]) is None
     assert mean_absolute_error([1.0, 2.0], [2.0, 0.0]) == 1.5
     assert bias([1.0, 2.0], [2.0, 0.0]) == 0.5
+
+
+def test_ceiling_is_what_noise_leaves():
+    """A true order seen twice with noise: the truth itself has about the ceiling with the mean of both."""
+    torch.manual_seed(0)
+    truth, noise = torch.randn(4000).double(), torch.randn(2, 4000).double()
+    halves = truth + noise
+    found = ceiling(halves[0].tolist(), halves[1].tolist())
+    assert found == pytest.approx(spearman(truth.tolist(), halves.mean(0).tolist()), abs=0.02) and found < 0.9
+    assert ceiling([1.0, 2.0], [2.0, 1.0]) == 0.0 and ceiling([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_halves_of_the_windows_make_the_whole():
+    one = head(lookahead=0)
+    gatherer = Gatherer(one, 80)
+    assert gatherer.halves() is None
+    for text in torch.randn(3, 80, D_MODEL, dtype=torch.float64).split(1):
+        gatherer.add(gatherer.logits(one, text))
+    whole, (odd, even) = gatherer.numbers(), gatherer.halves()
+    for name in NAMES:
+        parts = 2 * getattr(odd, name) + getattr(even, name)  # the first and the third window, and the second
+        assert getattr(whole, name) == pytest.approx(parts / 3, rel=1e-5)
 
 
 def test_a_kind_that_is_not_rare_is_no_echo():

@@ -109,6 +109,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
+    console.print("[dim]at most: what a perfect prediction would have, for the noise in so few measured windows[/dim]")
     for sentence in found.warnings:
         console.print(f"[red]![/red] {escape(shown(sentence))}")
     for sentence in found.left_out:
@@ -142,12 +143,12 @@ def _sides(heads: "list[HeadPrediction]") -> "tuple[list[Numbers], list[Numbers]
 
 
 def _agreement(found: "Prediction") -> FittedTable:
-    ranked, errors = found.spearman, found.calibration_error
+    ranked, most, errors = found.spearman, found.ceiling, found.calibration_error
     body = []
     for name, meaning in MEANINGS.items():
-        rho = ranked[name]
-        body.append([COLUMNS[name], "–" if rho is None else f"{rho:.3f}", f"{errors[name]:.3g}", meaning])
-    return table(["number", "Spearman", "error", "meaning"], body, words=["number", "meaning"])
+        ranks = ("–" if rho is None else f"{rho:.3f}" for rho in (ranked[name], most[name]))
+        body.append([COLUMNS[name], *ranks, f"{errors[name]:.3g}", meaning])
+    return table(["number", "Spearman", "at most", "error", "meaning"], body, words=["number", "meaning"])
 
 
 def _save(found: "Prediction", *, json: Path | None, plot: Path | None) -> None:

@@ -84,7 +84,11 @@ class Gatherer:
     def _by_distance(self, values: Float[Tensor, "queries others"]) -> Float[Tensor, " bins"]:
         return values.new_zeros(len(self.bins)).index_add(0, self.bin_of.flatten(), values.flatten())
 
-    def numbers(self) -> Numbers:
-        mean = torch.stack(self.found).mean(0).tolist()
+    def halves(self) -> tuple[Numbers, Numbers] | None:
+        """The same of every other text, and of those between; None of a single text."""
+        return None if len(self.found) < 2 else (self.numbers(slice(0, None, 2)), self.numbers(slice(1, None, 2)))
+
+    def numbers(self, part: slice = slice(None)) -> Numbers:  # noqa: B008
+        mean = torch.stack(self.found[part]).mean(0).tolist()
         num_bins = len(self.bins)
         return Numbers(*mean[:4], profile=tuple(mean[4 : 4 + num_bins]), logits=tuple(mean[4 + num_bins :]))

@@ -14,11 +14,11 @@ from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
 from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
-from .numbers import Gatherer, Numbers
+from .numbers import Gatherer
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, special_tokens, vocabulary_size
+from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, vocabulary_size
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
@@ -80,14 +80,14 @@ def _compute(
     try:
         model.eval()
         collected = calibrate(model, chosen, windows, effort=effort, terms=terms, step=step)
-        measured, loss = measure(model, chosen, windows.test, batch=effort.batch, step=step)
+        gathered, loss = measure(model, chosen, windows.test, batch=effort.batch, step=step)
     finally:
         model.train(was_training)
     rows: list[HeadPrediction] = []
-    for layer, inputs, numbers in zip(chosen, collected, measured, strict=True):
+    for layer, inputs, gatherers in zip(chosen, collected, gathered, strict=True):
         predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
-        for head, *pair in zip(layer.heads, predicted, numbers, strict=True):
-            rows.append(HeadPrediction(layer.block, layer.number, head.index, *pair))
+        for head, one, own in zip(layer.heads, predicted, gatherers, strict=True):
+            rows.append(HeadPrediction(layer.block, layer.number, head.index, one, own.numbers(), own.halves()))
         step(1)
     return rows, loss
 
@@ -110,7 +110,7 @@ def calibrate(
 
 def measure(
     model: nn.Module, layers: Sequence[Layer], windows: Int[Tensor, "windows tokens"], *, batch: int, step: Step
-) -> tuple[list[list[Numbers]], float | None]:
+) -> tuple[list[list[Gatherer]], float | None]:
     """What each head does on these windows, and the loss per token where the model predicts the next one."""
     gatherers = [gatherers_of(layer, windows.shape[1]) for layer in layers]
     losses: list[float] = []
@@ -122,8 +122,7 @@ def measure(
         output = run(model, layers, ids, take)
         losses += next_token_losses(output, ids, model)
         step(len(ids))
-    numbers = [[gatherer.numbers() for gatherer in of_layer] for of_layer in gatherers]
-    return numbers, sum(losses) / len(losses) if losses else None
+    return gatherers, sum(losses) / len(losses) if losses else None
 
 
 def gatherers_of(layer: Layer, length: int) -> list[Gatherer]:
@@ -175,8 +174,7 @@ def _windows(
     content, name = (embedded_text(), EMBEDDED) if text is None else (_read(text), fspath(text))
     if by_line:
         most = effort.calibration + effort.test
-        lines = cut_lines(content, tokenizer, length=effort.window, most=most)
-        return _given(lines, range(len(special_tokens(tokenizer)[0])), effort), name
+        return _given(*cut_lines(content, tokenizer, length=effort.window, most=most), effort), name
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
     return cut(content, tokenizer, length=effort.window, **counts), name
 

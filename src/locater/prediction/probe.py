@@ -114,7 +114,8 @@ def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort)
         measured, _ = measure(model, chosen, ids, batch=effort.batch, step=lambda count: None)
     finally:
         model.train(was_training)
-    rows = [row for layer, numbers in zip(chosen, measured, strict=True) for row in _rows(layer, numbers)]
+    numbers = [[gatherer.numbers() for gatherer in of_layer] for of_layer in measured]
+    rows = [row for layer, of_layer in zip(chosen, numbers, strict=True) for row in _rows(layer, of_layer)]
     name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
     return Probe(name, ids.shape[1], len(ids), tuple(rows), tuple(left_out))
 

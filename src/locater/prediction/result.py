@@ -1,5 +1,6 @@
 """`Prediction`: every head as predicted and as measured, side by side."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ class HeadPrediction:
     head: int
     predicted: Numbers
     measured: Numbers
+    halves: tuple[Numbers, Numbers] | None = None  # measured on two halves of the windows
 
     def to_json(self) -> Json:
         document = {"block": self.block, "layer": self.layer, "head": self.head}
@@ -73,6 +75,19 @@ class Prediction(Shown):
         return self.agreement(mean_absolute_error)
 
     @property
+    def ceiling(self) -> dict[str, float | None]:
+        """The Spearman that a perfect prediction would have, as far as the measurement can tell; None if it cannot.
+
+        √(2r/(1 + r)), r the rank correlation of two halves of the measured windows (Spearman and Brown): what noise
+        in the measurement leaves.
+        """
+        return {name: ceiling(*self._halves(name)) for name in NAMES}
+
+    def _halves(self, name: str) -> tuple[list[float], list[float]]:
+        pairs = [head.halves for head in self.heads if head.halves is not None]
+        return [getattr(one, name) for one, _ in pairs], [getattr(other, name) for _, other in pairs]
+
+    @property
     def tokens(self) -> dict[str, int]:
         return {"calibration": self.calibration_windows * self.length, "test": self.test_windows * self.length}
 
@@ -99,6 +114,7 @@ class Prediction(Shown):
             "loss": self.loss,
             "warnings": self.warnings,
             "spearman": self.spearman,
+            "ceiling": self.ceiling,
             "calibration_error": self.calibration_error,
             "bias": self.agreement(bias),
             "distance_bins": [list(span) for span in distance_bins(self.length)],
@@ -158,6 +174,16 @@ def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float | N
     if min(predicted) == max(predicted) or min(measured) == max(measured):
         return None
     return float(spearmanr(predicted, measured).statistic)  # type: ignore  # scipy types it as a tuple
+
+
+def ceiling(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """The largest rank correlation that anything can have with the mean of two noisy rankings, from their own.
+
+    >>> ceiling([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]), ceiling([], []), round(ceiling([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]), 3)
+    (1.0, None, 0.816)
+    """
+    r = spearman(one, other) if one else None
+    return None if r is None else math.sqrt(max(0.0, 2 * r / (1 + r))) if r > -1 else 0.0
 
 
 def mean_absolute_error(predicted: Sequence[float], measured: Sequence[float]) -> float:

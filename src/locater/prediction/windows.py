@@ -74,16 +74,22 @@ def cut(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, n
     return Windows(ids[~for_test], ids[for_test], len(before), len(after))
 
 
-def cut_lines(text: str, tokenizer: Tokenizer, *, length: int, most: int) -> Int[Tensor, "windows tokens"]:
-    """The first tokens of every line that has as many, special tokens included: texts that stand alone (proteins)."""
-    before, _ = special_tokens(tokenizer)
-    windows = [[*before, *_plain(line, tokenizer)][:length] for line in text.splitlines() if line.strip()]
+def cut_lines(
+    text: str, tokenizer: Tokenizer, *, length: int, most: int
+) -> tuple[Int[Tensor, "windows tokens"], list[int]]:
+    """The first tokens of every line that has as many: texts that stand alone (proteins); and where special tokens are.
+
+    A line that fits exactly keeps the special tokens at its end, which have their place where all lines fit.
+    """
+    before, after = special_tokens(tokenizer)
+    windows = [[*before, *_plain(line, tokenizer), *after][:length] for line in text.splitlines() if line.strip()]
     windows = [ids for ids in windows if len(ids) == length][:most]
     if len(windows) < 2:
         remedy = "give more lines, or shorter windows"
         raise refusal(f"at least two lines of {length} tokens or more", len(windows), remedy)
     check_known(windows, tokenizer)
-    return torch.tensor(windows)
+    whole = bool(after) and all(ids[-len(after) :] == after for ids in windows)
+    return torch.tensor(windows), [*range(len(before)), *(range(length - len(after), length) if whole else ())]
 
 
 def _plain(text: str, tokenizer: Tokenizer) -> list[int]:

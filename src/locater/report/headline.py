@@ -90,7 +90,7 @@ def _behaviour(number: int, view: View) -> Iterable[Sentence]:
     """From the best evidence at hand."""
     for side in ("measured_", "", "predicted_", "estimated_"):
         near = view.columns.get(f"{side}near_mass_beyond_first") or view.columns.get(f"{side}near_mass")
-        if near is None:
+        if near is None or side == "estimated_" and not _judged(view):
             continue
         source = SOURCES[side.rstrip("_") or "measured"]
         verb, least = ("probably look", MOSTLY_NEAR) if side == "estimated_" else ("look", MOSTLY)
@@ -102,6 +102,11 @@ def _behaviour(number: int, view: View) -> Iterable[Sentence]:
         if sinks:
             yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
         return
+
+
+def _judged(view: View) -> bool:
+    """Whether the estimates have intervals: where none was measured, no words are made of them."""
+    return any(record.get("estimated_near_mass_interval") for record in view.records)
 
 
 def _theory(number: int, view: View) -> Iterable[Sentence]:

@@ -35,15 +35,17 @@ POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mass on keys nearer than 16 beyond the first token, in texts of 256 tokens, between `low` and `high`."""
+    """The mass on keys nearer than 16 beyond the first token, in texts of 256 tokens, within `interval`.
+
+    No interval where no trained model with such positions was measured: then no words are made of it either.
+    """
 
     near_mass: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
 
     @classmethod
-    def of(cls, near: float, margin: float) -> "Estimate":
-        return cls(near, max(0.0, near - margin), min(1.0, near + margin))
+    def of(cls, near: float, margin: float | None) -> "Estimate":
+        return cls(near, None if margin is None else (max(0.0, near - margin), min(1.0, near + margin)))
 
 
 class Tensors(Protocol):
@@ -79,7 +81,8 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct) -> list[E
     x = direct()
     if x is None or x.shape[1] != first.d_model:
         return [None] * len(heads)
-    return [Estimate.of(near, DIRECT_MARGIN) for near in _direct(heads, x)]
+    margin = DIRECT_MARGIN if first.position_bias is None else None
+    return [Estimate.of(near, margin) for near in _direct(heads, x)]
 
 
 def _rotary(heads: Sequence[Head], acting: Grams) -> list[Estimate]:
@@ -205,6 +208,16 @@ def _extended(near: Float[Tensor, "heads queries"], *, both: bool) -> Float[Tens
     seen, whole = (_mean_far(length, both=both) for length in (SEEN, LENGTH))
     far = (1 - near) * whole / seen
     return (near / (near + far)).mean(-1)
+
+
+def in_texts_of(length: int, near: float, *, both: bool) -> float:
+    """The near mass in texts of another length than LENGTH: farther keys weigh as those that there are, as above.
+
+    >>> round(in_texts_of(128, 0.5, both=False), 3), in_texts_of(LENGTH, 0.25, both=True)
+    (0.643, 0.25)
+    """
+    far = (1 - near) * _mean_far(length, both=both) / _mean_far(LENGTH, both=both)
+    return near / (near + far)
 
 
 def _mean_far(length: int, *, both: bool) -> float:

@@ -49,9 +49,12 @@ def regimes(rows: Iterable[HeadRow]) -> str:
 
 
 def looks(row: HeadRow) -> str | None:
-    """`near` or `far`: where the head probably looks mostly; None where the estimate does not tell."""
+    """`near` or `far`: where the head probably looks mostly; None where the estimate does not tell.
+
+    Nor where it has no interval: words are kept from positions of a kind that was not measured (docs/evidence.md).
+    """
     near = row.estimated_near_mass
-    if near is None or MOSTLY_FAR < near < MOSTLY_NEAR:
+    if near is None or row.estimated_near_mass_interval is None or MOSTLY_FAR < near < MOSTLY_NEAR:
         return None
     return "near" if near >= MOSTLY_NEAR else "far"
 
@@ -62,7 +65,7 @@ def behaviour(rows: Iterable[HeadRow]) -> str:
     >>> behaviour([])
     ''
     """
-    estimated = [row for row in rows if row.estimated_near_mass is not None]
+    estimated = [row for row in rows if row.estimated_near_mass_interval is not None]
     counts = Counter(filter(None, map(looks, estimated)))
     parts = [f"{counts[word]} look {meaning}" for word, meaning in LOOKS.items() if counts[word]]
     unsure = len(estimated) - sum(counts.values())

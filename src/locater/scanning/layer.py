@@ -178,7 +178,7 @@ def _estimated(groups: list[list[Head]], grams: Grams, settings: Settings) -> di
     found = [one if one is not None and math.isfinite(one.near_mass) else None for one in found]
     return {
         "estimated_near_mass": [one and one.near_mass for one in found],
-        "estimated_near_mass_interval": [one and (one.low, one.high) for one in found],
+        "estimated_near_mass_interval": [one and one.interval for one in found],
     }
 
 

@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..head import Head
 from ..prediction.predict import predict
 from ..prediction.probe import probe
 from ..prediction.result import mean_absolute_error, spearman
 from ..prediction.settings import Effort
 from ..records import Json, write_json
+from ..scanning.estimate import LENGTH, in_texts_of
 from ..scanning.findings import looks
 from ..scanning.rows import HeadRow
 from ..scanning.scan import scan
@@ -36,12 +38,18 @@ class Reading:
     by_line: bool = False
     window: int = Effort.window
 
+    @property
+    def effort(self) -> Effort:
+        """As many tokens as by default, in windows of another length."""
+        whole = Effort()
+        counts = (round(count * whole.window / self.window) for count in (whole.calibration, whole.test))
+        return Effort(self.window, *(max(1, count) for count in counts))
+
     def predict(self, source: str) -> Json:
-        effort = Effort(window=self.window)
-        return predict(source, text=self.text, by_line=self.by_line, effort=effort).to_json()
+        return predict(source, text=self.text, by_line=self.by_line, effort=self.effort).to_json()
 
     def probe(self, source: str) -> Json:
-        return probe(source, effort=Effort(window=self.window)).to_json()
+        return probe(source, effort=self.effort).to_json()
 
 
 def name_of(source: str) -> str:
@@ -62,21 +70,24 @@ def evidence(source: str, folder: Path, reading: Reading) -> Json:
     place = folder / name_of(source)
     predicted = _kept(place / "predict.json", lambda: reading.predict(source))
     probed = _kept(place / "probe.json", lambda: reading.probe(source))
-    rows = {(row.block, row.layer, row.head): row for row in scan(source).heads}
+    first = next(heads(source))
+    found = scan(source).heads
+    rows = {(row.block, row.layer, row.head): _of_length(row, reading.window, first) for row in found}
     own = {_place(head): head["probed"] for head in probed["heads"]}
     places = [_place(head) for head in predicted["heads"]]
-    found = compared(
+    result = compared(
         name_of(source),
         [rows[place] for place in places],
         measured=[_numbers(head["measured"]) for head in predicted["heads"]],
         probed=[_numbers(own[place]) for place in places],
         predicted=[_numbers(head["predicted"]) for head in predicted["heads"]],
     )
-    kind = ROTARY if _is_rotary_decoder(source) else TABLES
+    kind = ROTARY if first.rotary is not None and first.lookahead == 0 else TABLES
     text = Path(predicted["text"]).name
-    found |= {"kind": kind, "text": text, "window": predicted["window"], "loss": predicted["loss"]}
-    write_json(found, place / "row.json")
-    return found
+    result |= {"kind": kind, "text": text, "window": predicted["window"], "loss": predicted["loss"]}
+    result["ceiling"] = {name: predicted["ceiling"][name] for name in MEASURED} if "ceiling" in predicted else None
+    write_json(result, place / "row.json")
+    return result
 
 
 def kept_rows(folder: Path) -> list[Json]:
@@ -100,9 +111,17 @@ def _numbers(head: Json) -> list[float]:
     return [head[name] for name in MEASURED]
 
 
-def _is_rotary_decoder(source: str) -> bool:
-    first = next(heads(source))
-    return first.rotary is not None and first.lookahead == 0
+def _of_length(row: HeadRow, window: int, head: Head) -> HeadRow:
+    """The row with its estimate for texts as long as the measured ones: they are what it is judged on."""
+    if row.estimated_near_mass is None or window == LENGTH:
+        return row
+
+    def own(near: float) -> float:
+        return in_texts_of(window, near, both=head.lookahead != 0)
+
+    low, high = row.estimated_near_mass_interval or (None, None)
+    interval = None if low is None or high is None else (own(low), own(high))
+    return replace(row, estimated_near_mass=own(row.estimated_near_mass), estimated_near_mass_interval=interval)
 
 
 def compared(
@@ -158,12 +177,12 @@ def page(rows: Sequence[Json]) -> str:
 def _ranks_table(rows: Sequence[Json]) -> str:
     heading = (
         "| model | heads | ξ | localisation | estimate (error, in interval) | random ids: near, entropy, sink "
-        "| text: near, entropy, sink |\n|---|---|---|---|---|---|---|"
+        "| text: near, entropy, sink | at most |\n|---|---|---|---|---|---|---|---|"
     )
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = [row for row in rows if row["kind"] == kind]
-        lines += [f"| *{kind}* | | | | | | |", *map(_ranks_line, own), _medians_line(f"median of {len(own)}", own)]
+        lines += [f"| *{kind}* | | | | | | | |", *map(_ranks_line, own), _medians_line(f"median of {len(own)}", own)]
     return "\n".join([heading, *lines, _medians_line("**median of all**", rows)])
 
 
@@ -173,7 +192,7 @@ def _ranks_line(row: Json) -> str:
     estimate = f"{_cell(row['estimate'])} ({_cell(row['estimate_error'])}, {covered / count:.0%})" if count else "–"
     return (
         f"| {row['model']} | {row['heads']} | {theory} | {estimate} | {_three(row['probe'])} "
-        f"| {_three(row['prediction'])} |"
+        f"| {_three(row['prediction'])} | {_three(row.get('ceiling'))} |"
     )
 
 
@@ -182,7 +201,7 @@ def _medians_line(name: str, rows: Sequence[Json]) -> str:
     for kind in ("probe", "prediction"):
         known = [row[kind] for row in rows if row[kind]]
         cells.append(", ".join(_median(one[number] for one in known) for number in MEASURED))
-    return f"| {name} | | | | {' | '.join(cells)} |"
+    return f"| {name} | | | | {' | '.join(cells)} | |"
 
 
 def _words_table(rows: Sequence[Json]) -> str:
@@ -190,9 +209,17 @@ def _words_table(rows: Sequence[Json]) -> str:
     heading = (
         "| model | probably near | probably far | theory: late = near? | theory: early = far? |\n|---|---|---|---|---|"
     )
-    lines = [f"| {row['model']} | " + " | ".join(_share(*row[a][b]) for a, b in kinds) + " |" for row in rows]
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        lines += [_words_line(row["model"], [row], kinds) for row in own]
+        lines.append(_words_line(f"*{kind}*", own, kinds))
+    return "\n".join([heading, *lines, _words_line("**all**", rows, kinds)])
+
+
+def _words_line(name: str, rows: Sequence[Json], kinds: Sequence[tuple[str, str]]) -> str:
     totals = [[sum(row[a][b][part] for row in rows) for part in (0, 1)] for a, b in kinds]
-    return "\n".join([heading, *lines, "| **all** | " + " | ".join(_share(*total) for total in totals) + " |"])
+    return f"| {name} | " + " | ".join(_share(*total) for total in totals) + " |"
 
 
 def _exceptions(rows: Sequence[Json]) -> str:

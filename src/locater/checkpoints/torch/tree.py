@@ -20,13 +20,22 @@ DEPTH = 8
 def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
     """The tensors of a model among what was saved: those under a known wrapper if there is one, else all."""
     for _ in range(DEPTH):
-        inner = next((tree[key] for key in WRAPPERS if _holds(tree, key, kind)), None)
+        inner = _inside(tree, kind)
         if inner is None:
             break
         tree = inner
     found = dict(_flatten(tree, kind))
     own = {name: leaf for name, leaf in found.items() if not BESIDE.match(name)}
     return clean_names(own or found)
+
+
+def _inside(tree: Any, kind: type) -> Any:
+    """What a wrapper holds, or the one dict of tensors in a list or tuple, an optimiser's apart; None if neither."""
+    if isinstance(tree, list | tuple):
+        dicts = [one for one in tree if isinstance(one, Mapping) and "param_groups" not in one]
+        holding = [one for one in dicts if any(_flatten(one, kind))]
+        return holding[0] if len(holding) == 1 else None
+    return next((tree[key] for key in WRAPPERS if _holds(tree, key, kind)), None)
 
 
 def find_settings(tree: object) -> Json:
