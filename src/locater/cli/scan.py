@@ -109,7 +109,7 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
-    from ..scanning.findings import THEORY, behaviour, name, outstanding, regimes
+    from ..scanning.findings import NORMALISED, THEORY, behaviour, name, outstanding, regimes
 
     family, coverage = escape(shown(found.family)), escape(shown(found.coverage))
     console.print(f"[bold]{family}[/bold], {found.format}, {len(found.heads)} heads, {coverage}")
@@ -117,6 +117,8 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
     console.print(HeatMap.of(found.to_json(), "xi"))
+    if found.normalised:
+        console.print(NORMALISED)
     console.print(f"regimes {THEORY}: {regimes(found.heads)}")
     if behaviour(found.heads):
         console.print(f"estimated from the weights: {behaviour(found.heads)}")

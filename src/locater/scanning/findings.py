@@ -22,6 +22,10 @@ COLD = 20.0
 MOST_OF_A_KIND = 3
 LOOKS = {"near": "mostly at near tokens", "far": "mostly beyond the nearest tokens"}
 THEORY = "in the random-walk theory"
+NORMALISED = (
+    "queries or keys are normalised: tr W, η, ξ are of the form behind the norm, whatever the scale of the weights "
+    "(--raw: as stored)"
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ def summarise(scan: "Scan") -> str:
     """The whole scan as text."""
     lines = [
         f"{scan.source}: {scan.family}, {len(scan.heads)} heads, {scan.coverage}",
+        *([NORMALISED] if scan.normalised else []),
         f"regimes {THEORY}: {regimes(scan.heads)}",
         *([f"estimated from the weights: {behaviour(scan.heads)}"] if behaviour(scan.heads) else []),
         *(f"{name(finding.row)} {finding.sentence}." for finding in outstanding(scan.heads)),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -69,6 +69,7 @@ class Analysis:
 
     rows: list[HeadRow] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    normalised: bool = False  # some rows are of the form behind a norm of queries or keys
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
 
 def joined(parts: Iterable[Analysis]) -> Analysis:
     """All of them as one, taken as they come: no part is held."""
-    whole = Analysis()
+    whole, normalised = Analysis(), False
     for part in parts:
         whole.rows.extend(part.rows)
         whole.refused.extend(part.refused)
-    return whole
+        normalised |= part.normalised
+    return replace(whole, normalised=normalised)
 
 
 def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:

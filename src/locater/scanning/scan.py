@@ -37,6 +37,7 @@ class Scan(Shown):
     heads: tuple[HeadRow, ...]
     refused: tuple[str, ...] = ()
     length: int = DEFAULT_LENGTH
+    normalised: bool = False  # moments are of the form behind QK-norm or an inner norm, not of the weights
 
     def to_json(self) -> Json:
         """The document that `locater scan --json` writes."""
@@ -48,6 +49,7 @@ class Scan(Shown):
             "format": self.format,
             "coverage": self.coverage,
             "length": self.length,
+            **({"normalised": True} if self.normalised else {}),
             **({"distances": distances(self.length)} if any(row.curves for row in self.heads) else {}),
             **refused,
             "heads": [row.to_json() for row in self.heads],
@@ -104,9 +106,8 @@ def scan(
             settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors)))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
     rows = tuple(sorted(whole.rows, key=HeadRow.order))
-    return Scan(
-        opened.source, opened.family, opened.format, opened.coverage, rows, tuple(whole.refused), settings.length
-    )
+    facts = opened.source, opened.family, opened.format, opened.coverage
+    return Scan(*facts, rows, tuple(whole.refused), settings.length, whole.normalised)
 
 
 def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None) -> Analysis:
@@ -130,7 +131,9 @@ def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progres
 
 
 def _of_layer(layer: Layer, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
-    return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
+    sides = (side for head in layer.heads for side in (head.query, head.key))
+    normalised = not settings.raw and not all(side.is_linear for side in sides)
+    return Analysis(refused=list(layer.refused), normalised=normalised), analyse(layer.heads, settings, threads)
 
 
 def _checked(temperature: float | None) -> float | None:
