@@ -3,7 +3,8 @@
 `python runs/studies.py keep FOLDER…` first takes over the rows of finished studies (`locater study NAME --out FOLDER`).
 `python runs/studies.py time [NAME…]` first measures how long `locater study NAME --quick` takes, by default of all.
 The rows of `convergence` are those of runs/measured/convergence, which may still be under way. The tables of
-docs/evidence.md are written from runs/studies/real-data.json (`locater study real-data --json`).
+docs/evidence.md are written from runs/studies/real-data.json (`locater study real-data --json`), and nothing else is by
+`python runs/studies.py evidence`.
 """
 
 import json
@@ -77,7 +78,9 @@ def write_evidence() -> None:
     EVIDENCE.write_text(f"{before}{BEGIN}\n{evidence_tables(rows)}\n\n{END}{after}", encoding="utf-8")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["evidence"]:
+    write_evidence()
+elif __name__ == "__main__":
     for folder in sys.argv[2:] if sys.argv[1:2] == ["keep"] else ():
         take_over(Path(folder))
     for name in (sys.argv[2:] or STUDIES) if sys.argv[1:2] == ["time"] else ():

@@ -66,8 +66,8 @@ def test_rotary_estimate_is_the_softmax_of_its_kernel(changed):
     found = estimate.estimates(groups, products(groups, raw=False), estimate.nothing)
     for one, own in zip(heads, found, strict=True):
         assert own.near_mass == pytest.approx(slow_near(one), rel=1e-5)
-        assert 0 <= own.low < own.near_mass < own.high <= 1
-        assert own.high - own.low <= 2 * estimate.ROTARY_MARGIN + 1e-9
+        low, high = own.interval
+        assert 0 <= low < own.near_mass < high <= 1 and high - low <= 2 * estimate.ROTARY_MARGIN + 1e-9
 
 
 def test_fast_pairs_are_near_and_slow_ones_are_not():

@@ -88,13 +88,14 @@ def test_every_line_is_a_text():
             return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
 
     windows, special = cut_lines("A B C D E\n\nF G\nH I J K\n", Letters(), length=4, most=9)
-    assert windows.tolist() == [[1, 65, 66, 67], [1, 72, 73, 74]] and special == [0]
+    assert windows.tolist() == [[1, 65, 66, 67], [1, 70, 71, 2], [1, 72, 73, 74]] and special == [0]
     windows, special = cut_lines("A B\nF G\n", Letters(), length=4, most=9)  # whole lines keep their end
     assert windows.tolist() == [[1, 65, 66, 2], [1, 70, 71, 2]] and special == [0, 3]
     with pytest.raises(Refusal, match="at least two lines of 5 tokens"):
         cut_lines("A B C D E\nF G\n", Letters(), length=5, most=9)
 
 
+COUNTED = {8: "eight", 9: "nine", 10: "ten", 11: "eleven", 12: "twelve"}
 PAGE, ROWS = Path("docs/evidence.md"), Path("runs/studies/real-data.json")
 
 
@@ -113,3 +114,15 @@ def test_words_are_right_of_four_in_five_of_every_kind():
             counts = [row["words"][word] for row in rows if row["kind"] == kind]
             right, called = (sum(part) for part in zip(*counts, strict=True))
             assert right >= real_data.ENOUGH * called, (kind, word, right, called)
+
+
+def test_the_readme_says_what_the_rows_say():
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / ROWS).read_text(encoding="utf-8"))["models"]
+    shares = {}
+    for word in ("near", "far"):
+        right, called = (sum(part) for part in zip(*(row["words"][word] for row in rows), strict=True))
+        shares[word] = f"{right / called:.0%}".replace("%", " %")
+    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
+    assert f"right of {shares['near']} (near) and {shares['far']} (far) of the heads" in readme
+    assert f"over {COUNTED[len(rows)]} trained models together" in readme

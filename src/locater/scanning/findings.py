@@ -69,7 +69,8 @@ def behaviour(rows: Iterable[HeadRow]) -> str:
     >>> behaviour([])
     ''
     """
-    estimated = [row for row in rows if row.estimated_near_mass_interval is not None]
+    known = (row for row in rows if row.estimated_near_mass is not None)
+    estimated = [row for row in known if row.estimated_near_mass_interval is not None]
     counts = Counter(filter(None, map(looks, estimated)))
     parts = [f"{counts[word]} look {meaning}" for word, meaning in LOOKS.items() if counts[word]]
     unsure = len(estimated) - sum(counts.values())
