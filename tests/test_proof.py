@@ -237,3 +237,14 @@ def test_at_least_150_types_are_read_and_20_of_them_see_or_hear(tmp_path):
     assert document["counts"]["table"] + document["counts"]["proven"] >= 150
     assert document["counts"]["with images or sound"] >= 20
     assert all(entry["error"] <= 1e-5 for entry in document["families"] if entry["how"] == "proven")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("hunyuan_v1_dense", "a norm after the rotation (`query_layernorm`, `key_layernorm`)"),
+        ("gemma4_text", "heads whose size or number differs by layer (`q_proj.weight`"),
+    ],
+)
+def test_a_refusal_names_the_mechanism(model_type, words):
+    assert words in (prove(model_type).reason or "")

@@ -107,7 +107,7 @@ class _Outcome:
 
 def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     from .candidates import Context
-    from .hidden import unread
+    from .hidden import mechanisms, unread
     from .search import search
 
     found = search(Context(evidence, stack, whole, path_of(evidence, stack)))
@@ -115,7 +115,8 @@ def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     block = row and row.block
     if not verdict.is_proven or row is None:
         nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
-        return _Outcome(stack.pattern, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
+        named = "; ".join([*mechanisms(evidence, stack), f"{verdict.differs}{nearest}"])
+        return _Outcome(stack.pattern, block, {}, 0.0, (), named)
     notes = [*unread(evidence, stack, row)]
     notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
     return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)
