@@ -5,12 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+import locater as locater_package
 from command import locater
-from locater.cli.output import print_bullet, table
+from locater.cli.output import PLAIN, print_bullet, table
+
+SOURCE = Path(locater_package.__file__).parent
 
 HEADINGS = ["layer", "tr W", "ξ range", "late", "meaning"]
 ROWS = [["decoder 5", "0.29", "-0.5 … 4.9", "2", "looks at nothing in particular, as far as anybody knows"]]
@@ -47,8 +51,14 @@ def test_terminals_that_lack_greek_letters_are_spoken_to_plainly(encoding):
     command += ["--frobenius-squared", "1", "--temperature", "1", "--length", "4"]
     environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, env=environment, check=True)
-    assert "xi = 1" in done.stdout.decode(encoding)
+    assert "xi = 1" in done.stdout.decode(encoding) and "?" not in done.stdout.decode(encoding)
     assert not done.stderr
+
+
+def test_every_letter_that_commands_print_has_a_plain_one():
+    places = [*(SOURCE / "cli").rglob("*.py"), *(SOURCE / "studies").rglob("*.py"), SOURCE / "report" / "terminal.py"]
+    letters = {letter for path in places for letter in path.read_text(encoding="utf-8") if not letter.isascii()}
+    assert letters <= PLAIN.keys()
 
 
 def test_lines_of_a_folded_sentence_stay_behind_its_mark():

@@ -193,8 +193,10 @@ def test_fail_on(llama):
     assert locater("scan", folder, "--fail-on", "xi<-1000").code == 0
     result = locater("scan", folder, "--fail-on", "xi<-1000 d_head=12")
     assert result.code == 3 and "--fail-on d_head=12 is met by 8 heads" in result.out
-    assert locater("scan", folder, "--fail-on", "regime!=nowhere").code == 3
-    for text in ("xi~3", "colour<3", "xi<red", "regime<late", ""):
+    assert locater("scan", folder, "--fail-on", "regime!=no-signal").code == 3
+    told = locater("scan", folder, "--fail-on", "regime=local", columns=200)
+    assert told.code == 2 and "regime as one of early, middle, late, uniform, mixed, no-signal, got 'local'" in told.err
+    for text in ("block=head", "xi~3", "colour<3", "xi<red", "regime<late", ""):
         refused = locater("scan", folder, "--fail-on", text)
         assert refused.code == 2 and "--fail-on" in refused.err
 

@@ -546,6 +546,15 @@ def test_bad_arguments_are_refused(arguments, code, sentence, tmp_path, monkeypa
     assert result.code == code and sentence in result.err
 
 
+def test_a_start_that_fails_leaves_no_folder(tmp_path):
+    out = tmp_path / "new" / "run"
+    assert locater("train", "--data", tmp_path / "nothing", "--out", out).code == 1
+    assert not out.parent.exists()
+    out.mkdir(parents=True)  # what was there stays
+    assert locater("train", "--data", tmp_path / "nothing", "--out", out).code == 1
+    assert out.exists() and not any(out.iterdir())
+
+
 def test_a_vocabulary_larger_than_the_config_is_refused(text, tmp_path):
     result = locater("train", *flags(text, vocab_size=50), "--out", tmp_path / "run")
     assert result.code == 1 and "data of at most 50 different tokens (--vocab-size), got 300; raise it" in result.err

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import BadArguments
+from ..head import BLOCKS
+from ..theory.words import REGIMES
 from .rows import HeadRow
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -19,6 +21,7 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
 }
 NOT_COMPARED = ("eigenvalues", "curves", "estimated_near_mass_interval")
+WORDS: dict[str, tuple[str, ...]] = {"block": BLOCKS, "regime": REGIMES}
 COLUMNS = {field.name: field.type for field in fields(HeadRow) if field.name not in NOT_COMPARED}
 
 
@@ -54,9 +57,11 @@ def _parse_one(part: str) -> Condition:
     if match is None or match[1] not in COLUMNS:
         raise BadArguments(f"--fail-on expects a column ({', '.join(COLUMNS)}), <, >, =, != and a value, got {part!r}")
     column, sign, value = match.groups()
-    if column in ("block", "regime"):
+    if column in WORDS:
         if sign not in ("=", "==", "!="):
             raise BadArguments(f"--fail-on compares {column} by = or != only, got {part!r}")
+        if value not in WORDS[column]:
+            raise BadArguments(f"--fail-on knows {column} as one of {', '.join(WORDS[column])}, got {value!r}")
         return Condition(part, column, OPERATORS[sign], value)
     try:
         return Condition(part, column, OPERATORS[sign], float(value))

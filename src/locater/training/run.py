@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,8 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
     """A new run; refuses a folder that holds anything, or that would be read as part of the data."""
     if would_read(Path(config.data.data), folder):
         raise refusal("a run outside of the folder that is its data", folder, "choose another --out")
-    with process_group(config.loop.device) as processes:
-        if processes.is_first:
-            _claim(folder)
-        processes.wait()
-        with locked(folder, processes):
-            return _go(config, folder, processes, stop_after=stop_after, say=say)
+    with process_group(config.loop.device) as processes, _claimed(folder, processes), locked(folder, processes):
+        return _go(config, folder, processes, stop_after=stop_after, say=say)
 
 
 def resume(
@@ -85,6 +81,22 @@ def read_config(folder: Path) -> Config:
         ) from None
     with within(str(path)):
         return Config.from_dict(document)
+
+
+@contextmanager
+def _claimed(folder: Path, processes: Processes) -> Iterator[None]:
+    """The folder of a new run; if nothing came into it, it is gone again, with the parents that were made for it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if processes.is_first else []
+    try:
+        if processes.is_first:
+            _claim(folder)
+        processes.wait()
+        yield
+    except BaseException:
+        for path in made:
+            with suppress(OSError):  # something did come into it
+                path.rmdir()
+        raise
 
 
 def _claim(folder: Path) -> None:
