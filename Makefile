@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check bench studies docs dist clean gallery
+.PHONY: setup demo test test-slow test-oldest check bench studies docs dist clean gallery
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
@@ -32,8 +32,11 @@ check: $(STAMP)  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: $(STAMP)  ## every claim of speed, measured side by side
-	for file in bench/*.py; do $(BIN)/python $$file || exit 1; done
+bench: $(STAMP)  ## every claim of speed, measured beside its rivals, into bench/RESULTS.md
+	$(BIN)/python bench
+
+test-oldest: $(STAMP)  ## what users do first, with the lowest versions that are allowed
+	.ci/oldest
 
 docs: $(STAMP)  ## the documentation as a site of plain files; a warning is an error
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -1,5 +1,6 @@
 """`locater compare`: which heads moved, between two checkpoints and along a run."""
 
+import csv
 import json
 import sys
 from types import SimpleNamespace
@@ -96,3 +97,16 @@ def test_every_kind_of_file_that_scan_reads_is_a_checkpoint_of_a_run(tmp_path, s
         f"step-2{suffix}",
         f"step-10{suffix}",
     ]
+
+
+def test_a_table_and_names_that_differ(run, tmp_path):
+    first, last = run / "checkpoint-3", run / "checkpoint-100"
+    result = locater("compare", first, last, "--csv", tmp_path / "moved.csv")
+    assert result.code == 0 and result.out.startswith("checkpoint-3 → checkpoint-100\n")
+    frame = library.compare([first, last]).to_frame()
+    with (tmp_path / "moved.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(frame) == len(rows) == 8 and list(frame.columns) == list(rows[0])
+    assert float(rows[5]["xi_2"]) == frame["xi_2"][5] and frame["moved"].idxmax() == 5
+    assert library.names_apart(["x/a/model", "x/b/model"]) == ["a/model", "b/model"]
+    assert library.names_apart(["a", "a"]) == ["a", "a"] and library.names_apart(["/"]) == ["/"]

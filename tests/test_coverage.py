@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from family_cases import CASES
@@ -73,4 +74,11 @@ def test_a_layout_never_offers_a_norm_or_what_is_not_there(tmp_path):
     with pytest.raises(Refusal) as refused:
         scan(tmp_path)
     layout = str(refused.value).partition("to be completed")[2]
-    assert "query: blocks.{layer}.attn.wq\n" in layout and "key: ?" in layout and "layernorm" not in layout
+    assert "query: blocks.{layer}.attn.wq\n" in layout and "layernorm" not in layout
+    (row,) = yaml.safe_load(layout.partition("\n")[2])["attention"]
+    assert (row["layers"], row["key"], row["heads"]) == (1, None, None)
+    (tmp_path / "config.json").write_text('{"n_heads": 2, "head_dim": 2}')
+    with pytest.raises(Refusal) as refused:
+        scan(tmp_path)
+    (row,) = yaml.safe_load(str(refused.value).partition("to be completed:\n")[2])["attention"]
+    assert (row["heads"], row["key_heads"], row["d_head"]) == (2, 2, 2)

@@ -158,6 +158,14 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     assert findings.behaviour([unknown]) == ""
 
 
+def test_layers_that_share_their_weights_are_one_finding():
+    (near, *_) = scan(model("llama")).heads
+    rows = [replace(near, layer=n, estimated_near_mass=0.9, estimated_near_mass_interval=(0.0, 1.0)) for n in range(4)]
+    (finding,) = findings.outstanding(rows)
+    assert finding.row.layer == 0 and finding.sentence.endswith("; the same in layers 1, 2, 3")
+    assert len(findings.outstanding([rows[0], replace(rows[1], head=1), replace(rows[2], trace=9.0)])) == 3
+
+
 def test_conditions_on_estimates_skip_what_is_not_known():
     row = scan(model("llama")).heads[0]
     known, unknown = replace(row, estimated_near_mass=0.2), replace(row, estimated_near_mass=None)

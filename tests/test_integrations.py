@@ -159,10 +159,3 @@ def test_the_page_on_own_stabilisers_runs_and_its_gradient_is_autograds():
     found = names["gradient"](query.detach(), key.detach(), scale=scale)
     for one, by in zip(found, torch.autograd.grad(expected, (query, key)), strict=True):
         torch.testing.assert_close(one, by)
-
-
-def test_the_guide_runs():
-    text = (TESTS.parent / "docs" / "stabilisers.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 4
-    exec("\n".join(blocks), {})

@@ -16,7 +16,7 @@ from training_cases import tiny
 
 ROOT = Path(__file__).parents[1]
 # Pages whose every block runs as it stands; the others are run by the tests of what they are about.
-RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "own_stabiliser"))]
+RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "own_stabiliser", "stabilisers"))]
 RUN += [f"docs/tutorials/{name}.md" for name in ("student", "practitioner", "researcher")]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
@@ -112,6 +112,23 @@ def test_python_for_a_readers_loop_runs(page, folder, monkeypatch):
         exec(compile(snippet, page, "exec"), names)
 
 
+# Python that wants a reader's own files: compiled here, and run by the tests of what it is about.
+COMPILED = ("docs/prediction.md", "docs/reproduction.md")
+# What is shown and not run: words, references, and a layout, which tests/test_layout.py reads.
+SHOWN_ONLY = ("text", "bibtex", "yaml")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_kind_that_is_tested(page):
+    fences = re.findall(r"^```(.*)$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    kinds = set(fences[::2])
+    assert kinds <= {"console", "python", *SHOWN_ONLY}, f"{page} has blocks that no test looks at"
+    if "python" in kinds:
+        assert page in (*RUN, *LOOPS, *COMPILED), f"the Python of {page} is run by no test"
+    if page in COMPILED:
+        assert all(compile(snippet, page, "exec") for snippet in blocks(page, "python"))
+
+
 LONG = [
     (page, command)
     for page in PAGES
@@ -129,6 +146,17 @@ def test_commands_that_take_long_have_the_arguments_that_there_are(page, command
     words = shlex.split(re.split(r"&&|[|>] ", command)[0], comments=True)
     verb, *arguments = words[words.index("locater") + 1 :]
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_sentences_name_what_there_is(page):
+    """Verbs and options; what a reader has to put in stands there in capitals or is left out."""
+    verbs = typer.main.get_command(app).commands
+    for span in re.findall(r"`locater ([a-z][^`]*)`", (ROOT / page).read_text(encoding="utf-8")):
+        verb, *words = shlex.split(span)
+        known = {name for option in verbs[verb].params for name in (*option.opts, *option.secondary_opts)}
+        asked = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert asked <= known | {"--help", "--help-all"}, span
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,9 +8,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import refusal
+
+if TYPE_CHECKING:
+    import pandas
 
 STANDARD_OUTPUT = Path("-")
 
@@ -97,6 +100,15 @@ def _is_alive(process: int) -> bool:
     except OSError:
         return True  # somebody else's
     return True
+
+
+def data_frame(rows: Sequence[JsonMapping]) -> "pandas.DataFrame":
+    """Rows as a pandas DataFrame."""
+    try:
+        import pandas
+    except ImportError:
+        raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+    return pandas.DataFrame(rows)
 
 
 def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:

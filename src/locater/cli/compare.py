@@ -28,10 +28,11 @@ def compare(
     jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
+    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
     html: HtmlPath = None,
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
-    from ..records import write_json
+    from ..records import write_csv, write_json
     from ..report.terminal import HeatMap
     from ..scanning import compare as library
 
@@ -50,6 +51,8 @@ def compare(
     console.print(HeatMap.of(found.to_json(), "moved"))
     if json:
         write_json(found.to_json(), json)
+    if csv:
+        write_csv([movement.to_record() for movement in found.heads], csv)
     if html:
         save_html([found.to_json()], html)
     if found.refused:
@@ -58,7 +61,7 @@ def compare(
 
 
 def _heading(found: "Comparison") -> str:
-    names = [Path(one.source).name for one in found.scans]
+    names = found.names
     shown = " → ".join(names if len(names) <= 4 else [names[0], names[1], "…", names[-1]])
     still = sum(movement.moved < 1e-6 for movement in found.heads)
     changed = sum(len({row.regime for row in movement.rows}) > 1 for movement in found.heads)

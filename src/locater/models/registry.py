@@ -13,6 +13,13 @@ from .tables import encoders, frameworks, gemma, gpt, hybrid, latent, llama, own
 QUERY_WORDS = ("q_proj", "query", "wq", "to_q", "q_lin", "qkv", "c_attn", "in_proj", "wqkv")
 KEY_OF = {"q_proj": "k_proj", "query": "key", "wq": "wk", "to_q": "to_k", "q_lin": "k_lin"}
 MOST_PATTERNS = 12
+EMPTY = "                 # to be filled in"
+# What configs of many models call the sizes that a layout asks for.
+SIZES = {
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "key_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads"),
+    "d_head": ("head_dim", "d_head", "d_kv"),
+}
 
 
 def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
@@ -23,9 +30,10 @@ def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
         listed.append(f"  … and {len(patterns) - MOST_PATTERNS} more")
     model_type = config.get("model_type")
     named = f"the model type {model_type!r}" if model_type else "no model type"
+    listed += ["FILE.yaml, to be completed:", _layout(patterns, config)]
     return Refusal(
         f"expected a model of a known family, got {named} and {len(names)} tensors that no family names; describe it "
-        "with --layout FILE.yaml\nfound:\n" + "\n".join(listed) + "\nFILE.yaml, to be completed:\n" + _layout(patterns)
+        "with --layout FILE.yaml\nfound:\n" + "\n".join(listed)
     )
 
 
@@ -50,21 +58,30 @@ def _is_projection(pattern: str) -> bool:
     return kind == "weight" and any(word in last for word in QUERY_WORDS) and "norm" not in last and "ln" not in last
 
 
-def _layout(patterns: dict[str, set[str]]) -> str:
+def _layout(patterns: dict[str, set[str]], config: Config) -> str:
+    """YAML with all that names and config tell; what they do not is left empty."""
     query = next((p for p in patterns if "{layer}" in p and _is_projection(p)), None)
     query = (query or "the.name.of.layer.{layer}.query.weight").removesuffix(".weight")
     word = next((word for word in QUERY_WORDS if word in query), "")
     key = query.replace(word, KEY_OF[word]) if word in KEY_OF else query
-    key = key if f"{key}.weight" in patterns else "?"
-    num_layers = len(patterns.get(f"{query}.weight", ())) or "?"
+    key = key if f"{key}.weight" in patterns else EMPTY
+    num_layers = len(patterns.get(f"{query}.weight", ())) or EMPTY
+    seen = {name: _seen(config, keys) for name, keys in SIZES.items()}
+    sizes = "".join(f"    {name}: {EMPTY if value is None else value}\n" for name, value in seen.items())
     fused = "" if word in KEY_OF else "    fused: qkv            # or grouped\n"
     return (
         "  attention:\n"
         "  - block: decoder          # encoder, decoder, cross or vision\n"
         f"    query: {query}\n    key: {key}\n{fused}"
-        f"    layers: {num_layers}\n    heads: ?\n    key_heads: ?\n    d_head: ?\n    prefixes: ['']\n"
+        f"    layers: {num_layers}\n{sizes}    prefixes: ['']\n"
         "    lookahead: 0            # causal; leave out if not"
     )
+
+
+def _seen(config: Config, keys: tuple[str, ...]) -> int | None:
+    """The first of these that the config has as a number."""
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
 
 
 TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, frameworks, own)

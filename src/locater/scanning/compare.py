@@ -6,15 +6,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import net, refusal
-from ..records import Json
+from ..records import Json, data_frame
 from ..report.shown import Shown
 from .rows import HeadRow
 from .scan import Scan, scan
+
+if TYPE_CHECKING:
+    import pandas
 
 Key = tuple[str, int, int]
 Run = Callable[[Sequence[str], dict[str, Any]], list[Scan]]
@@ -52,6 +55,13 @@ class Movement:
             **{column: [getattr(row, column) for row in self.rows] for column in columns},
         }
 
+    def to_record(self) -> Json:
+        """One row of a table: `xi_1`, `xi_2` … are those of the checkpoints in their order."""
+        document = self.to_json()
+        numbered = {f"{name}_{n}": value for name, many in document.items() if isinstance(many, list)
+                    for n, value in enumerate(many, start=1)}  # fmt: skip
+        return {name: value for name, value in document.items() if not isinstance(value, list)} | numbered
+
 
 @dataclass(frozen=True)
 class Comparison(Shown):
@@ -64,6 +74,15 @@ class Comparison(Shown):
     def refused(self) -> tuple[str, ...]:
         """Heads that could not be read in one of them, and are not followed: damaged or diverged, not unmoved."""
         return tuple(f"{one.source}: {sentence}" for one in self.scans for sentence in one.refused)
+
+    @property
+    def names(self) -> list[str]:
+        """What the models are called side by side: the ends of their paths, as long as needed to tell them apart."""
+        return names_apart([one.source for one in self.scans])
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """A pandas DataFrame, a row per head."""
+        return data_frame([movement.to_record() for movement in self.heads])
 
     def most_moved(self, count: int) -> list[Movement]:
         return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
@@ -106,6 +125,22 @@ def follow(scans: Sequence[Scan]) -> Comparison:
     if not common or len({frozenset((r.d_model, r.d_head) for r in table.values()) for table in tables}) > 1:
         raise refusal("models of one shape", " and ".join(f"{d}×{h}" for d, h in sorted(shapes)))
     return Comparison(tuple(scans), tuple(Movement(*key, tuple(table[key] for table in tables)) for key in common))
+
+
+def names_apart(sources: Sequence[str]) -> list[str]:
+    """Their last parts; more of them, as many for all, while two are the same.
+
+    >>> names_apart(["runs/a/model", "runs/b/model"])
+    ['a/model', 'b/model']
+    """
+    parts = [[part for part in re.split(r"[/\\]", source) if part] or [source] for source in sources]
+    names = list(sources)
+    for count in range(max(map(len, parts)), 0, -1):
+        shorter = ["/".join(part[-count:]) for part in parts]
+        if len(set(shorter)) < len(set(sources)):
+            break
+        names = shorter
+    return names
 
 
 def checkpoints_in(source: str | Path) -> list[str]:

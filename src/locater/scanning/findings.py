@@ -6,7 +6,7 @@ behaviour only, with how often such words were right (docs/evidence.md).
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ def behaviour(rows: Iterable[HeadRow]) -> str:
 
 def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
     """The heads worth a look: those that the theory or their scale sets apart, and the surest to be near or far."""
+    rows, others = _once(rows)
     scales = {row: row.eta / row.temperature for row in rows}
     usual = median(scales.values())
     kinds = [[_silent(row) for row in rows if row.regime == "no-signal"]]
@@ -90,7 +91,25 @@ def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
     kinds.append([_looking(row) for row in surest if looks(row) == "near"])
     kinds.append([_looking(row) for row in reversed(surest) if looks(row) == "far"])
     found = [finding for kind in kinds for finding in kind[:MOST_OF_A_KIND]]
-    return list({finding.row: finding for finding in reversed(found)}.values())[::-1]
+    once = {finding.row: _shared(finding, others[finding.row]) for finding in reversed(found)}
+    return list(once.values())[::-1]
+
+
+def _once(rows: Sequence[HeadRow]) -> tuple[list[HeadRow], dict[HeadRow, list[int]]]:
+    """Heads that are the same in all their numbers, as in layers that share their weights, once; and where else."""
+    first: dict[HeadRow, HeadRow] = {}
+    others: dict[HeadRow, list[int]] = {}
+    for row in rows:
+        kept = first.setdefault(replace(row, layer=0), row)
+        others.setdefault(kept, []).extend([] if kept is row else [row.layer])
+    return list(others), others
+
+
+def _shared(finding: Finding, layers: list[int]) -> Finding:
+    if not layers:
+        return finding
+    where = f"layer {layers[0]}" if len(layers) == 1 else f"layers {', '.join(map(str, layers))}"
+    return replace(finding, sentence=f"{finding.sentence}; the same in {where}")
 
 
 def _silent(row: HeadRow) -> Finding:

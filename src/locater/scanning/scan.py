@@ -6,10 +6,10 @@ from functools import cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Refusal, net, refusal
+from ..errors import Refusal, net
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
-from ..records import Json
+from ..records import Json, data_frame
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
@@ -57,11 +57,7 @@ class Scan(Shown):
 
     def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head."""
-        try:
-            import pandas
-        except ImportError:
-            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
-        return pandas.DataFrame([row.to_record() for row in self.heads])
+        return data_frame([row.to_record() for row in self.heads])
 
     def summary(self) -> str:
         """The findings in plain words."""
