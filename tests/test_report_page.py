@@ -58,7 +58,10 @@ def test_a_hot_and_a_cold_head_are_named_with_a_remedy():
 def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
     assert "look" not in plain and "In the random-walk theory, 2 of 2 heads are late" in plain
-    estimated = " ".join(sentences(scanned(head(0, 0, estimated_near_mass=0.9), head(0, 1, estimated_near_mass=0.1))))
+    masses = [
+        dict(estimated_near_mass=near, estimated_near_mass_interval=[near - 0.1, near + 0.1]) for near in (0.9, 0.1)
+    ]
+    estimated = " ".join(sentences(scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))))
     assert "1 of 2 heads probably look mostly at the 16 nearest tokens (by estimate)" in estimated
 
 
