@@ -412,6 +412,25 @@ def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
     assert locater("study").code == 2 and "reconcile" in locater("study", "--list").out
 
 
+def test_figures_show_every_panel_name_and_interval():
+    from locater.report.studies import study_figure
+
+    plan = dict(x="x", y="y", by="kind", panel="where", x_label="", y_label="", logarithmic=False)
+    rows = [{"x": x, "y": x + seed, "kind": "a", "where": n} for n in range(5) for x in (2, 1) for seed in (0, 2)]
+    drawn = [one for one in study_figure({"figure": plan, "rows": rows}).axes if one.get_visible()]
+    assert [one.get_title(loc="left") for one in drawn] == ["0", "1", "2", "3", "4"]
+    assert drawn[4].lines[0].get_xydata().tolist() == [[1, 2], [2, 3]]  # in order, seeds as one mean
+    ends = {"a": (0.1, 0.3), "b": (None, None)}
+    rows = [{"of": of, "what": "w", "value": 0.2, "low": low, "high": high} for of, (low, high) in ends.items()]
+    plan |= dict(x="value", by="of", panel="what", kind="intervals")
+    (axes,) = study_figure({"figure": plan, "rows": rows}).axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a", "b"]
+    bars = [
+        list(line.get_xdata()) for line in axes.lines if line.get_linewidth() == 1.5 and line.get_marker() == "None"
+    ]
+    assert bars == [[0.1, 0.3]]
+
+
 def small_softmax(quick: bool) -> list[dict]:
     return [{"length": 8, "xi": 0.0, "walks": 10, "eta": eta} for eta in (0.01, 0.1, 1.0, 3.0)]
 
