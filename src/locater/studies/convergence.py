@@ -47,19 +47,22 @@ def conclude(rows: list[Json]) -> Answer:
     ours = compared(ended, "", OURS)
     step, early = until_shared_step(rows)
     return Answer(
-        f"With byte pairs and no dropout, {_told(ours, step, early)}.",
+        f"With byte pairs and no dropout, {_told(ours, rows)}.",
         f"Whether it ends at {WANTED} times or less: {_verdict(ours)}. {_status(rows)}",
         [*found, *([Finding(f"loss until step {step}", OURS, early)] if step else [])],
     )
 
 
-def _told(ours: Estimate, step: int, early: Estimate) -> str:
-    """The end, or what is known of it; beside it the last step of three seeds while the end has fewer."""
+def _told(ours: Estimate, rows: list[Json]) -> str:
+    """The end; while fewer than three seeds have come there, where three are, and where the furthest one is."""
     parts = [f"LocAteR ends at {_ratio(ours)} times the perplexity of none ({_seeds(ours.count)})"]
     if not ours.count:
         parts = ["no pair of runs with and without LocAteR has ended yet"]
+    (step, early), (last, alone) = until_shared_step(rows), until_shared_step(rows, num_seeds=1)
     if step and ours.count < FEWEST:
         parts.append(f"at step {step:,}, the last that {early.count} seeds share, it is at {_ratio(early)}")
+    if last > step and not ours.count:
+        parts.append(f"the seed that is furthest, at step {last:,}, has {_ratio(alone)}")
     return "; ".join(parts)
 
 
@@ -76,17 +79,17 @@ def compared(rows: list[Json], condition: str, method: str) -> Estimate:
     return paired(chosen, by_seed(rows, condition, NONE, "best_loss"))
 
 
-def until_shared_step(rows: list[Json]) -> tuple[int, Estimate]:
-    """The last step that enough seeds of none and of the first LocAteR have reached, and the best losses until then."""
+def until_shared_step(rows: list[Json], *, num_seeds: int = FEWEST) -> tuple[int, Estimate]:
+    """The last step that so many seeds of none and of the first LocAteR have reached, and the best losses until then."""
     arms = (next(iter(METHODS[OURS])), NONE)
     ours, theirs = (
         {row["seed"]: _course(row) for row in rows if (row["condition"], row["arm"]) == ("", arm)} for arm in arms
     )
     last = {seed: max(ours[seed].keys() & theirs[seed].keys(), default=0) for seed in ours.keys() & theirs.keys()}
     steps = sorted((step for step in last.values() if step), reverse=True)
-    if len(steps) < FEWEST:
+    if len(steps) < num_seeds:
         return 0, Estimate(math.nan, -math.inf, math.inf, 1.0, 0)
-    step = steps[FEWEST - 1]
+    step = steps[num_seeds - 1]
     best = [
         {seed: min(loss for at, loss in some[seed].items() if at <= step) for seed in last if last[seed] >= step}
         for some in (ours, theirs)
