@@ -14,11 +14,13 @@ from locater.stabilisers import (
     AlphaDecay,
     EntropyBonus,
     LocAteR,
+    MimeticInitialisation,
     QKClip,
     QKDecay,
     QKNorm,
     SigmaReparam,
     SoftCap,
+    SpectralInitialisation,
     SpectralNorm,
     ZLoss,
 )
@@ -106,6 +108,23 @@ def test_it_acts_and_leaves_no_trace(kind, name):
     assert model.state_dict().keys() == stored.keys()
     model.load_state_dict(stored)
     assert torch.equal(logits(model), before)
+
+
+WRITING = {
+    "clip": lambda model, how: QKClip(model, threshold=1.0, **how),
+    "decay": lambda model, how: QKDecay(model, decay=1.0, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **how),
+    "initialise": lambda model, how: SpectralInitialisation(model, xi=0.5, eta=0.3, **how),
+    "initialise ": lambda model, how: MimeticInitialisation(model, **how),
+}
+
+
+@pytest.mark.parametrize("what", WRITING)
+def test_what_writes_into_weights_refuses_computed_ones(what):
+    """It would write into a copy, and nothing would come of it."""
+    model, how = grown("fused", adapted=True)
+    with pytest.raises(ValueError, match=f"plain parameters to {what.strip()}, got computed weights in"):
+        WRITING[what](model, how)
+    QKClip(model, threshold=1.0, log_only=True, **how).detach()
 
 
 @pytest.mark.slow

@@ -96,6 +96,13 @@ def find_pairs(
     return list(found.values())
 
 
+def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:
+    """For what writes into weights: of computed ones (LoRA, a parametrisation) it would write into a copy."""
+    for pair in pairs:
+        if not all(rows.weight.is_stored for rows in pair.sides):
+            raise refusal(f"plain parameters to {what}", f"computed weights in {pair.name}", remedy)
+
+
 def _unfit(pair: Pair) -> str | None:
     if pair.query.identity == pair.key.identity:
         return "query and key are one weight"

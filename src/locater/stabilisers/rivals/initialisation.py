@@ -11,8 +11,10 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...spectra import moments
 from ..base import Stabiliser, non_negative
-from ..live.pairs import Pair, find_pairs
+from ..live.pairs import Pair, check_stored, find_pairs
 from ..live.sharding import shard_of
+
+FIRST = "do it before an adapter or a parametrisation is attached"
 
 
 class SpectralInitialisation(Stabiliser):
@@ -28,7 +30,9 @@ class SpectralInitialisation(Stabiliser):
     ) -> None:
         if not 0 < eta < float("inf"):
             raise refusal("a positive, finite η", eta)
-        for pair in find_pairs(model, heads=heads, sample=sample):
+        pairs = find_pairs(model, heads=heads, sample=sample)
+        check_stored(pairs, "initialise", FIRST)
+        for pair in pairs:
             with within(pair.name), torch.no_grad():
                 _initialise(pair, xi, eta)
 
@@ -92,8 +96,10 @@ class MimeticInitialisation(Stabiliser):
         generator: torch.Generator | None = None,
     ) -> None:
         identity, noise = non_negative(identity, "identity"), non_negative(noise, "noise")
+        pairs = find_pairs(model, heads=heads, sample=sample)
+        check_stored(pairs, "initialise", FIRST)
         with torch.no_grad():
-            for pair in find_pairs(model, heads=heads, sample=sample):
+            for pair in pairs:
                 shard = shard_of(pair, pair.weights())
                 for query, key in zip(shard.query, shard.key[:, 0], strict=True):
                     wanted = noisy_identity(len(query), query.shape[-1], identity, noise, generator).to(query)

@@ -19,7 +19,7 @@ from ...records import head_key, layer_key
 from ..base import Stabiliser
 from ..live.interception import Slots, Watcher
 from ..live.latent import LatentPair, clip_latent, multiply
-from ..live.pairs import Pair, find_pairs
+from ..live.pairs import Pair, check_stored, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
 
@@ -48,6 +48,8 @@ class QKClip(Stabiliser):
             raise refusal("a positive, finite threshold", threshold)
         self.threshold, self.log_only, self.group = threshold, log_only, group
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
+        if not log_only:
+            check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))

@@ -12,7 +12,7 @@ from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Rates, Stabiliser, non_negative
-from ..live.pairs import Pair, find_pairs
+from ..live.pairs import Pair, check_stored, find_pairs
 from ..live.sharding import shard_of
 from ..live.weights import Rows
 
@@ -31,6 +31,8 @@ class QKDecay(Stabiliser):
     ) -> None:
         self.decay, self.optimizer = non_negative(decay, "decay"), optimizer
         self.pairs = find_pairs(model, heads=heads, sample=sample)
+        if optimizer is not None:
+            check_stored(self.pairs, "decay", "leave out the optimizer and add penalty() to the loss")
 
     def penalty(self) -> Float[Tensor, ""]:
         if self.optimizer is not None:
