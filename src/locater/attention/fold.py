@@ -5,7 +5,7 @@ Logits are in units of log 2 throughout: 2^x stays quick where it underflows, e^
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 # Finite, so that 2^(masked − max) · (masked − max) is 0 and not NaN; sums of it over any real text stay finite too.
 MASKED = -1e30
 UNIT = math.log(2)
+IN_CACHE = 1 << 18  # logits worked on at once: with their exponentials 2 MB, the second cache of most processors
 
 TOTAL, SHIFTED, SQUARE, DISTANCE, CLOSE, FIRST = range(6)
 
@@ -32,16 +33,17 @@ class Running(NamedTuple):
 
 
 class Room:
-    """Memory for the logits and exponentials of one block, used again for the next: fresh pages cost more than sums."""
+    """Memory for the logits and exponentials of a few heads, used again for the next: they stay in the cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
+        self.least = least  # numbers from the start: blocks that grow would each ask for fresh pages
         self.flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Whatever was there before is gone."""
         number = math.prod(shape)
         if name not in self.flat or self.flat[name].numel() < number:
-            self.flat[name] = like.new_empty(number)
+            self.flat[name] = like.new_empty(max(number, self.least))
         return self.flat[name][:number].view(*shape)
 
 
@@ -50,9 +52,33 @@ class Block(NamedTuple):
 
     admitted: Bool[Tensor, "batch groups ratio queries keys"] | None
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
-    first: Int[Tensor, "batch queries"] | None  # where in the block each query's first token is, if it is
+    first: Int[Tensor, "batch queries"] | int | None  # where in the block the first token is, of each query or of all
     score: Callable[[Tensor], Tensor] | None = None  # what becomes of the logits before the mask
     room: Room | None = None  # none where the compiler sees to that
+
+    def of(self, batch: slice, groups: slice) -> "Block":
+        """What it brings to some of the texts and key heads; sizes of 1 broadcast."""
+        admitted, bias = (None if one is None else _some(one, batch, groups) for one in (self.admitted, self.bias))
+        first = self.first[batch] if isinstance(self.first, Tensor) and len(self.first) > 1 else self.first
+        return self._replace(admitted=admitted, bias=bias, first=first)
+
+
+def _some(values: Tensor, batch: slice, groups: slice) -> Tensor:
+    values = values if len(values) == 1 else values[batch]
+    return values if values.shape[1] == 1 else values[:, groups]
+
+
+def pieces(batch: int, groups: int, *, one: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Texts and key heads, `one` number each, so that a piece stays within `most`, if it has more than one of each."""
+    num_groups = max(1, min(groups, most // one))
+    num_texts = max(1, most // (one * num_groups)) if num_groups == groups else 1
+    for texts in slices(batch, num_texts):
+        for some in slices(groups, num_groups):
+            yield texts, some
+
+
+def slices(length: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def start(queries: Grouped) -> Running:
@@ -70,20 +96,21 @@ def absorb_far(
     offset: Float[Tensor, "#batch queries"],
     inner: Float[Tensor, "#batch keys"],
 ) -> Running:
-    """A block all on one side and not near: |i − j| = offset_i + inner_j, so two columns of a product give its sums."""
-    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap), block.room)
-    total, within = _two_sums(e, inner)
-    distance = torch.addcmul(within, total, offset[:, None, None])
-    return _add(running, maximum, e, shifted, block, total=total, distance=distance, close=torch.zeros_like(total))
+    """A block all on one side and not near: |i − j| = offset_i + inner_j, so Σ e and Σ e · inner give its distances."""
+
+    def measure(e: Tensor, free: Tensor, batch: slice) -> tuple[Tensor, None]:
+        return _weighted(e, inner if len(inner) == 1 else inner[batch]), None
+
+    found = _sums(queries, keys, block, softcap, measure)
+    found.sums[DISTANCE].addcmul_(found.sums[TOTAL], offset[:, None, None])
+    return merge(running, found)
 
 
-def _two_sums(e: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ e and Σ e · inner: compiled as part of one loop over e, else as one thin product."""
-    if torch.compiler.is_compiling():
-        return e.sum(-1), (e * inner[:, None, None, None]).sum(-1)
-    columns = torch.stack([torch.ones_like(inner), inner], -1)
-    total, within = (e @ (columns[0] if len(columns) == 1 else columns[:, None, None])).unbind(-1)
-    return total, within
+def _weighted(e: Tensor, inner: Float[Tensor, "#batch keys"]) -> Tensor:
+    """Σ e · inner: compiled as part of one loop over e, else as a product with a vector."""
+    if torch.compiler.is_compiling() or len(inner) > 1:
+        return (e * inner[:, None, None, None]).sum(-1)
+    return e @ inner[0]
 
 
 def absorb_near(
@@ -96,10 +123,57 @@ def absorb_near(
     near: int,
 ) -> Running:
     """Any block: distances one by one."""
-    e, shifted, maximum = _exponentials(running, _logits(queries, keys, block, softcap), block.room)
     distance = distance[:, None, None]
-    within, close = (e * distance).sum(-1), (e * (distance < near)).sum(-1)
-    return _add(running, maximum, e, shifted, block, total=e.sum(-1), distance=within, close=close)
+    is_near = (distance < near).to(distance)
+
+    def measure(e: Tensor, free: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
+        whose = slice(None) if len(distance) == 1 else batch
+        return torch.mul(e, distance[whose], out=free).sum(-1), torch.mul(e, is_near[whose], out=free).sum(-1)
+
+    def fused(e: Tensor, free: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
+        return (e * distance).sum(-1), (e * is_near).sum(-1)
+
+    return merge(running, _sums(queries, keys, block, softcap, fused if block.room is None else measure))
+
+
+# From exponentials, memory that is free, and whose they are: Σ e · (a part of the distance), Σ e of near keys if any.
+Measure = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
+
+
+def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure) -> Running:
+    """The sums of one block by itself, a few heads after the others where that keeps them in the cache."""
+    batch, groups, ratio, num_queries, _ = queries.shape
+    found = start(queries)
+    if block.room is None:
+        return _of_piece(queries, keys, block, softcap, measure, slice(None), found)
+    one = max(1, ratio * num_queries * keys.shape[-2])
+    whole = batch * groups * one
+    for texts, some in pieces(batch, groups, one=one, most=IN_CACHE if block.score is None else whole):
+        part = Running(found.maximum[texts, some], found.sums[:, texts, some])
+        _of_piece(queries[texts, some], keys[texts, some], block.of(texts, some), softcap, measure, texts, part)
+    return found
+
+
+def _of_piece(
+    queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure, batch: slice, found: Running
+) -> Running:
+    """What it finds is written into `found`, a part of the whole; compiled, it is a tensor of its own."""
+    logits = _logits(queries, keys, block, softcap)
+    maximum = logits.amax(-1)
+    shifted = logits.sub_(maximum[..., None])
+    e = shifted.exp2() if block.room is None else torch.exp2(shifted, out=block.room.take("e", shifted.shape, shifted))
+    compiling = torch.compiler.is_compiling()
+    square = e.square().sum(-1) if compiling else torch.linalg.vector_norm(e, dim=-1).square_()
+    shifted_sum = shifted.mul_(e).sum(-1)
+    distance, close = measure(e, shifted, batch)
+    total, nothing = e.sum(-1), found.sums[CLOSE]
+    first = nothing if block.first is None else _first(e, block.first)
+    numbers = [total, shifted_sum, square, distance, nothing if close is None else close, first]
+    if block.room is None:
+        return Running(maximum, torch.stack(numbers))
+    found.maximum.copy_(maximum)
+    found.sums.copy_(torch.stack(numbers))
+    return found
 
 
 def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) -> Tensor:
@@ -124,31 +198,20 @@ def _product(queries: Tensor, keys: Tensor, room: Room | None) -> Tensor:
     return out
 
 
-def _exponentials(running: Running, logits: Tensor, room: Room | None) -> tuple[Tensor, Tensor, Tensor]:
-    """e, ω − maximum, and the new maximum; the logits are overwritten."""
-    maximum = torch.maximum(running.maximum, logits.amax(-1))
-    shifted = logits.sub_(maximum[..., None])
-    if room is None:
-        return shifted.exp2(), shifted, maximum
-    return torch.exp2(shifted, out=room.take("exponentials", shifted.shape, shifted)), shifted, maximum
+def merge(running: Running, found: Running) -> Running:
+    """Both, relative to the larger maximum of the two."""
+    maximum = torch.maximum(running.maximum, found.maximum)
+    return Running(maximum, _relative(running, maximum).add_(_relative(found, maximum)))
 
 
-def _add(
-    running: Running, maximum: Tensor, e: Tensor, shifted: Tensor, block: Block, *, total: Tensor, **further: Tensor
-) -> Running:
-    """The old sums relative to the new maximum, plus the block's."""
+def _relative(running: Running, maximum: Tensor) -> Tensor:
+    """The sums, relative to a larger maximum."""
     down = running.maximum - maximum
-    factor = down.exp2()
-    old = running.sums.clone()
-    old[SHIFTED].addcmul_(down, old[TOTAL])
-    old.mul_(factor)
-    old[SQUARE].mul_(factor)
-    first = torch.zeros_like(total) if block.first is None else _first(e, block.first)
-    compiling = torch.compiler.is_compiling()
-    square = e.square().sum(-1) if compiling else torch.linalg.vector_norm(e, dim=-1).square()
-    shifted_sum = shifted.mul_(e).sum(-1)
-    new = torch.stack([total, shifted_sum, square, further["distance"], further["close"], first])
-    return Running(maximum, old.add_(new))
+    factor, sums = down.exp2(), running.sums.clone()
+    sums[SHIFTED].addcmul_(down, sums[TOTAL])
+    sums.mul_(factor)
+    sums[SQUARE].mul_(factor)
+    return sums
 
 
 def with_sinks(maximum: Tensor, sums: Tensor, sinks: Float[Tensor, "heads 1"]) -> Tensor:
@@ -157,19 +220,18 @@ def with_sinks(maximum: Tensor, sums: Tensor, sinks: Float[Tensor, "heads 1"]) -
     They stay relative to the largest of both.
     """
     top = torch.maximum(maximum, sinks)
-    down, own = maximum - top, sinks - top
-    factor, e = down.exp2(), own.exp2()
-    sums = sums.clone()
-    sums[SHIFTED].addcmul_(down, sums[TOTAL])
-    sums.mul_(factor)
-    sums[SQUARE].mul_(factor).add_(e.square())
+    own = sinks - top
+    sums, e = _relative(Running(maximum, sums), top), own.exp2()
+    sums[SQUARE].add_(e.square())
     sums[TOTAL].add_(e)
     sums[SHIFTED].add_(e * own)
     return sums
 
 
-def _first(e: Tensor, first: Tensor) -> Tensor:
-    """The first token's e, where this block holds it."""
+def _first(e: Tensor, first: Tensor | int) -> Tensor:
+    """The first token's e, where this block holds it; a number where all queries have the same."""
+    if isinstance(first, int):
+        return e[..., first]
     here = (first >= 0) & (first < e.shape[-1])
     index = first.clamp(0, e.shape[-1] - 1)[:, None, None, :, None]
     return e.gather(-1, index.expand(*e.shape[:-1], 1))[..., 0] * here[:, None, None]

@@ -16,6 +16,7 @@ from .fold import (
     CLOSE,
     DISTANCE,
     FIRST,
+    IN_CACHE,
     SHIFTED,
     SQUARE,
     TOTAL,
@@ -25,6 +26,8 @@ from .fold import (
     Running,
     absorb_far,
     absorb_near,
+    pieces,
+    slices,
     start,
     with_sinks,
 )
@@ -51,7 +54,7 @@ class Blocks:
 
     def room(self) -> Room | None:
         """Memory that all blocks share; compiled functions need none."""
-        return Room() if self.far is absorb_far else None
+        return Room(min(IN_CACHE, self.logits)) if self.far is absorb_far else None
 
 
 def compiled(blocks: Blocks | None = None) -> Blocks:
@@ -96,7 +99,7 @@ def stream(
         part = _Part(
             grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks, room
         )
-        for rows in _slices(queries.shape[2], blocks.queries):
+        for rows in slices(queries.shape[2], blocks.queries):
             found, admitted = part.rows(rows, bias, heads)
             whole.maximum[batch, groups, :, rows] = found.maximum
             whole.sums[:, batch, groups, :, rows] = found.sums
@@ -123,6 +126,7 @@ class _Part:
         self.first = self.mask.first_keys()
         known = self.first[self.first >= 0]
         self.first_range = (int(known.min()), int(known.max())) if len(known) else (-1, -1)
+        self.is_first_shared = len(known) == self.first.numel() and self.first_range[0] == self.first_range[1]
 
     def rows(self, rows: slice, bias: Bias | None, heads: slice) -> tuple[Running, Tensor]:
         """The sums of one block of queries over all its keys, and how many keys each query has."""
@@ -165,7 +169,8 @@ class _Part:
             dense = dense.unflatten(1, (groups, -1) if dense.shape[1] > 1 else (1, 1))
             added = dense if added is None else added + dense
         if self.first_range[0] < block.keys.stop and self.first_range[1] >= block.keys.start:
-            first = self.first[:, rows] - block.keys.start
+            shared = self.first_range[0] - block.keys.start
+            first = shared if self.is_first_shared else self.first[:, rows] - block.keys.start
         return Block(admitted, added, first, self._score(rows, block.keys), self.room)
 
     def _score(self, rows: slice, keys: slice) -> Callable[[Tensor], Tensor] | None:
@@ -198,12 +203,4 @@ def _parts(shape: tuple[int, ...], num_keys: int, blocks: Blocks) -> Iterator[tu
     """Sequences and key heads so that one block stays within the bound, at least one of each."""
     batch, groups, ratio, num_queries, _ = shape
     one = ratio * min(num_queries, blocks.queries) * min(num_keys, blocks.keys)
-    num_groups = max(1, min(groups, blocks.logits // one))
-    num_sequences = max(1, blocks.logits // (one * num_groups)) if num_groups == groups else 1
-    for sequences in _slices(batch, num_sequences):
-        for some in _slices(groups, num_groups):
-            yield sequences, some
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
+    return pieces(batch, groups, one=one, most=blocks.logits)
