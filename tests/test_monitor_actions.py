@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+import hand_written
 from locater.errors import Refusal
 from locater.integrations.hugging_face import AttentionCallback
 from locater.monitor import (
@@ -78,8 +79,9 @@ def test_a_checkpoint_is_written_once(tmp_path):
 
 def test_roll_back_returns_to_the_last_good_state_at_a_lower_rate():
     model, optimizer, monitor = setting(on_alarm=RollBack(0.25, most=2))
-    train(model, monitor, optimizer, 3)
-    good = copy.deepcopy(model.state_dict())
+    train(model, monitor, optimizer, 2)
+    good = copy.deepcopy(model.state_dict())  # the third report, without alarms, is of this state
+    train(model, monitor, optimizer, 1)
     explode(model)
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
@@ -96,6 +98,33 @@ def test_roll_back_returns_to_the_last_good_state_at_a_lower_rate():
     assert monitor.should_stop, "the third time is one too many"
     with pytest.raises(Refusal, match="an optimiser to roll back"):
         watch(llama(), lambda: None, on_alarm=RollBack())
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_the_state_after_a_report_without_alarms_is_good_only_once_the_next_has_none(num_before):
+    """A report is of the pass before the step: here that step breaks the weights."""
+    model, optimizer, monitor = setting(on_alarm=RollBack(0.5))
+    start = copy.deepcopy(model.state_dict())
+    train(model, monitor, optimizer, num_before)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    explode(model)
+    assert not monitor.step().alarms
+    assert train(model, monitor, optimizer, 1) == 1
+    model(TOKENS)
+    assert not monitor.step().alarms, "back to a state from before the step that broke it"
+    if not num_before:
+        assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items()), "the start is good"
+
+
+def test_heads_at_rest_do_not_keep_a_state_from_being_good():
+    action = RollBack()
+    at_rest = Thresholds(dead_uniform=0.0)
+    model, optimizer, monitor = setting(on_alarm={"not finite": action}, thresholds=at_rest)
+    train(model, monitor, optimizer, 2)
+    good = copy.deepcopy(model.state_dict())
+    train(model, monitor, optimizer, 2)
+    assert any(not torch.equal(value, action.last[0][name]) for name, value in good.items()), "it went on from there"
 
 
 def test_attach_makes_a_stabiliser_that_the_monitor_steps():
@@ -123,6 +152,13 @@ def test_the_remedy_is_one_that_is_not_at_work():
     for number, remedy in enumerate(order):
         alarms = find_alarms([layer_at(1e3)], Thresholds(), attached=order[:number])
         assert alarms[0].remedy.startswith(remedy)
+
+
+def test_a_norm_that_no_module_names_is_noticed_by_the_heads_found():
+    model = hand_written.decoder(hand_written.NormedByHand).train()
+    report = watch(model, lambda: model(TOKENS % 40), thresholds=Thresholds(entropy_collapse=1.0))
+    remedies = {alarm.remedy for alarm in report.alarms if alarm.kind == "entropy collapse"}
+    assert remedies == {"LocAteR, to shrink the spectrum"}
 
 
 def test_norms_and_caps_are_noticed_by_themselves():

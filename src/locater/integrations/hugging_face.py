@@ -107,7 +107,9 @@ class AttentionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert isinstance(kwargs["model"], nn.Module)
-        self.monitor = AttentionMonitor(kwargs["model"], **self.options).attach()
+        self.monitor = AttentionMonitor(kwargs["model"], **self.options)
+        self.monitor.host = _Host(control, kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
+        self.monitor.attach()
         saved = _folder(args, state) / MONITOR
         if state.global_step and saved.exists():
             self.monitor.load_state_dict(torch.load(saved, weights_only=True))

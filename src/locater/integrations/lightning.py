@@ -94,8 +94,9 @@ class AttentionCallback(Callback):
         self.state: State | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.monitor = AttentionMonitor(self._model(pl_module), **self.options).attach()
+        self.monitor = AttentionMonitor(self._model(pl_module), **self.options)
         self.monitor.host = _Host(trainer)
+        self.monitor.attach()
         if self.state is not None:
             self.monitor.load_state_dict(self.state)
 

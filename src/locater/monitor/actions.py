@@ -1,6 +1,7 @@
 """What to do when an alarm goes off: stop, save, go back to the last good state, attach a stabiliser, or anything.
 
-An action is called with an `Event` after every report that has alarms; `good(event)` after every one that has none.
+An action is called with an `Event` after every report that has alarms; `good(event)` after every one that has no
+serious one, and `begin` before the first.
 """
 
 import copy
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..records import State
-from .report import AHEAD, Report
+from .report import AHEAD, SERIOUS, Report
 
 if TYPE_CHECKING:
     from ..stabilisers import Stabiliser
@@ -66,6 +67,7 @@ class Event:
 class Action:
     """Does nothing; each action replaces what it needs."""
 
+    def begin(self, model: nn.Module, host: Host) -> None: ...
     def __call__(self, event: Event) -> None: ...
     def good(self, event: Event) -> None: ...
 
@@ -100,11 +102,15 @@ class Checkpoint(Action):
         self.is_done = state["is_done"]
 
 
-class RollBack(Action):
-    """Back to the state of the last report without alarms, with `factor` times the learning rate, at most `most` times.
+Kept = tuple[State, State]  # of the model and of the optimiser
 
-    The state of model and optimiser is kept in memory, once more than the run needs already. A scheduler that sets the
-    rate anew at each step must be given, so that its own rates are scaled too; trainers' are known.
+
+class RollBack(Action):
+    """Back to the last good state, with `factor` times the learning rate, at most `most` times; then stop.
+
+    A report is of the pass before the step that ends it, so its state is a candidate, and good once the next report
+    is without serious alarms too; the start is good. Two states of model and optimiser are kept in memory. A scheduler
+    that sets the rate anew at each step must be given, so that its own rates are scaled too; trainers' are known.
     """
 
     def __init__(self, factor: float = 0.5, *, most: int = 3, scheduler: Any = None) -> None:
@@ -112,10 +118,16 @@ class RollBack(Action):
             raise refusal("a factor within (0, 1] and `most` of at least 1", f"{factor} and {most}")
         self.factor, self.most, self.scheduler = factor, most, scheduler
         self.num_done = 0
-        self.last: tuple[State, State] | None = None
+        self.last: Kept | None = None
+        self.candidate: Kept | None = None
+
+    def begin(self, model: nn.Module, host: Host) -> None:
+        if self.last is None and host.optimizer is not None:
+            self.last = _kept(model, host.optimizer)
 
     def good(self, event: Event) -> None:
-        self.last = copy.deepcopy(event.model.state_dict()), copy.deepcopy(self._optimizer(event).state_dict())
+        self.last = self.candidate or self.last
+        self.candidate = _kept(event.model, self._optimizer(event))
 
     def __call__(self, event: Event) -> None:
         optimizer = self._optimizer(event)
@@ -123,6 +135,7 @@ class RollBack(Action):
             event.host.stop()
             return
         self.num_done += 1
+        self.candidate = self.last
         if self.last is not None:
             rates = [group["lr"] for group in optimizer.param_groups]
             event.model.load_state_dict(self.last[0])
@@ -143,10 +156,14 @@ class RollBack(Action):
         return event.host.optimizer
 
     def state_dict(self) -> State:
-        return {"num_done": self.num_done, "last": self.last}
+        return {"num_done": self.num_done, "last": self.last, "candidate": self.candidate}
 
     def load_state_dict(self, state: State) -> None:
-        self.num_done, self.last = state["num_done"], state["last"]
+        self.num_done, self.last, self.candidate = state["num_done"], state["last"], state.get("candidate")
+
+
+def _kept(model: nn.Module, optimizer: Optimizer) -> Kept:
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
 class Attach(Action):
@@ -203,6 +220,10 @@ class Responses:
     def all(self) -> list[Action]:
         return [action for actions in self.table.values() for action in actions]
 
+    def begin(self, model: nn.Module, host: Host) -> None:
+        for action in self.all():
+            action.begin(model, host)
+
     def __call__(self, event: Event) -> None:
         kinds = {alarm.kind for alarm in event.report.alarms}
         present = kinds - {AHEAD}  # a forecast is acted on only by its own name
@@ -210,7 +231,7 @@ class Responses:
             for action in actions:
                 if kind in kinds or (not kind and present):
                     action(event)
-                elif not present:
+                elif not present.intersection(SERIOUS):
                     action.good(event)
 
 

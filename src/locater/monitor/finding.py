@@ -71,4 +71,5 @@ class FoundHeads:
         reasons = [found.row for found in self.rows.values() if isinstance(found.row, Refusal)]
         if reasons and not self.was_told:
             self.was_told = True
-            yield f"nothing is said of the weights of {len(reasons)} layers, whose heads were not found: {reasons[0]}"
+            layers = f"{len(reasons)} layer{'s' if len(reasons) > 1 else ''}"
+            yield f"nothing is said of the weights of {layers}, whose heads were not found: {reasons[0]}"

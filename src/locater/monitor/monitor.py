@@ -89,6 +89,7 @@ class AttentionMonitor:
         """Put the hooks on. A compiled model must be the one that `torch.compile` gave, or not have run yet."""
         if self.hooks is None:
             self.hooks = Hooks(self.entry, self.seen.modules, () if self.seen.unknown else self.seen.sites, self.seen)
+            self.responses.begin(self.seen.model, self.host)
         return self
 
     def detach(self) -> None:
@@ -191,6 +192,7 @@ class AttentionMonitor:
             n for n, one in enumerate(self.seen.sites) if (one.block, one.number) == (layer.block, layer.layer)
         )
         heads = self.seen.found.heads(self.seen.sites[index])
+        self.seen.shown |= {"QKNorm"} if any(head.query.norm is not None for head in heads) else set()
         now = Weights.of([head for head in heads if head.index in layer.heads])
         if now is None or len(now.query) != len(layer.heads):
             return layer

@@ -41,6 +41,8 @@ UNSEEN = (
 )
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
+# Alarms that mean divergence. Heads at rest do not: trained models have them for good reasons.
+SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean
 PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
 

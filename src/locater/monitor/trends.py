@@ -56,7 +56,9 @@ class Trends:
         rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
         known = [rates[head] for head in heads if not math.isnan(rates[head])]
         fastest = max(known, default=0.0)
-        return f"growing by {math.expm1(min(7.0, 100 * fastest)):+.0%} in 100 steps" if fastest > 0 else ""
+        if 100 * fastest > math.log(10):
+            return "growing more than tenfold in 100 steps"
+        return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else ""
 
     def state_dict(self) -> State:
         return {"moments": self.moments}

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..errors import refusal
 from ..monitor import AttentionMonitor, Report
+from ..monitor.report import SERIOUS
 from ..records import Json
 from ..stabilisers import QKClip, Stabiliser
 from .alarm_options import ATTACH_QK_CLIP, CHECKPOINT, ROLL_BACK, STOP, read_actions
@@ -15,8 +16,6 @@ from .model import LanguageModel
 if TYPE_CHECKING:
     from .loop import Trainer
 
-# Heads at rest are logged and no more: trained models have them for good reasons.
-SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
 MOST_ROLL_BACKS = 3
 # Checkpoints that are kept beside the last and the best. A report is of the pass before the step that ends it: its
 # state is a candidate, and good once the next report is without serious alarms too. The run's start is good.
