@@ -4,12 +4,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 from locater.monitor import Attach, AttentionMonitor, Checkpoint, RollBack, Stop
+from locater.monitor.report import SERIOUS
 from locater.stabilisers import QKClip
 from locater.training.model import LanguageModel
 from locater.training.shape import Shape
-from locater.training.watch import SERIOUS
 
 pytestmark = pytest.mark.slow
 VOCABULARY = 64
@@ -70,7 +72,69 @@ class Run:
         return rolled[0] if rolled else 1.0
 
 
+class Series(nn.Module):
+    """Next values of four sensors: a transformer of one's own, which no table knows and whose input is no word."""
+
+    def __init__(self, d_model=32, num_sensors=4):
+        super().__init__()
+        self.embed, self.head = nn.Linear(num_sensors, d_model), nn.Linear(d_model, num_sensors)
+        self.positions = nn.Parameter(0.1 * torch.randn(64, d_model))
+        self.blocks = nn.ModuleList(Block(d_model) for _ in range(2))
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, values, following):
+        x = self.embed(values) + self.positions[: values.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return mse_loss(self.head(self.norm(x)), following)
+
+
+class Block(nn.Module):
+    def __init__(self, d_model):
+        super().__init__()
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(d_model),
+            nn.Linear(d_model, 3 * d_model),
+            nn.Linear(d_model, d_model),
+        )
+        self.feedforward = nn.Sequential(
+            nn.LayerNorm(d_model), nn.Linear(d_model, 64), nn.GELU(), nn.Linear(64, d_model)
+        )
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.feedforward(x)
+
+
+@dataclass(frozen=True)
+class Sensors(Run):
+    """Waves with noise; from step 42 on `bad` happens to some batches."""
+
+    learning_rate: float = 3e-3
+    num_steps: int = 100
+    bad: str = ""
+
+    def batches(self):
+        generator = torch.Generator().manual_seed(0)
+        for step in range(self.num_steps):
+            rate, phase = torch.rand(2, 8, 1, 4, generator=generator)
+            waves = torch.sin((0.1 + 0.5 * rate) * torch.arange(65)[None, :, None] + 6 * phase)
+            values = waves + 0.1 * torch.randn(8, 65, 4, generator=generator)
+            if self.bad == "not a number" and step == 42:
+                values[0, 20, 1] = torch.nan
+            if self.bad == "offset" and 42 <= step < 60:
+                values = values + 100.0
+            yield step, values
+
+    def make(self):
+        torch.manual_seed(0)
+        model = Series()
+        return model, torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+
+
 CALM = Run()
+DEEP = replace(CALM, num_layers=6, learning_rate=1e-2, num_steps=80)
 PAIRS = {
     "learning rate": (replace(CALM, learning_rate=0.3), CALM),
     "bf16": (replace(CALM, bf16=True, learning_rate=0.3), replace(CALM, bf16=True)),
@@ -78,6 +142,18 @@ PAIRS = {
         replace(CALM, context=384, learning_rate=0.1, num_steps=40),
         replace(CALM, context=384, num_steps=40),
     ),
+    "depth without warm-up": (replace(DEEP, warmup=0), replace(DEEP, warmup=40)),
+    "bad data: not a number": (Sensors(bad="not a number"), Sensors()),
+    "bad data: offset": (Sensors(bad="offset"), Sensors()),
+}
+# Which serious alarm comes first, and by which step.
+FIRST = {
+    "learning rate": ("logit explosion", 5),
+    "bf16": ("logit explosion", 5),
+    "long context": ("logit explosion", 10),
+    "depth without warm-up": ("rank collapse", 5),
+    "bad data: not a number": ("not finite", 45),
+    "bad data: offset": ("rank collapse", 45),
 }
 
 
@@ -87,8 +163,20 @@ def test_alarms_tell_the_run_that_diverges_from_the_one_that_does_not(kind):
     losses, alarms, _ = calm.go()
     assert not alarms and losses[-1] < losses[0]
     lost, raised, _ = wild.go()
-    print(f"{kind}: loss {losses[0]:.2f} -> {losses[-1]:.2f}; wild -> {lost[-1]:.2f}, alarms {raised[:3]}")
-    assert raised and lost[-1] > losses[-1]
+    print(f"{kind}: loss {losses[0]:.2f} -> {losses[-1]:.3f}; wild -> {lost[-1]:.3f}, {len(raised)}: {raised[:3]}")
+    assert raised[0][::-1] == FIRST[kind]
+    assert not lost[-1] <= losses[-1], "NaN, or higher"
+
+
+@pytest.mark.parametrize("kind", ["depth without warm-up", "bad data: not a number"])
+def test_roll_back_saves_other_kinds_too(kind):
+    wild, calm = PAIRS[kind]
+    (plain, _, _), (safe, _, _) = wild.go(), calm.go()
+    action = RollBack(0.3)
+    losses, alarms, _ = wild.go(action)
+    print(f"{kind}: {action.num_done} roll-backs, {len(alarms)} alarms, loss {losses[-1]:.3f}, without {plain[-1]:.3f}")
+    assert 1 <= action.num_done <= 3 and len(losses) == wild.num_steps and not plain[-1] <= losses[-1]
+    assert losses[-1] < safe[-1] + 0.2
 
 
 @pytest.mark.parametrize("action", ["stop", "checkpoint", "roll back", "attach"])

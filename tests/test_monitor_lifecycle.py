@@ -3,8 +3,11 @@
 import copy
 import gc
 import io
+import resource
 import threading
+import tracemalloc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +38,55 @@ def test_a_thousand_times_leave_nothing():
     assert fingerprint(model) == before
     assert torch.equal(model(TOKENS), expected)
     assert layers_seen(monitor) == 0
+
+
+def life(model, tokens):
+    """All that happens to a watched model: two monitors, a step, copying, saving, generating, failing."""
+    first, second = AttentionMonitor(model, every=1).attach(), AttentionMonitor(model, every=1, per_head=True).attach()
+    model(tokens, labels=tokens).loss.backward()
+    model.zero_grad()
+    reports = first.step(), second.step()
+    assert len(reports[0].evaluation) == len(reports[1].evaluation) == 2
+    copy.deepcopy(model)
+    torch.save(model.state_dict(), io.BytesIO())
+    torch.save(model, io.BytesIO())
+    with torch.no_grad():
+        model.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    with pytest.raises(IndexError):
+        model(tokens + 10_000)
+    second.detach()
+    model(tokens)
+    first.report()
+    first.detach()
+
+
+def resident_bytes():
+    status = Path("/proc/self/statm")  # Linux has it; elsewhere objects and traced memory must do
+    return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
+
+
+@pytest.mark.parametrize("num_lives", [3, pytest.param(1000, marks=pytest.mark.slow)])
+def test_lives_leave_no_object_and_no_memory(num_lives):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=64)).eval()
+    before, expected = fingerprint(model), model(TOKENS).logits
+    kept, is_long = [], num_lives > 100
+    for number in range(num_lives + 3):
+        life(model, TOKENS)
+        if number in (2, num_lives + 2):  # the first few fill caches that are there for good
+            gc.collect()
+            tracemalloc.start() if is_long and number == 2 else None  # it makes everything three times slower
+            traced, objects = tracemalloc.get_traced_memory()[0], gc.get_objects()
+            # By type: `isinstance` would ask modules that load themselves at the first question.
+            tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
+            kept.append((len(objects), traced, resident_bytes(), tensors))
+            del objects
+    tracemalloc.stop()
+    objects, traced, resident, tensors = (after - start for start, after in zip(*kept, strict=True))
+    print(f"{num_lives} lives: {objects} objects, {tensors} tensors, {traced} bytes traced, {resident} bytes resident")
+    assert fingerprint(model) == before and torch.equal(model(TOKENS).logits, expected)
+    assert tensors == 0 and abs(objects) < 50, "not one per life"
+    assert traced < 300_000 and (not is_long or resident < 20_000 * num_lives)
 
 
 def test_observing_changes_no_bit_and_no_gradient():
@@ -155,6 +207,21 @@ def test_recomputed_activations_and_accumulated_batches_count_once():
         report = monitor.step()
     assert [layer.num_passes for layer in report.training] == [2, 2]
     assert_exact(report.training[1], model.blocks[1].attn.kept)
+
+
+def test_a_token_at_a_time_is_no_collapse():
+    """Generation: one token is like all others, whatever the model is like."""
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    with AttentionMonitor(model, every=1) as monitor, torch.no_grad():
+        cache = model(TOKENS[:, :5]).past_key_values
+        monitor.report()
+        for token in range(5, 8):
+            model(TOKENS[:, token : token + 1], past_key_values=cache)
+        report = monitor.report()
+    assert len(report.evaluation) == 2 and all("residual" not in layer.ranks for layer in report.evaluation)
+    assert not any(alarm.kind == "rank collapse" for alarm in report.alarms)
 
 
 def test_our_own_stabilisers_are_seen():

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from locater.errors import Refusal
-from locater.monitor import JsonLines, TensorBoard, Terminal, Trackio, WeightsAndBiases
+from locater.monitor import JsonLines, MLflow, TensorBoard, Terminal, Trackio, WeightsAndBiases
 from test_monitor import TOKENS, gpt2, llama, watch
 
 
@@ -74,7 +74,7 @@ def test_the_terminal_shows_layers_alarms_and_notes():
     text = io.StringIO()
     watch(model, lambda: model(TOKENS.repeat(1, 4)), budget=500, sinks=[Terminal(Console(file=text, width=140))])
     shown = text.getvalue()
-    assert "attention in training, step 0" in shown and "decoder 1" in shown and "normalised entropy" in shown
+    assert "attention in training, step 0" in shown and "decoder 1" in shown and "norm." in shown
     assert "alarm entropy collapse: decoder layer 0, heads 0-3" in shown and "to keep within the budget" in shown
 
 
@@ -140,3 +140,49 @@ def test_lightning_carries_it(tmp_path):
     resumed.on_fit_end(trainer, module)
     with pytest.raises(Refusal, match="a module under the name absent"):
         AttentionCallback(model="absent").on_fit_start(trainer, module)
+
+
+def test_the_terminal_fits_eighty_columns():
+    text = io.StringIO()
+    report_of([Terminal(Console(file=text, width=80))])
+    lines = text.getvalue().splitlines()
+    assert not any("…" in line for line in lines) and "particip." in text.getvalue(), "no heading is cut"
+    assert "residual" in text.getvalue()
+    assert [line.split()[:2] for line in lines if "decoder" in line] == [["decoder", "0"], ["decoder", "1"]]
+
+
+def with_signatures(library, calls, **signatures):
+    """A library whose functions take exactly what the real ones do (wandb 0.31, trackio 0.43, mlflow 3.17)."""
+    double = types.ModuleType(library)
+    for name, signature in signatures.items():
+        namespace = {"record": lambda given, name=name: calls.append((name, given))}
+        exec(f"def {name}{signature}: record(locals())", namespace)
+        setattr(double, name, namespace[name])
+    return double
+
+
+@pytest.mark.parametrize(
+    ("sink", "library", "signatures", "expected"),
+    [
+        (WeightsAndBiases, "wandb", {"log": "(data, step=None, commit=None)",
+            "alert": "(title, text, level=None, wait_duration=None)"}, ["log", "alert", "alert"]),
+        (Trackio, "trackio", {"log": "(metrics, step=None)",
+            "alert": "(title, text=None, level='warn', webhook_url=None)"}, ["log", "alert", "alert"]),
+        (MLflow, "mlflow", {"log_metrics": "(metrics, step=None, synchronous=None, run_id=None, timestamp=None)",
+            "set_tag": "(key, value, synchronous=None)", "log_text": "(text, artifact_file, run_id=None)"},
+            ["log_metrics", "set_tag", "log_text"]),
+    ],
+)  # fmt: skip
+def test_trackers_are_called_as_they_want_to_be(sink, library, signatures, expected, monkeypatch):
+    """`tests/test_trackers.py` holds the same against the libraries themselves, where they are installed."""
+    calls = []
+    monkeypatch.setitem(sys.modules, library, with_signatures(library, calls, **signatures))
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight *= 1e4
+    report = watch(model, lambda: model(TOKENS), sinks=[sink()])
+    assert [name for name, _ in calls] == expected
+    metrics = next(iter(calls[0][1].values()))
+    assert report.metrics().items() <= metrics.items()
+    words = " ".join(str(value) for _, given in calls[1:] for value in given.values())
+    assert "logit explosion" in words and "; try QKClip" in words

@@ -39,7 +39,8 @@ def rank(
 ) -> Rank:
     """Residual and cosine over all valid tokens, O(T d); the ranks over at most `most` of them, evenly spaced.
 
-    Ranks are bounded by the number of tokens they are taken over: compare them at one `most` only. Their cost is one
+    One token is like all others and has none of these: NaN (a step of generation is no collapse). Ranks are bounded by
+    the number of tokens they are taken over: compare them at one `most` only. Their cost is one
     eigenvalue problem of that size per text; singular values below √ε of the largest are lost in it.
     """
     x = widen(x)
@@ -50,11 +51,12 @@ def rank(
     pairs = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
     singular = singular_values(_thinned(x, valid, most))
     share = singular / singular.sum(-1, keepdim=True)
+    several = count > 1
     return Rank(
-        residual=residual(x, valid),
-        mean_cosine=(pairs / (count * (count - 1))).where(count > 1, torch.nan),
-        stable_rank=(singular.square().sum(-1) / singular.square().amax(-1)).to(x),
-        effective_rank=torch.special.entr(share).sum(-1).exp().to(x),
+        residual=residual(x, valid).where(several, torch.nan),
+        mean_cosine=(pairs / (count * (count - 1))).where(several, torch.nan),
+        stable_rank=(singular.square().sum(-1) / singular.square().amax(-1)).to(x).where(several, torch.nan),
+        effective_rank=torch.special.entr(share).sum(-1).exp().to(x).where(several, torch.nan),
     )
 
 

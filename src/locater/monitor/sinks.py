@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
+SHORT = {"normalised_entropy": "norm._entropy", "mean_distance": "mean_dist.", "participation": "particip."}
 
 
 class Sink(Protocol):
@@ -142,9 +143,9 @@ class Terminal:
 
 def _table(layers: tuple[LayerReport, ...], title: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=(0, 1))
-    table.add_column("layer")
+    table.add_column("layer", no_wrap=True)
     for name in (*COLUMNS, "residual"):
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(SHORT.get(name, name).replace("_", "\n"), justify="right", no_wrap=True)
     for layer in layers:
         numbers = [layer.mean(name) if name in layer.statistics else math.nan for name in COLUMNS]
         numbers.append(layer.ranks.get("residual", math.nan))
