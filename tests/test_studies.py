@@ -311,12 +311,13 @@ def test_convergence_answers_its_question():
 
 
 def test_convergence_says_what_has_ended_and_what_is_under_way():
+    later = {1: {"1500": 0.5}}  # one seed has come further
     early = [
-        row
-        | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | ({"1500": 0.5} if row["seed"] else {})}
+        row | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | later.get(row["seed"], {})}
         for row in arms("locater-1e-2", "best_loss", -0.2)
     ]
     said = convergence.conclude(early)
+    assert said.first.endswith("the seed that is furthest, at step 1,500, has 1.000.")
     assert "no pair of runs" in said.first and "at step 1,000, the last that 3 seeds share" in said.first
     assert said.findings[-1].verdict == "no difference seen"  # all have a loss of 1 there
     assert "open" in said.second and "Ended" not in said.second and "none (seeds 0, 1 and 2)" in said.second
