@@ -27,6 +27,8 @@ MODELS = {
     "qwen3vl": ("qwen3_vl_text", {}, False, 1.0),
     "qwen3vlmoe": ("qwen3_vl_moe_text", EXPERTS, False, 1.0),
     "granitemoe": ("granitemoe", EXPERTS | dict(attention_multiplier=0.3), True, 1.0),
+    "jais2": ("jais2", {}, False, 1.0),
+    "phimoe": ("phimoe", EXPERTS | dict(attention_bias=True), False, 1.0),
     "olmo": ("olmo", {}, True, 1.0),
     "nemotron": ("nemotron", dict(partial_rotary_factor=0.5), False, 0.5),
 }

@@ -42,6 +42,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
     "dots1": Architecture("dots1", LLAMA | HEAD_NORMS),
+    "jais2": Architecture("jais2", SEPARATE | PRE_NORM | PLAIN_FEEDFORWARD),
+    "phimoe": Architecture("phimoe", settings={"expert_count": "num_local_experts"}, defaults={"attention_bias": True}),
     "glm4moe": Architecture(
         "glm4_moe",
         LLAMA | HEAD_NORMS | {"post_attention_norm": "post_attention_layernorm"},
