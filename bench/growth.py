@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,35 +60,35 @@ def watched(length: int) -> Job:
 
 def walked(length: int) -> Job:
     generator = torch.Generator().manual_seed(1)
-    return lambda: monte_carlo.profile(*head(64, 128), length=length, num_walks=500, generator=generator)
+    return partial(monte_carlo.profile, *head(64, 128), length=length, num_walks=500, generator=generator)
 
 
 def subjects(root: Path) -> list[Subject]:
     return [
         Subject(
-            "scan of a file", "layers (bytes of the file)", (2, 4, 8, 16), "1",
+            "scan of a file", "layers (bytes of the file)", (4, 8, 16, 32), "1",
             lambda n: scanned(root, num_hidden_layers=n),
         ),
         Subject(
-            "scan of a file", "heads of 64 in a layer, width with them", (4, 8, 16, 32), "2: heads × width",
+            "scan of a file", "heads of 64 in a layer, width with them", (8, 16, 32, 64), "2: heads × width",
             lambda n: scanned(root, num_attention_heads=n, hidden_size=64 * n),
         ),
         Subject(
             "moments of 8 heads of 64", "width", (512, 1024, 2048, 4096), "1",
-            lambda n: lambda: spectra.moments(*head(64, n, 8)),
+            lambda n: partial(spectra.moments, *head(64, n, 8)),
         ),
         Subject(
             "eigenvalues of a core", "d_head", (32, 64, 128, 256), "3",
-            lambda n: lambda: torch.linalg.eigvals(head(n, n)[0]),
+            lambda n: partial(torch.linalg.eigvals, head(n, n)[0]),
         ),
         Subject(
             "LocAteR's penalty of 8 heads of 64", "width", (512, 1024, 2048, 4096), "1",
-            lambda n: lambda: penalty(*head(64, n, 8)),
+            lambda n: partial(penalty, *head(64, n, 8)),
         ),
-        Subject("an observation of the monitor, 4 heads of 64", "length", (512, 1024, 2048, 4096), "2", watched),
+        Subject("an observation of the monitor, 4 heads of 64", "length", (1024, 2048, 4096, 8192), "2", watched),
         Subject(
             "exact theory of a head of 64", "length", (128, 512, 2048, 8192), "below 1: interpolated",
-            lambda n: lambda: exact.profile(*head(64, 256), length=n),
+            lambda n: partial(exact.profile, *head(64, 256), length=n),
         ),
         Subject("500 simulated walks of a head of 64", "length", (128, 256, 512, 1024), "1", walked),
     ]  # fmt: skip
