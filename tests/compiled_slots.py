@@ -5,7 +5,18 @@ Attached before and after compiling; taken off, the compiled model computes what
 
 import torch
 
-from locater.stabilisers import EntropyBonus, QKClip, QKNorm, SoftCap, ZLoss
+from locater.stabilisers import (
+    AlphaDecay,
+    EntropyBonus,
+    LocAteR,
+    QKClip,
+    QKDecay,
+    QKNorm,
+    SigmaReparam,
+    SoftCap,
+    SpectralNorm,
+    ZLoss,
+)
 from stabiliser_models import TOKENS, llama
 
 KINDS = {
@@ -14,6 +25,11 @@ KINDS = {
     "qk-clip": lambda model: QKClip(model, threshold=1e-3),
     "z-loss": lambda model: ZLoss(model, weight=1.0),
     "entropy": lambda model: EntropyBonus(model, weight=1.0),
+    "locater": lambda model: LocAteR(model, strength=1e-2),
+    "qk-decay": lambda model: QKDecay(model, decay=0.1),
+    "alpha-decay": lambda model: AlphaDecay(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
+    "sigma-reparam": lambda model: SigmaReparam(model.eval()),
+    "spectral-norm": lambda model: SpectralNorm(model.eval()),
 }
 
 

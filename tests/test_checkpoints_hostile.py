@@ -117,6 +117,16 @@ def test_a_models_own_code_is_not_run_and_not_asked_for(load, tmp_path, monkeypa
     assert not (tmp_path / "ran").exists()
 
 
+def test_pickles_of_a_model_to_run_go_through_our_interpreter(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    torch.save(
+        {"transformer.wte.weight": torch.ones(2, 2), "x": Bomb(tmp_path / "ran")}, tmp_path / "pytorch_model.bin"
+    )
+    with pytest.raises(Refusal, match="pytorch_model.bin.*asks for the code"):
+        load_model(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_pickles_are_allowed_for_the_named_source_alone_and_with_a_warning(tmp_path):
     torch.save(torch.nn.Linear(3, 2), tmp_path / "x.pt")
     with pytest.warns(UserWarning, match="x.pt: its code is run"):

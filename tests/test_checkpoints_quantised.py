@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import locater
 from locater import checkpoints
-from locater.errors import Refusal
+from locater.errors import Refusal, Unforeseen
 
 FILES = sorted((Path(__file__).parent / "quantised").glob("*.safetensors"))
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -77,6 +77,24 @@ def test_without_its_config_or_a_part_nothing_is_guessed(path, tmp_path):
         except Refusal:
             continue
         if scan.coverage == "COMPLETE" and not scan.refused:
+            torch.testing.assert_close(numbers(folder), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_codes_of_another_type_are_refused(path, tmp_path):
+    """Bits are read as the method's own type says, or not at all: never as numbers, and never with a traceback."""
+    tensors, reference, notes = stored(path)
+    settings = json.loads(notes.pop("quantization_config"))
+    truth = numbers(write(tmp_path / "plain", reference, None))
+    parts = [name for name in tensors if name.startswith(QUERY.removesuffix(".weight"))]
+    for number, name in enumerate(name for name in parts if not tensors[name].is_floating_point()):
+        folder = write(tmp_path / str(number), tensors | {name: tensors[name].to(torch.float32)}, settings, notes)
+        try:
+            found = locater.scan(folder)
+        except Refusal as cause:
+            assert not isinstance(cause, Unforeseen), cause
+            continue
+        if found.coverage == "COMPLETE" and not found.refused:  # the part says the same in any type
             torch.testing.assert_close(numbers(folder), truth, rtol=1e-5, atol=1e-5)
 
 

@@ -382,6 +382,29 @@ def test_a_flipped_bit_in_a_checkpoint(pattern, run, tmp_path):
         resume(folder, say=lambda _: None)
 
 
+@pytest.mark.parametrize("name", [3, None, [], "../checkpoints", "/dev/zero", "..", "", "a\0b"])
+@pytest.mark.parametrize("file", ["index.json", "checksums.json"])
+def test_names_in_a_run_lead_nowhere_else(file, name, run, tmp_path):
+    from locater.training.run import resume
+
+    checkpoints = copy_of(run, tmp_path) / "checkpoints"
+    path = checkpoints / file if file == "index.json" else next(checkpoints.glob(f"step-*/{file}"))
+    entry = {"last": name} if file == "index.json" else {str(name): "0" * 64}
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    with pytest.raises(Refusal, match="names of what lies beside it in|other bytes in") as caught:
+        resume(checkpoints.parent, say=lambda _: None)
+    assert not isinstance(caught.value, Unforeseen)
+
+
+def test_metrics_that_are_no_json(run, tmp_path):
+    from locater.training.run import resume
+
+    path = copy_of(run, tmp_path) / "metrics.jsonl"
+    path.write_text('{"kind": "x", "step": 0, "loss": NaN}\n' + path.read_text())
+    with pytest.raises(Refusal, match="metrics of locater train in .*ValueError"):
+        resume(path.parent, say=lambda _: None)
+
+
 def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path, monkeypatch):
     """Killed after anything that removes a folder: the index still names one that is whole."""
     import shutil

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..budget import door, timed
 from ..checkpoints.bytes import LocalBytes
@@ -46,6 +47,7 @@ def load_model(source: Source) -> nn.Module:
         return load_own(Path(source))
     transformers = transformers_here()
     place, options = _place(source)
+    _check_pickles(Path(place))
     options[_dtype_option(transformers.__version__)] = torch.float32
     with quiet(transformers):
         try:
@@ -55,6 +57,13 @@ def load_model(source: Source) -> nn.Module:
             raise
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", first_line(reason)) from None
+
+
+def _check_pickles(folder: Path) -> None:
+    """What transformers would let torch unpickle goes through our own interpreter first."""
+    if not any(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("*.bin")):
+            checkpoints.open(path).close()
 
 
 def _fetched(place: str, request: Callable[[], Any]) -> Any:

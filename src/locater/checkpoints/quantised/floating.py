@@ -33,8 +33,9 @@ class EightBits(Weight):
 
     def read(self, rows: Rows | None) -> Tensor:
         role = next((role for role in SCALES if role in self.parts), SCALES[0])
+        block, stored = self._block(role), self.part_dtype(role)
+        self.check(not _are_exponents(self.settings) or stored in _exponents(), "exponents as scales", stored)
         scale = exponents(self.part(role))
-        block = self._block(role)
         scale = scale.reshape(grid(self.shape, block))
         return self.part("weight", rows).float() * spread_over(scale, self.shape, block, rows)
 
@@ -120,6 +121,13 @@ def weight_arguments(settings: JsonMapping) -> list[JsonMapping]:
     groups = groups.values() if isinstance(groups, Mapping) else ()
     inner = [group.get("weights") for group in groups if isinstance(group, Mapping)]
     return [arguments for arguments in inner if isinstance(arguments, Mapping)]
+
+
+def _are_exponents(settings: JsonMapping) -> bool:
+    """Whether the config declares scales that are powers of two."""
+    if "mxfp8" in (word(settings, "quant_method"), word(settings, "quant_algo")):
+        return True
+    return any("uint8" in str(arguments.get("scale_dtype")) for arguments in weight_arguments(settings))
 
 
 def _block_of(arguments: JsonMapping) -> Shape | None:
