@@ -180,6 +180,25 @@ def test_commands_name_the_file_that_they_failed_on(place, arguments, tmp_path, 
     assert "please report it" in found.err and "Traceback" not in found.err
 
 
+DAMAGES = [("eta", "x"), ("layer", 10**400), ("eigenvalues", [[1, "x"]]), ("profiles", {"closed": 3}), ("head", None)]
+
+
+@pytest.mark.parametrize("key, value", DAMAGES)
+def test_values_of_the_wrong_kind_are_the_documents(key, value, tmp_path):
+    document = locater.scan(write(tmp_path / "model"), length=24, eigenvalues=True, curves=True).to_json()
+    document["heads"][1][key] = value
+    (tmp_path / "scan.json").write_text(json.dumps(document))
+    found = command("report", tmp_path / "scan.json", "-o", tmp_path / "page.html")
+    assert found.code == 1 and "scan.json" in found.err and "please report it" not in found.err, found.err
+
+
+@pytest.mark.parametrize("moments", [("nan", "1", "1"), ("1", "nan", "1"), ("1", "1", "inf"), ("inf", "1", "2")])
+def test_moments_that_are_no_numbers(moments):
+    options = zip(("--trace", "--trace-of-square", "--frobenius-squared"), moments, strict=True)
+    found = command("theory", *(part for pair in options for part in pair), "--temperature", 1)
+    assert found.code == 1 and "three finite moments" in found.err
+
+
 class Stop(Exception):
     pass
 

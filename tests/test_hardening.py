@@ -76,6 +76,27 @@ def test_nan_in_a_heads_norm_is_not_read(tmp_path):
     assert len(found.refused) == 4 and {row.layer for row in found.heads} == {0}
 
 
+@pytest.mark.parametrize("name", ["wte.weight", "wpe.weight"])
+def test_nan_in_a_table_of_embeddings(name, tmp_path):
+    config = dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, n_positions=256, vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    state = {"wte.weight": torch.randn(300, 16), "wpe.weight": torch.randn(256, 16), "h.0.ln_1.weight": torch.ones(16)}
+    state |= {"h.0.attn.c_attn.weight": torch.randn(16, 48), "h.0.attn.c_attn.bias": torch.zeros(48)}
+    state["h.0.ln_1.bias"] = torch.zeros(16)
+    save_file(state, tmp_path / "model.safetensors")
+    assert locater.scan(tmp_path).heads
+    state[name][:, 3] = torch.nan
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(Refusal, match=f"finite numbers in .*{name}.*got NaN or infinity"):
+        locater.scan(tmp_path)
+
+
+def test_a_layer_without_attention_is_not_called_another_kind(tmp_path):
+    state = {name: tensor for name, tensor in tensors().items() if "layers.1.self_attn" not in name}
+    found = locater.scan(write(tmp_path, state))
+    assert found.coverage == "PARTIAL: 1 of 2 layers, no queries and keys in decoder layers 1"
+
+
 def test_a_gguf_beside_another_models_config(tmp_path):
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
@@ -174,6 +195,9 @@ def test_a_server_that_drips_is_given_up(server):
 def test_secrets_of_an_address_are_never_shown(tmp_path):
     found = command("scan", SECRET)
     assert found.code == 1 and "topsecret" not in found.out + found.err and "***" in found.err
+    for verb in ("predict", "report", "compare"):
+        found = command(verb, *[SECRET.replace(".safetensors", "")] * (2 if verb == "compare" else 1))
+        assert found.code == 1 and "topsecret" not in found.out + found.err and "***" in found.err
     assert shown(f"a {SECRET} b") == "a https://***@127.0.0.1:9/m/model.safetensors?*** b"
 
 

@@ -333,6 +333,7 @@ def command(*arguments: object) -> tuple[str, str]:
 def check_sentence(text: str) -> None:
     """What a terminal is given of a stranger's text: no control characters, no marks that turn it round, no novel."""
     assert len(text) < 20_000, "a refusal of more than 20,000 letters"
+    assert "please report it" not in text, f"the net caught {text[text.find(', got ') + 6 :][:90]}"
     assert not any(ord(letter) < 32 and letter != "\n" or letter in "\x7f\u202e\u2066" for letter in text), "control"
 
 

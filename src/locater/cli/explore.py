@@ -24,7 +24,7 @@ def explore(
     import torch
 
     from ..report.explorer import WIDTH, save_explorer
-    from ..report.reading import read_record
+    from ..report.reading import as_written, read_record
     from ..studies.phase_diagram import phase_diagram
 
     with net(str(scan)):
@@ -37,5 +37,6 @@ def explore(
     with console.status("computing the plane and the exact grid …"):
         generator = torch.Generator().manual_seed(SEED)
         phase = phase_diagram(d_model=WIDTH, num_walks=NUM_WALKS, generator=generator)
-        save_explorer(out, phase, document, facts=facts_of(None if scan is None else scan.stat().st_mtime))
+        with as_written(str(scan)):
+            save_explorer(out, phase, document, facts=facts_of(None if scan is None else scan.stat().st_mtime))
     console.print(f"page: {escape(str(out))}", soft_wrap=True)

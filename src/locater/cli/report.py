@@ -43,15 +43,18 @@ def report(
     ] = None,
 ) -> None:
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
+    from ..report.reading import as_written
+
     wanted, sources = parse_heads(heads), sources or [example()]
     with limited(seconds=timeout):
         documents = [read(source) for source in sources]
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
-    if figures:
-        from ..report.head_figures import first_shown, save_all
+    with as_written(", ".join(sources)):
+        if figures:
+            from ..report.head_figures import first_shown, save_all
 
-        save_all(documents, figures, heads=first_shown(documents) if wanted == [] else wanted)
-    save_html(documents, out, title=title, when=max(times, default=None))
+            save_all(documents, figures, heads=first_shown(documents) if wanted == [] else wanted)
+        save_html(documents, out, title=title, when=max(times, default=None))
 
 
 def parse_heads(text: str | None) -> list[tuple[int, int]] | None:

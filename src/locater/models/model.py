@@ -88,7 +88,7 @@ def _check_torn(family: Family, config: Config, places: tuple[Places, ...]) -> N
 def _missing(places: Places) -> Iterator[str]:
     without, absent, beyond = missing_layers(places)
     if without:
-        yield f"no softmax attention in {places.row.block} layers {spans(without)}"
+        yield f"no queries and keys in {places.row.block} layers {spans(without)}"
     if absent:
         yield f"{places.row.block} layers {spans(absent)} are not in the file"
     if beyond:

@@ -146,6 +146,8 @@ class OwnTokenizer:
 def _place(source: str | PathLike[str]) -> tuple[str, Json]:
     """What transformers wants to be told: the folder and the GGUF file in it, or the hub id and its revision."""
     path = Path(source).expanduser()
+    if "://" in fspath(source):
+        raise refusal("a directory, a hub id or a GGUF file, for running a model", fspath(source), "download it first")
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise refusal("a GGUF file that exists", fspath(source), "check the spelling")

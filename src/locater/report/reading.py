@@ -1,10 +1,13 @@
 """What commands wrote, read back: JSON documents, lines of metrics or of a monitor, a run's folder. Knows no torch."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import Refusal, refusal, within
+from ..errors import DEBUG, Refusal, refusal, within
 from .monitored import MONITOR, STEPS, steps_of
 from .views import READERS, Document
 
@@ -37,6 +40,20 @@ def read_record(path: Path) -> Document:
         if path.suffix == ".jsonl":
             return _of_lines(text, str(path.parent if path.name == METRICS else path))
         return check(_parsed(text))
+
+
+@contextmanager
+def as_written(source: str) -> Iterator[None]:
+    """Around the drawing of documents that were read: a value of the wrong kind is theirs, and said in a sentence."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as reason:
+        if os.environ.get(DEBUG):
+            raise
+        got = f"{type(reason).__name__} ({reason!s:.100})"
+        raise refusal(f"values in {source} as locater writes them", got, "write it again with this version") from None
 
 
 def check(document: Any) -> Document:

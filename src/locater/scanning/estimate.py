@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention.statistics import FIRST_QUERY, NEAR
+from ..errors import refusal
 from ..head import Head
 from ..positions import Rotary
 from ..projections import Projection, widen
@@ -237,9 +238,12 @@ def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
             return None
         x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
     kinds = _table(tensors, ("token_type_embeddings",))
-    return (
-        x if kinds is None or tensors.shape(kinds)[1] != x.shape[1] else x + widen(tensors.read(kinds, (0, 1)).detach())
-    )
+    if kinds is not None and tensors.shape(kinds)[1] == x.shape[1]:
+        x = x + widen(tensors.read(kinds, (0, 1)).detach())
+    if not bool(x.isfinite().all()):
+        tables = " and ".join(f"`{name}`" for name in (words, positions, kinds) if name is not None)
+        raise refusal(f"finite numbers in {tables}", "NaN or infinity", "the checkpoint is damaged or diverged")
+    return x
 
 
 def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:

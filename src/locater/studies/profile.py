@@ -59,6 +59,8 @@ def profile_of_moments(
     limit: bool = False,
 ) -> Json:
     """The same from three moments, which fix the closed form only."""
+    if not all(map(math.isfinite, (trace, trace_of_square, frobenius_squared))):
+        raise refusal("three finite moments", f"{trace}, {trace_of_square} and {frobenius_squared}")
     if not frobenius_squared >= abs(trace_of_square):
         raise refusal("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
     given = (torch.tensor(value, dtype=torch.float64) for value in (trace, trace_of_square, frobenius_squared))
