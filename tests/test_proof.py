@@ -248,3 +248,9 @@ def test_at_least_150_types_are_read_and_20_of_them_see_or_hear(tmp_path):
 )
 def test_a_refusal_names_the_mechanism(model_type, words):
     assert words in (prove(model_type).reason or "")
+
+
+def test_no_layout_is_advised_where_none_would_help():
+    with pytest.raises(Refusal, match="neither a row nor a layout can spell a norm after the rotation") as refused:
+        cache.known_or_proven(Config({"model_type": "hunyuan_v1_dense"}), ["model.layers.0.self_attn.q_proj.weight"])
+    assert "--layout" not in str(refused.value)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "expanded", "family_of", "inside", "prove", "unseen", "version"]
 
+UNSPELLED = "neither a row nor a layout can spell"
 BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bias")  # no weight of its own
 
 
@@ -115,8 +116,8 @@ def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     block = row and row.block
     if not verdict.is_proven or row is None:
         nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
-        named = "; ".join([*mechanisms(evidence, stack), f"{verdict.differs}{nearest}"])
-        return _Outcome(stack.pattern, block, {}, 0.0, (), named)
+        unspelled = [f"{UNSPELLED} {mechanism}" for mechanism in mechanisms(evidence, stack)]
+        return _Outcome(stack.pattern, block, {}, 0.0, (), "; ".join([*unspelled, f"{verdict.differs}{nearest}"]))
     notes = [*unread(evidence, stack, row)]
     notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
     return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)
