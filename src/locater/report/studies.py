@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..records import Json
 from .figures import canvas
@@ -67,7 +67,7 @@ def _lines(axes: "Axes", rows: Sequence[Json], spec: Json, names: Sequence[objec
         points = [(x, fmean(values)) for x, values in line.items()]
         if not any(isinstance(x, str) for x, _ in points):
             points.sort()
-        look = dict(color=COLOURS[number % len(COLOURS)], label=_word(name), marker=".")
+        look: dict[str, Any] = dict(color=COLOURS[number % len(COLOURS)], label=_word(name), marker=".")
         style = "" if spec.get("kind") == "points" else DASHES[number // len(COLOURS) % len(DASHES)]
         axes.plot(*(zip(*points, strict=True) if points else ((), ())), linestyle=style or "none", lw=1.2, **look)
     if spec["logarithmic"]:
