@@ -6,7 +6,7 @@ from statistics import median_low
 from ..errors import refusal
 from ..records import State
 
-SHARE = 1 / 3  # of the two gradients' sizes together, for the median group of heads
+SHARE = 1 / 10  # of the two gradients' sizes together, for the median group of heads
 STEPS = 5  # that κ is chosen from
 
 
