@@ -68,23 +68,24 @@ class TensorBoard:
 class _Run:
     """Libraries with `log(metrics)` on a run: one that is given, or the current one.
 
-    The step is a metric of its own: these libraries drop what comes with a step before their latest.
+    The step is a metric of its own: these libraries drop what comes with a step before their latest. With
+    `metrics=False` only alarms are sent: a trainer whose `report_to` names the library logs the metrics already.
     """
 
     library: str
 
-    def __init__(self, run: Any = None):
+    def __init__(self, run: Any = None, *, metrics: bool = True):
         if run is None:
             try:
                 run = importlib.import_module(self.library)
             except ImportError:
                 raise _missing(self.library, f"pip install {self.library}") from None
-        self.run = run
-
+        self.run, self.metrics = run, metrics
         self.raised: set[tuple[str, str, int]] = set()
 
     def write(self, report: Report) -> None:
-        self.run.log({**report.metrics(), "attn/step": report.step})
+        if self.metrics:
+            self.run.log({**report.metrics(), "attn/step": report.step})
         for alarm in self._new(report):
             self.run.alert(title=f"attention: {alarm.kind}", text=f"step {report.step}: {alarm}")
 
@@ -116,7 +117,8 @@ class MLflow(_Run):
     library = "mlflow"
 
     def write(self, report: Report) -> None:
-        self.run.log_metrics(report.metrics(), step=report.step)
+        if self.metrics:
+            self.run.log_metrics(report.metrics(), step=report.step)
         if new := self._new(report):
             text = "\n".join(map(str, new))
             self.run.set_tag("attention.alarm", f"step {report.step}: {new[0].kind}")
