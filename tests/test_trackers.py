@@ -68,12 +68,13 @@ class Recorded(AttentionCallback):
 
 def in_trainer(library, sink):
     callback = Recorded(every=1, sinks=[sink])
-    trainer(Path.cwd() / "out", callback, max_steps=4, report_to=[library], run_name="run").train()
+    trainer(Path.cwd() / "out", callback, max_steps=4, report_to=[library], project="attention").train()
     print(json.dumps(callback.values))
 
 
 def main(library, loop):
-    begin(library)
+    if loop == "own" or library != "trackio":  # with trackio the Trainer always begins a run of its own
+        begin(library)
     if loop == "trainer":
         in_trainer(library, SINKS[library](metrics=False))  # it ends the run itself
     else:
