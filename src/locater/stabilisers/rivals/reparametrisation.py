@@ -1,6 +1,7 @@
 """W ↦ γ W/σ(W), σ the largest singular value by power iteration: σReparam and spectral normalisation."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -86,7 +87,8 @@ def remove(module: nn.Module, attribute: str, *, bake: bool) -> None:
     # torch takes the property off the class, which copies of the module share: they would be left without a weight.
     kind = type(module)
     own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-    module.__class__ = type(kind.__name__, kind.__bases__, own)
+    alone: Any = type(kind.__name__, kind.__bases__, own)
+    module.__class__ = alone
     parametrize.remove_parametrizations(module, attribute, leave_parametrized=bake)
     # The parameter comes back behind the others, and state dicts and optimisers go by the order: weight, then bias.
     for name in [name for name in module._parameters if name != attribute]:
