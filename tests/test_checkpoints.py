@@ -44,6 +44,22 @@ def test_empty_directory(tmp_path):
         checkpoints.open(tmp_path)
 
 
+def test_weights_one_folder_further_in_are_pointed_at(tmp_path):
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refusal, match=r"there are weights in .*/model$"):
+        checkpoints.open(tmp_path)
+
+
+def test_a_misspelt_path_is_told_what_stands_there(tmp_path):
+    (tmp_path / "with" / "model").mkdir(parents=True)
+    with pytest.raises(Refusal, match=r"no such file or folder; did you mean .*/with\?"):
+        checkpoints.open(tmp_path / "wiht" / "model")
+    with pytest.raises(Refusal, match="check the spelling"):
+        checkpoints.open(tmp_path / "nothing" / "alike")
+
+
 def test_things_that_are_not_files(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     for source in (tmp_path / "pipe.safetensors", "/dev/zero"):

@@ -212,6 +212,11 @@ def test_no_code_from_outside_transformers_is_asked_for(tmp_path):
     assert not hasattr(config, "auto_map")
 
 
+def test_a_misspelt_type_is_refused():
+    result = locater("families", "lama")
+    assert result.code == 2 and "did you mean llama?" in " ".join(result.err.split())
+
+
 def test_families_lists_how_each_type_is_known(tmp_path):
     path, page = tmp_path / "families.json", tmp_path / "families.md"
     options = ["--update", "--json", str(path), "--markdown", str(page)]

@@ -200,6 +200,22 @@ def test_two_slots_can_stand_in_one_module():
     assert "forward" not in vars(model)
 
 
+@pytest.mark.parametrize("keys", [4, 2])
+def test_heads_whose_logits_are_all_negative_are_left_alone(keys):
+    """threshold / max is negative there: its root is NaN, and shared keys would turn queries round."""
+    model = llama(num_key_value_heads=keys, attention_bias=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias.fill_(0.0)[::8] = 30.0
+            layer.self_attn.k_proj.bias.fill_(0.0)[::8] = -30.0
+    before = copy.deepcopy(model.state_dict())
+    clip = QKClip(model, threshold=1e3)
+    model(TOKENS[:, :1]).logits.sum().backward()
+    clip.step()
+    assert all(value < 0 for value in clip.metrics(heads=True).values())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "torch", "neox"])
 def test_clip_brings_every_head_to_the_threshold(name):
     model = grown(MODELS[name])

@@ -36,5 +36,5 @@ def _places(text: str) -> list[Path]:
     spec = find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         remedy = "install it first" if name.isidentifier() else "check the spelling"
-        raise refusal("the name of an installed package", f"{text[:120]}: none", remedy)
+        raise refusal("the name of an installed package", f"{name[:120]!r}, which is not installed", remedy)
     return [Path(place) for place in spec.submodule_search_locations]

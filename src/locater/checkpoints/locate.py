@@ -2,6 +2,8 @@
 
 import os
 import re
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import refusal
@@ -49,10 +51,23 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
     if exists:
         raise refusal("a file or a directory", f"{text}, which is neither")
     if looks_like_path(text):
-        raise refusal("a path that exists", f"{text[:200]}: no such file", "check the spelling")
+        raise refusal("a path that exists", "no such file or folder", _meant(path))
     from .remote import locate_hub
 
     return locate_hub(text), None
+
+
+def _meant(path: Path) -> str:
+    """What stands beside where the path was looked for, under a similar name."""
+    parts = list(path.parts)
+    for at in range(len(parts)):
+        before, name = Path(*parts[:at]), parts[at]
+        if not (before / name).exists():
+            with suppress(OSError):
+                if near := get_close_matches(name, [one.name for one in before.iterdir()], n=1):
+                    return f"did you mean {before / near[0]}?"
+            break
+    return "check the spelling"
 
 
 def looks_like_path(text: str) -> bool:
@@ -85,9 +100,20 @@ def choose(folder: Folder) -> list[str]:
         raise refusal(
             f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",
             "none of them" if files else "no files",
-            "name the directory or file that holds them",
+            _inside(folder) or "name the directory or file that holds them",
         )
     return found
+
+
+def _inside(folder: Folder) -> str:
+    """Where there are weights one folder further in, as in the folder of a run."""
+    if not isinstance(folder, LocalFolder):
+        return ""
+    with suppress(OSError):  # a folder that may not be looked into
+        for inner in sorted(path for path in folder.path.iterdir() if path.is_dir()):
+            if any(one.name.endswith(WEIGHTS) for one in inner.iterdir()):
+                return f"there are weights in {inner}"
+    return ""
 
 
 def _check_foreign(folder: Folder, files: frozenset[str]) -> None:

@@ -1,5 +1,6 @@
 """`locater families`: every model type of the installed transformers, and how it is known."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from ..errors import BadArguments, shown
 from .output import JsonPath, console_for, table
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ def _surveyed(types: list[str] | None, *, update: bool) -> "list[Entry]":
     from ..models.proof.survey import model_types, survey
 
     wanted = types or model_types()
+    for unknown in sorted({*wanted} - {*model_types()}):
+        near = get_close_matches(unknown, model_types(), n=1)
+        meant = f"did you mean {near[0]}?" if near else "`locater families` lists them"
+        raise BadArguments(f"no model type is called {shown(unknown)!r}: {meant}")
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not (console.is_terminal and update)) as bar:
         task = bar.add_task("proving", total=len(wanted))

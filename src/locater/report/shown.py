@@ -14,10 +14,17 @@ MOST_CHARACTERS = 6_000_000  # of a page within a notebook's file
 
 
 class Shown:
-    """For results with `to_json`: they are shown as the page of that document."""
+    """For results with `to_json` and `summary`: shown as the page of that document, printed as that summary."""
 
     def to_json(self) -> Json:
         raise NotImplementedError
+
+    def summary(self) -> str:
+        """In plain words: what `print` shows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def to_html(self, path: str | Path | None = None, *, title: str | None = None) -> str:
         """The page as text, also written to `path` if given."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas
 
 Key = tuple[str, int, int]
+MOST_TOLD = 3  # heads in a summary
 Run = Callable[[Sequence[str], dict[str, Any]], list[Scan]]
 
 
@@ -86,6 +87,14 @@ class Comparison(Shown):
 
     def most_moved(self, count: int) -> list[Movement]:
         return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
+
+    def summary(self) -> str:
+        """How many heads were followed, and which went furthest."""
+        furthest = ", ".join(
+            f"{one.block} {one.layer}.{one.head} ({one.moved:.2f})" for one in self.most_moved(MOST_TOLD) if one.moved
+        )
+        told = f"{' → '.join(self.names)}: {len(self.heads)} heads, furthest moved: {furthest or 'none'}"
+        return "\n".join([told, *(f"not read: {sentence}" for sentence in self.refused)])
 
     def to_json(self) -> Json:
         return {

@@ -69,7 +69,7 @@ class QKClip(Stabiliser):
         self.last, self.largest = self.largest, {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
-                factors = (self.threshold / self._of(pair)).clamp(max=1.0)
+                factors = clip_factors(self._of(pair), self.threshold)
                 clip_latent(pair, factors) if isinstance(pair, LatentPair) else clip(pair, factors)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
@@ -94,6 +94,16 @@ class QKClip(Stabiliser):
 
     def detach(self) -> None:
         self.slots.remove()
+
+
+def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Tensor, "*heads"]:
+    """threshold / largest where that exceeds it, else 1: all logits of a head may be negative, or not finite.
+
+    >>> clip_factors(torch.tensor([200.0, 20.0, 0.0, -17.0, math.inf, math.nan]), 100.0)
+    tensor([0.5000, 1.0000, 1.0000, 1.0000, 1.0000, 1.0000])
+    """
+    exceeds = (largest > threshold) & largest.isfinite()
+    return torch.where(exceeds, threshold / largest, torch.ones_like(largest))
 
 
 @torch.no_grad()
