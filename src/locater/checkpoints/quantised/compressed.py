@@ -57,7 +57,9 @@ class Whole(Weight):
         kinds = {bool(arguments.get("symmetric", True)) for arguments in weight_arguments(self.settings)}
         self.check("weight_zero_point" in self.parts or True in kinds, "`weight_zero_point`, as declared", "none")
         if "weight_zero_point" in self.parts:
-            codes = codes - spread(self._zeros(counts), self, block, rows)
+            zeros = self._zeros(counts)  # some writers store zeros where there are none
+            self.check(False in kinds or not bool(zeros.any()), "no zero points, as declared", "some")
+            codes = codes - spread(zeros, self, block, rows)
         return codes * scale
 
     def _codes(self, rows: Rows | None) -> Tensor:
