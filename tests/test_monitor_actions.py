@@ -25,7 +25,7 @@ from locater.monitor import (
 from locater.monitor.alarms import find_alarms
 from locater.monitor.report import AHEAD, LayerReport
 from locater.monitor.trends import Trends
-from locater.stabilisers import QKClip, QKNorm, SoftCap
+from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
 from test_monitor import TOKENS, gpt2, llama, watch
 from test_monitor_sinks import Texts
 
@@ -135,6 +135,29 @@ def test_attach_makes_a_stabiliser_that_the_monitor_steps():
     assert report.training[1].mean("max_logit") < 25, "it was clipped"
     assert isinstance(monitor.stabilisers[0], QKClip)
     monitor.stabilisers[0].detach()
+
+
+def test_attach_hands_on_the_optimiser_and_the_sample():
+    model = hand_written.decoder(hand_written.Fused).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sample = hand_written.TOKENS
+    action = Attach(LocAteR, strength=1e-3)
+    options = dict(every=1, optimizer=optimizer, thresholds=Thresholds(dead_uniform=0.0))
+    with pytest.raises(Refusal, match="on_alarm: expected a live model of a known family"):
+        AttentionMonitor(model, on_alarm=Attach(LocAteR, strength=1e-3), **options).attach()
+    with AttentionMonitor(model, on_alarm=action, sample=sample, **options) as monitor:
+        model(sample).sum().backward()
+        optimizer.step()
+        monitor.step()
+        assert isinstance(action.stabiliser, LocAteR) and action.stabiliser.optimizer is optimizer
+        model(sample).sum().backward()
+        monitor.step()
+    action.stabiliser.detach()
+
+
+def test_a_kind_of_alarm_that_does_not_exist_is_refused():
+    with pytest.raises(Refusal, match="kinds of alarms .*logit explosion.* got 'logit explosions'"):
+        AttentionMonitor(llama(), on_alarm={"logit explosions": Stop()})
 
 
 def test_the_remedy_is_one_that_is_not_at_work():

@@ -5,6 +5,7 @@ serious one, and `begin` before the first.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import refusal
+from ..errors import refusal, within
+from ..models import live
+from ..models.live.watch import Sample
 from ..records import State
-from .report import AHEAD, SERIOUS, Report
+from .report import AHEAD, RESTING, SERIOUS, Report
 
 if TYPE_CHECKING:
     from ..stabilisers import Stabiliser
@@ -67,7 +70,7 @@ class Event:
 class Action:
     """Does nothing; each action replaces what it needs."""
 
-    def begin(self, model: nn.Module, host: Host) -> None: ...
+    def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None: ...
     def __call__(self, event: Event) -> None: ...
     def good(self, event: Event) -> None: ...
 
@@ -121,16 +124,18 @@ class RollBack(Action):
         self.last: Kept | None = None
         self.candidate: Kept | None = None
 
-    def begin(self, model: nn.Module, host: Host) -> None:
+    def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
+        if isinstance(host, OwnLoop):  # trainers make their optimiser later
+            _optimizer(host)
         if self.last is None and host.optimizer is not None:
             self.last = _kept(model, host.optimizer)
 
     def good(self, event: Event) -> None:
         self.last = self.candidate or self.last
-        self.candidate = _kept(event.model, self._optimizer(event))
+        self.candidate = _kept(event.model, _optimizer(event.host))
 
     def __call__(self, event: Event) -> None:
-        optimizer = self._optimizer(event)
+        optimizer = _optimizer(event.host)
         if self.num_done >= self.most:
             event.host.stop()
             return
@@ -150,11 +155,6 @@ class RollBack(Action):
         if scheduler is not None:
             scheduler.base_lrs = [rate * self.factor for rate in scheduler.base_lrs]
 
-    def _optimizer(self, event: Event) -> Optimizer:
-        if event.host.optimizer is None:
-            raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
-        return event.host.optimizer
-
     def state_dict(self) -> State:
         return {"num_done": self.num_done, "last": self.last, "candidate": self.candidate}
 
@@ -166,21 +166,39 @@ def _kept(model: nn.Module, optimizer: Optimizer) -> Kept:
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
+def _optimizer(host: Host) -> Optimizer:
+    if host.optimizer is None:
+        raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
+    return host.optimizer
+
+
 class Attach(Action):
     """A stabiliser at the first alarm, made by `make(model, **options)`: `Attach(QKClip, threshold=50)`.
 
-    Its `step()` is called by the monitor's from then on. What must be given to the optimiser, or acts by a penalty in
-    the loss, cannot come in the middle of a run like this.
+    The monitor's `optimizer` and `sample` are passed on where `make` takes them and `options` do not have them. Its
+    `step()` is called by the monitor's from then on. What acts by a penalty in the loss cannot come in the middle of a
+    run like this.
     """
 
     def __init__(self, make: "Callable[..., Stabiliser]", **options: object) -> None:
         self.make, self.options = make, options
+        self.takes = frozenset(inspect.signature(make).parameters)
         self.stabiliser: Stabiliser | None = None
         self.pending: State | None = None
+
+    def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
+        """Refuse a model whose heads would not be found: now, and not when the run is in trouble."""
+        if "sample" in self.takes and sample is not None:
+            self.options.setdefault("sample", sample)
+        if "sample" in self.takes and not self.options.keys() & {"sample", "heads", "family"}:
+            with within("on_alarm"):
+                live.sites(model)
 
     def __call__(self, event: Event) -> None:
         if self.stabiliser is not None:
             return
+        if "optimizer" in self.takes and event.host.optimizer is not None:
+            self.options.setdefault("optimizer", event.host.optimizer)
         self.stabiliser = self.make(event.model, **self.options)
         event.attached.append(self.stabiliser)
         if self.stabiliser.parameters():
@@ -215,14 +233,17 @@ class Responses:
 
     def __init__(self, actions: Actions | None) -> None:
         table = actions if isinstance(actions, Mapping) else {"": actions} if actions is not None else {}
+        for kind in table:
+            if kind not in ("", AHEAD, *SERIOUS, *RESTING):
+                raise refusal(f"kinds of alarms ({', '.join((*SERIOUS, *RESTING, AHEAD))})", repr(kind))
         self.table = {kind: [_action(one) for one in _several(entry)] for kind, entry in table.items()}
 
     def all(self) -> list[Action]:
         return [action for actions in self.table.values() for action in actions]
 
-    def begin(self, model: nn.Module, host: Host) -> None:
+    def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
         for action in self.all():
-            action.begin(model, host)
+            action.begin(model, host, sample)
 
     def __call__(self, event: Event) -> None:
         kinds = {alarm.kind for alarm in event.report.alarms}

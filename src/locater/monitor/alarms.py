@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..head import Block
 from ..models import spans
 from ..records import Json
-from .report import AHEAD, LayerReport
+from .report import AHEAD, RESTING, LayerReport
 from .trends import Trends
 
 
@@ -102,9 +102,9 @@ CONDITIONS = (
         "rank collapse", lambda layer: {None: layer.ranks.get("residual", math.nan)},
         lambda layer, limits: limits.rank_collapse, False, "residual", SPREAD,
     ),
-    Condition("dead heads (sink)", _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
+    Condition(RESTING[0], _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
     Condition(
-        "dead heads (uniform)", _of_heads("normalised_entropy"),
+        RESTING[1], _of_heads("normalised_entropy"),
         lambda layer, limits: limits.dead_uniform, True, "normalised entropy", REVIVE,
     ),
 )  # fmt: skip

@@ -80,6 +80,7 @@ class AttentionMonitor:
         self.weights: dict[int, Weights] | None = {} if weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
         self.host: Any = OwnLoop(self.seen.model, optimizer)
+        self.sample = sample
         self.stabilisers: list[Any] = list(stabilisers)
         self.num_given = len(self.stabilisers)
         self.num_steps = 0
@@ -89,7 +90,7 @@ class AttentionMonitor:
         """Put the hooks on. A compiled model must be the one that `torch.compile` gave, or not have run yet."""
         if self.hooks is None:
             self.hooks = Hooks(self.entry, self.seen.modules, () if self.seen.unknown else self.seen.sites, self.seen)
-            self.responses.begin(self.seen.model, self.host)
+            self.responses.begin(self.seen.model, self.host, self.sample)
         return self
 
     def detach(self) -> None:

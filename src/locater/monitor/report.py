@@ -43,6 +43,7 @@ MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
 # Alarms that mean divergence. Heads at rest do not: trained models have them for good reasons.
 SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
+RESTING = ("dead heads (sink)", "dead heads (uniform)")
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean
 PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
 
