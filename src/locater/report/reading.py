@@ -74,7 +74,7 @@ def check(document: Any) -> Document:
         [(arm["arm"], arm["quantities"], arm["curves"], arm["seeds"]) for arm in document.get("arms", ())]
     except Refusal:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as reason:
+    except (ArithmeticError, KeyError, TypeError, ValueError, IndexError, AttributeError) as reason:
         raise refusal(f"a whole {schema} document", f"one damaged at {reason}", "write it again") from None
     return document
 

@@ -13,6 +13,7 @@ from ..records import Json
 from ..spectra import Covariance, Moments, moments, whiten
 from ..theory import closed_form, exact, monte_carlo, regimes
 
+LARGEST = 1e300  # of a moment: sums and squares of others leave double precision
 METHODS = ("closed", "exact", "monte-carlo")
 
 
@@ -59,8 +60,8 @@ def profile_of_moments(
     limit: bool = False,
 ) -> Json:
     """The same from three moments, which fix the closed form only."""
-    if not all(map(math.isfinite, (trace, trace_of_square, frobenius_squared))):
-        raise refusal("three finite moments", f"{trace}, {trace_of_square} and {frobenius_squared}")
+    if not all(abs(one) < LARGEST for one in (trace, trace_of_square, frobenius_squared)):
+        raise refusal(f"three finite moments below {LARGEST:g}", f"{trace}, {trace_of_square} and {frobenius_squared}")
     if not frobenius_squared >= abs(trace_of_square):
         raise refusal("‖A‖² of at least |tr A²|, as for every matrix", f"{frobenius_squared} and {trace_of_square}")
     given = (torch.tensor(value, dtype=torch.float64) for value in (trace, trace_of_square, frobenius_squared))
