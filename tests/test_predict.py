@@ -5,6 +5,7 @@ import sys
 import numpy
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from locater.attention.layers import observe
@@ -15,6 +16,8 @@ from locater.errors import Refusal
 from locater.prediction.language_model import run, self_attention
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from locater.prediction.predict import Effort, Terms, predict
+from locater.prediction.probe import probe
+from locater.prediction.windows import given
 from predict_cases import LENGTH, MODELS, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)
@@ -139,6 +142,20 @@ def test_each_layer_hands_over_its_input_once():
     assert got == [(0, (2, LENGTH, 32)), (1, (2, LENGTH, 32))]
 
 
+def test_short_texts_are_counted_from_their_middle():
+    """A model of 40 tokens: the usual window gives way, and what is measured is what its own softmax does."""
+    sizes = dict(n_layer=1, n_head=2, n_embd=32, n_positions=40, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    net = GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager")).eval()
+    ids = torch.randint(64, (6, 40))
+    found = predict(net, tokens=ids, effort=Effort(calibration=4, test=2, texts=2))
+    assert found.to_json()["first_query"] == 20
+    with torch.no_grad():
+        p = net(given(ids, num_test=2).test, output_attentions=True).attentions[0][:, 0, 20:]
+    assert found.heads[0].measured.sink_mass == pytest.approx(float(p[..., 0].mean()), abs=1e-5)
+    probed = probe(net)
+    assert probed.length == 40 and all(row.numbers.sink_mass > 0 for row in probed.heads)
+
+
 def test_refusals():
     net = model("llama")
     with pytest.raises(Refusal, match="at least two windows of tokens, got 1"):
@@ -147,10 +164,10 @@ def test_refusals():
         predict(net)
     with pytest.raises(Refusal, match="layers among 0-1, got 7"):
         predict(net, tokens=tokens(4), layers=[7])
-    with pytest.raises(Refusal, match="windows of more than 64 tokens, got 32"):
-        Effort(window=32)
-    with pytest.raises(Refusal, match="windows of more than 64 tokens, got 64"):
-        predict(net, tokens=tokens(4, length=64))
+    with pytest.raises(Refusal, match="windows of at least 32 tokens, got 31"):
+        Effort(window=31)
+    with pytest.raises(Refusal, match="windows of at least 32 tokens, got 16"):
+        predict(net, tokens=tokens(4, length=16))
     with pytest.raises(Refusal, match="at least one window"):
         Effort(test=0)
     with pytest.raises(Refusal, match="ranks of at least 1"):
@@ -224,7 +241,7 @@ def test_command_refuses(folder, text, tmp_path):
     def refusal(*arguments):
         return CliRunner().invoke(app, ["predict", *map(str, arguments)]).exception
 
-    assert "windows of more than 64" in str(refusal(folder, "--window", 10))
+    assert "windows of at least 32" in str(refusal(folder, "--window", 10))
     assert "a readable text at" in str(refusal(folder, "--text", tmp_path / "none.txt"))
     short = tmp_path / "short.txt"
     short.write_text("the name of the object")

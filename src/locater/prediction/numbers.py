@@ -23,9 +23,14 @@ def distance_bins(length: int) -> list[tuple[int, int]]:
     return [(low, high - 1) for low, high in zip(edges, edges[1:], strict=False)]
 
 
+def first_query(length: int) -> int:
+    """The first query that counts in texts of this length: FIRST_QUERY, in those that end before it the middle."""
+    return FIRST_QUERY if length > FIRST_QUERY else length // 2
+
+
 @dataclass(frozen=True)
 class Numbers:
-    """Means over queries `FIRST_QUERY` and later, of all texts.
+    """Means over queries from `first_query` on, of all texts.
 
     Defined in `attention.statistics`. `near_mass_beyond_first` leaves the first token out, unlike the monitor's
     `near_mass`; entropy, sink mass (the first token's) and distance are over all keys, the first included.
@@ -51,7 +56,7 @@ class Gatherer:
 
     def __init__(self, head: Head, length: int, *, every: int = 1):
         positions = torch.arange(length)
-        queries = positions[FIRST_QUERY::every]
+        queries = positions[first_query(length) :: every]
         self.queries = queries
         self.admitted: Bool[Tensor, "queries keys"] = head.admits(queries, positions)
         self.distance = (queries[:, None] - positions).abs()

@@ -1,6 +1,7 @@
 """`predict`: what each head will do, from its weights and the moments of its inputs, held against what it does."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from .numbers import Gatherer
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, vocabulary_size
+from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, longest, vocabulary_size
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
 
@@ -55,6 +56,7 @@ def predict(
         model = load_model(source)
         chosen, left_out = self_attention(model)
         chosen = wanted_layers(chosen, layers)
+        effort = _fitted(effort, model)
         windows, text_name = _windows(
             source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
         )
@@ -155,6 +157,12 @@ class _Steps:
                 self.progress(self.done, self.total)
 
 
+def _fitted(effort: Effort, model: nn.Module) -> Effort:
+    """The usual window gives way to a model that takes less; one that was chosen does not, and is refused later."""
+    most = longest(model)
+    return replace(effort, window=most) if most is not None and effort.window == Effort.window > most else effort
+
+
 def _windows(
     source: Source,
     model: nn.Module,
@@ -200,9 +208,8 @@ def _read(text: str | PathLike[str]) -> str:
 
 def _check_fits(model: nn.Module, windows: Windows) -> None:
     """Refuse windows that are too long for the model, and ids that it has no row for."""
-    config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
-    if isinstance(most, int) and 0 < most < windows.length:
+    most = longest(model)
+    if most is not None and most < windows.length:
         raise refusal(
             f"windows of at most {most} tokens, the model's longest", windows.length, "choose a shorter --window"
         )

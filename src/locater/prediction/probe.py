@@ -27,7 +27,7 @@ from .numbers import Numbers
 from .predict import gather, gatherers_of, measure, wanted_layers
 from .settings import Effort
 from .streamed import CannotStream, streamed
-from .windows import not_words, random_windows, special_tokens, vocabulary_size
+from .windows import longest, not_words, random_windows, special_tokens, vocabulary_size
 
 NUM_WINDOWS = 4
 ONTO = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")  # columns that a scan takes over
@@ -173,10 +173,9 @@ def _windows(source: Source, model: nn.Module, effort: Effort, *, causal: bool) 
     if rows is None:
         raise refusal("a table of embeddings that ids look up", "none", "give windows of ids with tokens=")
     alphabet = _alphabet(source)
-    config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None) or effort.window
     ends = alphabet.before, alphabet.after
-    options: dict[str, Any] = dict(count=NUM_WINDOWS, length=min(effort.window, most), seed=effort.seed)
+    length = min(effort.window, longest(model) or effort.window)
+    options: dict[str, Any] = dict(count=NUM_WINDOWS, length=length, seed=effort.seed)
     ids = random_windows(rows, ends=ends, leave_out=alphabet.leave_out, evenly=alphabet.evenly, **options)
     if causal or alphabet.known:
         return ids

@@ -11,7 +11,7 @@ from ..attention.statistics import NEAR
 from ..errors import refusal
 from ..records import Json
 from ..report.shown import Shown
-from .numbers import FIRST_QUERY, NAMES, Numbers, distance_bins
+from .numbers import NAMES, Numbers, distance_bins, first_query
 
 if TYPE_CHECKING:
     import pandas
@@ -107,7 +107,7 @@ class Prediction(Shown):
             "source": self.source,
             "text": self.text,
             "window": self.length,
-            "first_query": FIRST_QUERY,
+            "first_query": first_query(self.length),
             "near": NEAR,
             "windows": {"calibration": self.calibration_windows, "test": self.test_windows},
             "tokens": self.tokens,

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..attention.statistics import NEAR
 from ..errors import refusal
-from .numbers import FIRST_QUERY
 
 WIDEST = 1024  # inputs wider than this get a covariance of this rank, unless told otherwise
 
@@ -42,8 +42,8 @@ class Effort:
 
 
 def check_window(length: int) -> None:
-    if length <= FIRST_QUERY:
-        raise refusal(f"windows of more than {FIRST_QUERY} tokens", length, "earlier queries are not counted")
+    if length < 2 * NEAR:
+        raise refusal(f"windows of at least {2 * NEAR} tokens", length, f"keys nearer than {NEAR} are called near")
 
 
 @dataclass(frozen=True)

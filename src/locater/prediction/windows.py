@@ -148,6 +148,13 @@ def vocabulary_size(model: nn.Module) -> int | None:
     return getattr(table, "num_embeddings", None)
 
 
+def longest(model: nn.Module) -> int | None:
+    """How many tokens the model takes, where its config says so."""
+    config = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
 def random_windows(
     num_rows: int,
     *,
