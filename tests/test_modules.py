@@ -25,6 +25,9 @@ def randomise(model):
     return model.double().eval()
 
 
+PATCHES = {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)}  # what every image model of timm begins with
+
+
 def from_file(path, tensors, config):
     """The layers of a state dict with a config beside it."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
@@ -343,7 +346,9 @@ def test_timms_shape_live_and_stored(block, norm, head_norm, tmp_path):
     model(torch.randn(2, TOKENS, D_MODEL).double())
     live = list(modules.layers(model))
     name = "vit_base_patch16_rpn_224" if block is ResPostBlock else "vit_medium_patch16_224"
-    stored = from_file(tmp_path, model.state_dict(), {"architecture": name, "model_args": {"num_heads": HEADS}})
+    stored = from_file(
+        tmp_path, model.state_dict() | PATCHES, {"architecture": name, "model_args": {"num_heads": HEADS}}
+    )
     assert_same_heads(live, stored)
     for layer, own in zip(live, model.blocks, strict=True):
         assert layer.block == "vision" and (layer.heads[0].query.input_norm is None) == (block is ResPostBlock)
@@ -354,7 +359,7 @@ def test_timms_shape_live_and_stored(block, norm, head_norm, tmp_path):
 
 def timm_file(path, config, *, width=24, extra=()):
     tensors = {"blocks.0.attn.qkv.weight": torch.randn(3 * width, width), "blocks.0.norm1.weight": torch.ones(width)}
-    return from_file(path, tensors | {name: torch.ones(2) for name in extra}, config)
+    return from_file(path, tensors | PATCHES | {name: torch.ones(2) for name in extra}, config)
 
 
 @pytest.mark.parametrize(
@@ -391,6 +396,13 @@ def test_the_heads_of_timms_architectures(architecture, width, num_heads, tmp_pa
 def test_a_timm_file_is_not_guessed_at(config, extra, message, tmp_path):
     with pytest.raises(Refusal, match=message):
         timm_file(tmp_path, config, extra=extra)
+
+
+def test_blocks_of_a_language_model_are_not_taken_for_an_image_models(tmp_path):
+    width = 24
+    tensors = {"blocks.0.attn.qkv.weight": torch.randn(3 * width, width), "blocks.0.norm1.weight": torch.ones(width)}
+    with pytest.raises(Refusal, match="tensors that no family names"):
+        from_file(tmp_path, tensors | {"tok_emb.weight": torch.ones(5, width)}, {"num_heads": 4})
 
 
 def refused_by(attention):

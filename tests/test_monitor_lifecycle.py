@@ -85,7 +85,8 @@ def test_lives_leave_no_object_and_no_memory(num_lives):
     objects, traced, resident, tensors = (after - start for start, after in zip(*kept, strict=True))
     print(f"{num_lives} lives: {objects} objects, {tensors} tensors, {traced} bytes traced, {resident} bytes resident")
     assert fingerprint(model) == before and torch.equal(model(TOKENS).logits, expected)
-    assert tensors == 0 and abs(objects) < 50, "not one per life"
+    # Fewer is no leak: what earlier tests of the process left behind may go meanwhile.
+    assert tensors <= 0 and objects < 50, "not one per life"
     assert traced < 300_000 and (not is_long or resident < 20_000 * num_lives)
 
 

@@ -96,7 +96,7 @@ def find_family(config: Config, names: Collection[str]) -> Family:
             return _checked(family, names)
     if model_type is None:
         for family in FAMILIES:
-            if family.signature and _has(family.signature.format(layer=0), names):
+            if family.signature and _has(family.signature.format(layer=0), names) and _has_all(family.needs, names):
                 return _checked(family, names)
         if (family := family_of_names(names)) is not None:
             return _checked(family, names)
@@ -116,7 +116,7 @@ def _fits(family: Family, names: Collection[str]) -> bool:
     row = family.attention[0]
     if row.prefixes is None or row.names is not None:
         return False
-    if not all(any(part in name for name in names) for part in family.needs):
+    if not _has_all(family.needs, names):
         return False
     return all(
         any(
@@ -127,6 +127,10 @@ def _fits(family: Family, names: Collection[str]) -> bool:
         )
         for pattern in (row.query, row.key)
     )
+
+
+def _has_all(parts: tuple[str, ...], names: Collection[str]) -> bool:
+    return all(any(part in name for name in names) for part in parts)
 
 
 def _reads_alike(families: list[Family]) -> bool:
