@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from locater import attention, checkpoints
 from locater.errors import Refusal
 from locater.models import Config, open_model
 from locater.models.proof import cache, prove, twin
-from locater.models.proof.survey import model_types
+from locater.models.proof.survey import model_types, survey
+from locater.models.registry import FAMILIES
 from locater.prediction.numbers import Gatherer
 from locater.scanning.scan import scan
 from test_families import own_attention
@@ -230,6 +232,27 @@ def test_families_lists_how_each_type_is_known(tmp_path):
     }
     assert "no softmax attention was seen" in document["families"][2]["reason"]
     assert "| seed_oss | proven (" in page.read_text()
+
+
+def kept_table() -> dict[str, str]:
+    """docs/families_table.md: model types and how each is known."""
+    page = Path(__file__).parents[1] / "docs" / "families_table.md"
+    rows = (line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| "))
+    return {cells[0].removeprefix("| "): cells[1].split(" (")[0] for cells in rows if cells[0] != "| model type"}
+
+
+def test_the_kept_table_lists_every_type_and_what_the_tables_know():
+    kept = kept_table()
+    assert sorted(kept) == model_types()
+    by_table = {name for family in FAMILIES for name in family.model_types}
+    assert {name for name, how in kept.items() if how == "table"} == by_table & {*kept}
+
+
+def test_a_sample_of_the_kept_table_is_found_again():
+    kept, sample = kept_table(), ["olmoe", "glm4", "gemma3n_text", "rwkv"]
+    assert {entry.model_type: entry.how for entry in survey(sample, update=True)} == {
+        name: kept[name] for name in sample
+    }
 
 
 @pytest.mark.slow
