@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -63,6 +64,18 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     ]
     estimated = " ".join(sentences(scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))))
     assert "1 of 2 heads probably look mostly at the 16 nearest tokens (by estimate)" in estimated
+    alone = " ".join(sentences(scanned(head(0, 0, **masses[1]))))
+    assert "The head probably does not look mostly at the 16 nearest tokens (by estimate)" in alone
+
+
+def test_an_estimate_is_not_said_beside_a_measurement():
+    guess = dict(estimated_near_mass=0.1, estimated_near_mass_interval=[0, 0.4])
+    (estimated,), (plain,) = views_of([scanned(head(0, 0, **guess))]), views_of([scanned(head(0, 0))])
+    measured = replace(plain, columns=plain.columns | {"measured_near_mass_beyond_first": [[0.8]]})
+    assert any("by estimate" in one.text for one in headline([estimated], []))
+    said = [one.text for one in headline([estimated, measured], [])]
+    assert not any("by estimate" in one for one in said)
+    assert any("The head looks mostly at the 16 nearest tokens (on the text measured)" in one for one in said)
 
 
 def test_limits_are_those_of_the_scan_and_the_monitor():

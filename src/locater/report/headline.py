@@ -14,6 +14,8 @@ from .quantities import COLD, HOT, quantity
 from .views import Key, View
 
 MOST_NAMED = 3
+MASS = "near_mass"
+SIDES = ("measured_", "", "predicted_", "estimated_")  # of a column's name, the best evidence first
 MOSTLY = 0.5  # of the attention: more is "mostly"
 MOVED = 0.5  # of a head's own scale: a head that moved further is another one
 SOURCES = {"measured": "on the text measured", "predicted": "predicted for the text", "estimated": "by estimate"}
@@ -35,10 +37,14 @@ class Sentence:
 def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     """All sentences of a page: view by view, then those of runs and studies."""
     compared = any(view.is_pair for view in views)
+    # A page that has measured attention beside an estimate of it speaks of what was measured.
+    columns = [column for view in views for column in view.columns]
+    is_measured = any(column.startswith(tuple(f"{side}{MASS}" for side in SIDES[:2])) for column in columns)
+    sides = SIDES[:-1] if is_measured else SIDES
     found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view)]
     for number, view in enumerate(views):
         if not view.is_pair:
-            found += _of_view(number, view, briefly=compared)
+            found += _of_view(number, view, briefly=compared, sides=sides)
     for document in others:
         found += _of_study(document) if document["schema"] == "locater.study/1" else _of_runs(document)
     return found
@@ -72,32 +78,31 @@ def _of_pair(number: int, view: View) -> Iterable[Sentence]:
     yield from _movement(number, view)
 
 
-def _of_view(number: int, view: View, *, briefly: bool = False) -> list[Sentence]:
+def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str, ...] = SIDES) -> list[Sentence]:
     layers = len({key[:2] for key in view.heads})
     family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
     opening = f"{view.name}: {family}{_count(len(view.heads), 'attention head')} in {_count(layers, 'layer')}"
     opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
     found = [Sentence(opening, number)]
     # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
-    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view)]
+    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view, sides)]
     if not briefly:
         found += [*_theory(number, view), *_pronounced(number, view), *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
 
-def _behaviour(number: int, view: View) -> Iterable[Sentence]:
+def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sentence]:
     """From the best evidence at hand."""
-    for side in ("measured_", "", "predicted_", "estimated_"):
-        near = view.columns.get(f"{side}near_mass_beyond_first") or view.columns.get(f"{side}near_mass")
+    for side in sides:
+        near = view.columns.get(f"{side}{MASS}_beyond_first") or view.columns.get(f"{side}{MASS}")
         if near is None or side == "estimated_" and not _judged(view):
             continue
         source = SOURCES[side.rstrip("_") or "measured"]
-        verb, least = ("probably look", MOSTLY_NEAR) if side == "estimated_" else ("look", MOSTLY)
+        probably, least = ("probably ", MOSTLY_NEAR) if side == "estimated_" else ("", MOSTLY)
         close = _where(near[-1], lambda mass, least=least: mass >= least)
-        heads = _count(len(view.heads), "head")
-        share = f"{len(close)} of {heads}" if close else f"None of the {heads}"
-        yield Sentence(f"{share} {verb} mostly at the 16 nearest tokens ({source}).", number, close)
+        share = _share(len(close), len(view.heads), probably)
+        yield Sentence(f"{share} mostly at the 16 nearest tokens ({source}).", number, close)
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
         if sinks:
             yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
@@ -262,6 +267,13 @@ def _plain(value: float) -> str:
     ('32,368', '0.1235')
     """
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def _share(number: int, total: int, probably: str) -> str:
+    """How many look there, in a sentence's first words; a single head has a verb of its own."""
+    if total == 1:
+        return f"The head {probably}{'looks' if number else 'does not look'}"
+    return f"{f'{number:,} of {total:,}' if number else f'None of the {total:,}'} heads {probably}look"
 
 
 def _count(number: int, noun: str) -> str:
