@@ -162,6 +162,7 @@ class TestExtremes:
         ("arguments", "message"),
         [
             ({"length": 0}, "length of at least 1, got 0"),
+            ({"length": 10**400}, "length of at most 2,147,483,648, got 1000"),
             ({"length": 4, "temperature": 0.0}, "temperature above 0, got 0"),
             ({"length": 4, "temperature": math.inf}, "temperature above 0"),
             ({"length": 4, "covariance": -1.0}, "at least 0"),

@@ -260,6 +260,9 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
         if [*table.shape] != expected:
             raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
         farthest = count(row.buckets.max_distance, places.config, "largest bucketed distance")
+        nearest = expected[0] // (4 if row.buckets.bidirectional else 2)  # distances with a bucket of their own
+        if farthest <= nearest:
+            raise refusal(f"a largest bucketed distance above {nearest}", farthest)
         return Buckets(table[:, index], row.buckets.bidirectional, farthest)
     return None
 

@@ -46,10 +46,15 @@ def _all_finite(weights: Tensor) -> bool:
     return not weights.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(weights.detach()))).all())
 
 
+LONGEST = 2**31  # more than any text, and what indices can count
+
+
 def check_length(length: int) -> int:
-    """T, a whole number of at least 1."""
+    """T, a whole number from 1 to LONGEST."""
     if length < 1:
         raise refusal("a length of at least 1", length)
+    if length > LONGEST:
+        raise refusal(f"a length of at most {LONGEST:,}", length)
     return int(length)
 
 

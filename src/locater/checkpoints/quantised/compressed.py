@@ -33,14 +33,14 @@ class Whole(Weight):
             return self.part_shape("weight")
         self.check_shape("weight_shape", (2,))
         shape = tuple(self.codes("weight_shape").tolist())
-        fits = all(0 < size < 2**31 for size in shape) and self.part_shape("weight_packed")[0] == shape[0]
-        self.check(fits, f"{self.part_shape('weight_packed')[0]} rows in `weight_shape`", [*shape])
+        fits = all(0 < size < 2**31 for size in shape) and self.part_size("weight_packed") == shape[0]
+        self.check(fits, f"{self.part_size('weight_packed')} rows in `weight_shape`", [*shape])
         return shape
 
     @property
     def bits(self) -> int:
         """Of those that the config declares, the one that the stored width allows."""
-        width, stored = self.shape[1], self.part_shape("weight_packed")[1]
+        width, stored = self.shape[1], self.part_size("weight_packed", 1)
         said = [arguments.get("num_bits") for arguments in weight_arguments(self.settings)]
         declared = {bits for bits in BITS if bits in said}
         fitting = [bits for bits in declared if math.ceil(width * bits / 32) == stored]

@@ -28,9 +28,9 @@ class GPTQ(Weight):
     @property
     def bits(self) -> int:
         bits = number(self.settings, "bits")
-        words = self.part_shape("qweight")[0]
+        words = self.part_size("qweight")
         if "g_idx" in self.parts:  # a module may have bits of its own; the number of inputs tells
-            bits = 32 * words // max(1, self.part_shape("g_idx")[0])
+            bits = 32 * words // max(1, self.part_size("g_idx"))
         self.check(bits in BITS, "codes of 2, 4 or 8 bits", bits)
         return bits
 
@@ -51,7 +51,7 @@ class GPTQ(Weight):
 
     def _groups(self, num_in: int) -> Tensor:
         """The group of each input."""
-        num_out, num_groups = self.shape[0], self.part_shape("scales")[0]
+        num_out, num_groups = self.shape[0], self.part_size("scales")
         self.check_shape("scales", (num_groups, num_out))
         self.check_shape("qzeros", (num_groups, num_out * self.bits // 32))
         size = self.settings.get("group_size", -1)

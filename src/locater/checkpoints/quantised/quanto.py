@@ -57,7 +57,7 @@ class Packed(Weight):
         return num_groups * size // inputs, inputs
 
     def read(self, rows: Rows | None) -> Tensor:
-        num_groups = self.part_shape("weight._scale")[0]
+        num_groups = self.part_size("weight._scale")
         for role in ("weight._scale", "weight._shift"):
             self.check_shape(role, (num_groups, 1))
         packed = self.codes("weight._data._data", torch.uint8)

@@ -51,6 +51,12 @@ class Weight(ABC):
     def part_shape(self, role: str) -> Shape:
         return self.store.shape(self._stored(role))
 
+    def part_size(self, role: str, axis: int = 0) -> int:
+        """How long a part is along an axis that it must have."""
+        shape = self.part_shape(role)
+        self.check(len(shape) > axis, f"`{role}` of more than {axis} dimensions", f"shape {[*shape]}")
+        return shape[axis]
+
     def part_dtype(self, role: str) -> torch.dtype:
         return self.store.entry(self._stored(role)).dtype
 
