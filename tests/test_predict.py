@@ -162,7 +162,7 @@ def test_refusals():
         predict(net, tokens=tokens(1))
     with pytest.raises(Refusal, match="a tokenizer for a live model"):
         predict(net)
-    with pytest.raises(Refusal, match="layers among 0-1, got 7"):
+    with pytest.raises(Refusal, match="layers among 0-1, all that this model has, got 7"):
         predict(net, tokens=tokens(4), layers=[7])
     with pytest.raises(Refusal, match="windows of at least 32 tokens, got 31"):
         Effort(window=31)

@@ -203,7 +203,7 @@ def test_fail_on(llama):
 
 def test_layers_are_checked(llama):
     _, folder = llama
-    assert "layers among 0-1, got 7" in locater("scan", folder, "--layers", "0,7").err
+    assert "layers among 0-1, all that this model has, got 7" in locater("scan", folder, "--layers", "0,7").err
     for text in ("a", "3-1", "-1", "0-999999999"):
         assert locater("scan", folder, f"--layers={text}").code == 2
 

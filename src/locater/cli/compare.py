@@ -1,16 +1,16 @@
 """`locater compare`: which heads moved between checkpoints, or along a run."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from ..errors import BadArguments, Refusal
+from ..errors import BadArguments
 from ..scanning import DEFAULT_LENGTH
-from .output import FittedTable, JsonPath, Timeout, console_for, parse_spans, table
-from .report import HtmlPath, save_html
-from .scan import AllowPickle, Layers, Layout, Length, Raw
+from .options import AllowPickle, CsvPath, HtmlPath, JsonPath, Layers, Layout, Length, Raw, Timeout
+from .output import FittedTable, console_for, parse_spans, table
+from .report import save_html
+from .scan import raise_refused
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison
@@ -28,7 +28,7 @@ def compare(
     jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
-    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
+    csv: CsvPath = None,
     html: HtmlPath = None,
 ) -> None:
     """What fine-tuning, or a training run, did to each head's spectrum."""
@@ -55,9 +55,7 @@ def compare(
         write_csv([movement.to_record() for movement in found.heads], csv)
     if html:
         save_html([found.to_json()], html)
-    if found.refused:
-        first, *others = found.refused
-        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
+    raise_refused(found.refused)
 
 
 def _heading(found: "Comparison") -> str:

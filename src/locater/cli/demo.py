@@ -12,8 +12,9 @@ from ..errors import refusal
 from ..records import Json
 from ..theory.words import WORDS
 from .demo_models import arrow, say, show_models
+from .options import HtmlPath
 from .output import console_for
-from .report import HtmlPath, save_html
+from .report import save_html
 
 INTRODUCTION = """\
 [bold]Where does attention look?[/bold]

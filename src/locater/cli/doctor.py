@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 
 from ..records import Json
-from .output import JsonPath, console_for, table
+from .options import JsonPath
+from .output import console_for, table
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
 EXTRAS = {

@@ -7,7 +7,9 @@ import typer
 from rich.markup import escape
 
 from ..errors import net, refusal
+from .options import PagePath
 from .output import console_for
+from .progress import progress
 from .report import facts_of
 
 NUM_WALKS = 64
@@ -16,9 +18,7 @@ SEED = 0
 
 def explore(
     scan: Annotated[Path | None, typer.Argument(metavar="[SCAN.json]", help="A scan, to find its heads there.")] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="PAGE.html", help="Where the page goes.")] = Path(
-        "explore.html"
-    ),
+    out: PagePath = Path("explore.html"),
 ) -> None:
     """Turn mean and spread of the eigenvalues and see which tokens are heard: one page, no network."""
     import torch
@@ -34,9 +34,9 @@ def explore(
             "a scan (locater.scan/1)", document["schema"], "make one with: locater scan MODEL --json SCAN.json"
         )
     console = console_for(None, aside=True)
-    with console.status("computing the plane and the exact grid …"):
+    with progress("computing the plane and the exact grid", steps="rows", long=True) as tell:
         generator = torch.Generator().manual_seed(SEED)
-        phase = phase_diagram(d_model=WIDTH, num_walks=NUM_WALKS, generator=generator)
+        phase = phase_diagram(d_model=WIDTH, num_walks=NUM_WALKS, generator=generator, progress=tell)
         with as_written(str(scan)):
             save_explorer(out, phase, document, facts=facts_of(None if scan is None else scan.stat().st_mtime))
     console.print(f"page: {escape(str(out))}", soft_wrap=True)

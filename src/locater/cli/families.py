@@ -1,7 +1,6 @@
 """`locater families`: every model type of the installed transformers, and how it is known."""
 
 from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import BadArguments, shown
-from .output import JsonPath, console_for, table
+from .options import JsonPath, MarkdownPath
+from .output import console_for, table
 
 if TYPE_CHECKING:
     from ..models.proof.survey import Entry
@@ -20,7 +20,7 @@ def families(
     types: Annotated[list[str] | None, typer.Argument(help="Only these model types.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Prove again what no table names, type by type.")] = False,
     json: JsonPath = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="PATH", help="Write the table as Markdown.")] = None,
+    markdown: MarkdownPath = None,
 ) -> None:
     """Which model types are read: by a table row, by proof on a tiny twin, or refused and why."""
     from ..models.proof import version

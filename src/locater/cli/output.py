@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -21,14 +19,6 @@ from rich.text import Text
 from ..errors import BadArguments, refusal
 from ..packaged import EXAMPLE
 from ..records import STANDARD_OUTPUT
-
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", metavar="PATH", help="Write JSON there (- = standard output).")
-]
-
-Timeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
-]
 
 LONGEST_SPAN = 100_000  # more is a slip of the finger, and would fill the memory
 FOLDED_WIDTH = 24  # a last column of words is folded down to this before anything is left out

@@ -7,6 +7,7 @@ from rich.markup import escape
 from ..records import Json
 from ..theory.words import WORDS
 from .output import FittedTable, console_for, table
+from .progress import progress
 
 KINDS = {"localized": "localized, |tr W| ≤ λ", "localized-beyond": "localized, |tr W| > λ", "elsewhere": "elsewhere"}
 
@@ -19,7 +20,8 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
     from ..studies.phase_diagram import phase_diagram
 
     console = console_for(json)
-    document = phase_diagram(generator=torch.Generator().manual_seed(seed))
+    with progress("computing the plane", steps="rows", long=True) as tell:
+        document = phase_diagram(generator=torch.Generator().manual_seed(seed), progress=tell)
     console.print(_map(document), markup=False)
     console.print()
     console.print(_counts(document))

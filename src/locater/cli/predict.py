@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 
-from ..errors import BadArguments, masked, shown
-from .output import FittedTable, JsonPath, Timeout, console_for, parse_spans, table
+from ..errors import BadArguments, shown
+from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
+from .output import FittedTable, console_for, parse_spans, table
 from .probe import COLUMNS, print_probe, probe_with_progress
-from .report import HtmlPath, save_html
-from .scan import Layers
+from .progress import progress
+from .report import save_html
 
 if TYPE_CHECKING:
     from ..prediction.numbers import Numbers
@@ -38,11 +38,11 @@ def predict(
     test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
     layers: Layers = None,
     timeout: Timeout = None,
-    heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
+    heads: Heads = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the covariance, for wide models.")] = None,
     seed: Annotated[int, typer.Option(help="Of the texts drawn from the moments.")] = 0,
-    plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw a picture (png, svg, pdf).")] = None,
+    plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:
@@ -81,13 +81,10 @@ def _probe(console: Console, source: str, options: dict[str, Any], *, heads: boo
 
 
 def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
-    """A bar on standard error while it runs, on a terminal only."""
     from ..prediction.predict import predict as run
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"predicting {escape(masked(source))}", total=None)
-        return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+    with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
+        return run(source, progress=tell, **options)
 
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:

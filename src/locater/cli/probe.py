@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 
-from ..errors import masked, shown
+from ..errors import shown
 from .output import table
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..prediction.probe import Probe
@@ -23,13 +23,10 @@ COLUMNS = {
 
 
 def probe_with_progress(source: str, options: dict[str, Any]) -> "Probe":
-    """A bar on standard error while it runs, on a terminal only."""
     from ..prediction.probe import probe as run
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"running {escape(masked(source))} on random ids", total=None)
-        return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+    with progress(f"running {source} on random ids", steps="layers", long=True) as tell:
+        return run(source, progress=tell, **options)
 
 
 def print_probe(console: Console, found: "Probe", *, heads: bool) -> None:

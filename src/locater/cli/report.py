@@ -15,10 +15,10 @@ from rich.markup import escape
 from ..budget import limited
 from ..errors import BadArguments, net, refusal, shown
 from ..records import Json
-from .output import Timeout, console_for, example
+from .options import PagePath, Timeout
+from .output import console_for, example
 
 SWEEP_LIST = "sweep.json"
-HtmlPath = Annotated[Path | None, typer.Option("--html", metavar="PATH", help="Write a page to look at there.")]
 
 
 def report(
@@ -29,9 +29,7 @@ def report(
             "else a small example."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="PAGE.html", help="Where the page goes.")] = Path(
-        "report.html"
-    ),
+    out: PagePath = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Its title.")] = None,
     timeout: Timeout = None,
     figures: Annotated[

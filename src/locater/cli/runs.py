@@ -11,8 +11,9 @@ from rich.markup import escape
 
 from ..errors import shown
 from ..records import Json
-from .output import JsonPath, console_for, parse_spans, table
-from .report import HtmlPath, save_html
+from .options import HtmlPath, JsonPath, PlotPath
+from .output import console_for, parse_spans, table
+from .report import save_html
 
 NAME_WIDTH = 24
 MOST_NAMED = 6
@@ -29,7 +30,7 @@ def runs(
     arms: Annotated[str | None, typer.Option(metavar="ARM,ARM", help="Only these arms.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0-2,7", help="Only runs with these seeds.")] = None,
     against: Annotated[str | None, typer.Option(metavar="ARM", help="Add differences to this arm, by seed.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the course (.png, .svg or .pdf).")] = None,
+    plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:

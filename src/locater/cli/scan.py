@@ -1,5 +1,6 @@
 """`locater scan`: every head's query-key spectrum, straight from the files."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -8,17 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 
 from ..budget import limited
-from ..errors import BadArguments, Refusal, masked, shown
+from ..errors import BadArguments, Refusal, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, Timeout, console_for, example, parse_spans, print_bullet, table
+from .options import AllowPickle, CsvPath, Heads, HtmlPath, JsonPath, Layers, Layout, Length, ParquetPath, Raw, Timeout
+from .output import FittedTable, console_for, example, parse_spans, print_bullet, table
 from .probe import print_probe, probe_with_progress
-from .report import HtmlPath, save_html
+from .progress import progress
+from .report import save_html
 
 if TYPE_CHECKING:
+    from ..scanning.conditions import Condition
     from ..scanning.rows import HeadRow
     from ..scanning.scan import Scan
 
@@ -32,18 +35,11 @@ Source = Annotated[
         show_default=False,
     ),
 ]
-Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
-Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
-Layout = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Describe a model of no known family.")]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Load pickles that run code: only if you trust them.")
-]
 
 
 def scan(
     source: Source = None,
-    heads: Annotated[bool, typer.Option("--heads", help="A line for every head.")] = False,
+    heads: Heads = False,
     layers: Layers = None,
     length: Length = DEFAULT_LENGTH,
     temperature: Annotated[float | None, typer.Option(help="λ for all heads, instead of each head's own.")] = None,
@@ -64,18 +60,14 @@ def scan(
     json: JsonPath = None,
     html: HtmlPath = None,
     exact: Annotated[bool, typer.Option("--exact", help="Add exact profiles to JSON and page (slow).")] = False,
-    csv: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as CSV.")] = None,
-    parquet: Annotated[Path | None, typer.Option(metavar="PATH", help="Write a table as Parquet.")] = None,
+    csv: CsvPath = None,
+    parquet: ParquetPath = None,
 ) -> None:
     """Every head's query-key spectrum, the theory's word for it, and where it probably looks: from weights alone."""
-    from ..scanning.conditions import parse
-
     console, source = console_for(json), source or example()
-    conditions = parse(fail_on) if fail_on is not None else ()
     if probe and (adapter or layout or allow_pickle):
         raise BadArguments("--probe goes without --adapter, --layout and --allow-pickle")
-    if not probe and any(condition.column.startswith("probed_") for condition in conditions):
-        raise BadArguments("--fail-on with a column that begins with probed_ needs --probe")
+    conditions = _conditions(fail_on, probe=probe)
     eigenvalues |= html is not None or any(condition.column == "spread" for condition in conditions)
     options = dict(length=length, temperature=temperature, raw=raw, eigenvalues=eigenvalues)
     options |= dict(curves=html is not None or exact, exact=exact)
@@ -91,20 +83,31 @@ def scan(
     _save(found, json=json, csv=csv, parquet=parquet)
     if html:
         save_html([found.to_json()], html)
-    if found.refused:
-        first, *others = found.refused
-        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
+    raise_refused(found.refused)
     _exit_on(console, conditions, found)
 
 
+def _conditions(fail_on: str | None, *, probe: bool) -> "Sequence[Condition]":
+    from ..scanning.conditions import parse
+
+    conditions = parse(fail_on) if fail_on is not None else ()
+    if not probe and any(condition.column.startswith("probed_") for condition in conditions):
+        raise BadArguments("--fail-on with a column that begins with probed_ needs --probe")
+    return conditions
+
+
+def raise_refused(sentences: Sequence[str]) -> None:
+    """Exit 1 where something was not read, after all that was read has been shown."""
+    if sentences:
+        first, *others = sentences
+        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
+
+
 def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
-    """A bar on standard error while it runs, on a terminal only."""
     from ..scanning.scan import scan as run
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"scanning {escape(masked(source))}", total=None)
-        return run(source, progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+    with progress(f"scanning {source}", steps="layers") as tell:
+        return run(source, progress=tell, **options)
 
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:

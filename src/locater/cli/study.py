@@ -11,18 +11,16 @@ from rich.markup import escape
 from ..budget import limited
 from ..errors import BadArguments, net
 from ..records import Json
-from .output import JsonPath, Timeout, console_for, table
-from .report import HtmlPath, save_html
+from .options import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout
+from .output import FittedTable, console_for, table
+from .progress import progress
+from .report import save_html
 
 if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep
 
 
 REAL_DATA = "What do the columns of a scan say of attention measured on text? (with --model, docs/evidence.md)"
-Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
-Engine = Annotated[
-    str | None, typer.Option(metavar="ray[://HOST:PORT]", help="On Ray: of this machine, or a cluster's head.")
-]
 
 
 def study(
@@ -37,39 +35,54 @@ def study(
     by_line: Annotated[bool, typer.Option("--by-line", help="For real-data: every line is a text of its own.")] = False,
     window: Annotated[int, typer.Option(help="For real-data: tokens in a window.")] = 256,
     timeout: Timeout = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
+    retry: Retry = False,
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:
     """Answer one of the open questions about localisation: a grid, its rows, a figure, and sentences made from them."""
-    from ..studies.study import STUDIES, default_folder, document, find, kind_of, points_of
-    from ..studies.sweep.folder import create
+    from ..records import write_json
+    from ..studies.study import STUDIES, default_folder
 
     console = console_for(json)
     if list_them:
-        questions = [[name, number, find(name).question] for name, number in STUDIES.items()]
-        questions.insert(list(STUDIES).index("mechanism") + 1, ["real-data", "Q2", REAL_DATA])
-        console.print(table(["study", "", "question"], questions, words=["study", "", "question"]))
+        console.print(_questions())
         return
+    if name is None:
+        raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
     if name == "real-data":
         folder = out or default_folder(name, quick=False)
         with limited(seconds=timeout):
             _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
         return
-    if name is None:
-        raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
-    points = points_of(name, quick=quick)
-    sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
-    measure_all(sweep, jobs=jobs, retry=retry, on=on)
-    found = document(name, sweep.rows(), num_points=len(points))
-    _show(console, found, sweep.folder)
-    _save(found, sweep.folder)
+    found = _measured(console, name, out, quick=quick, run=dict(jobs=jobs, retry=retry, on=on))
     if json:
-        from ..records import write_json
-
         write_json(found, json)
     if html:
         save_html([found], html)
+
+
+def _questions() -> FittedTable:
+    from ..studies.study import STUDIES, find
+
+    rows = [[name, number, find(name).question] for name, number in STUDIES.items()]
+    rows.insert(list(STUDIES).index("mechanism") + 1, ["real-data", "Q2", REAL_DATA])
+    return table(["study", "", "question"], rows, words=["study", "", "question"])
+
+
+def _measured(console: Console, name: str, out: Path | None, *, quick: bool, run: Json) -> Json:
+    """Every point of a study, then its answer, shown and saved."""
+    from ..studies.study import default_folder, document, kind_of, points_of
+    from ..studies.sweep import on_ray
+    from ..studies.sweep.folder import create
+
+    points = points_of(name, quick=quick)
+    on_ray.check(run["on"])
+    sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
+    measure_all(sweep, **run)
+    found = document(name, sweep.rows(), num_points=len(points))
+    _show(console, found, sweep.folder)
+    _save(found, sweep.folder)
+    return found
 
 
 def _real_data(console: Console, folder: Path, models: list[str], options: Json, *, json: Path | None) -> None:
@@ -90,18 +103,13 @@ def _real_data(console: Console, folder: Path, models: list[str], options: Json,
 
 
 def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | None = None, asha: bool = False) -> None:
-    """By this machine's processes, or on a Ray cluster, with a bar on a terminal."""
-    from rich.progress import Progress
-
+    """By this machine's processes, or on a Ray cluster."""
     from ..studies.study import measure_for
     from ..studies.sweep import engines, on_ray
 
     if retry:
         sweep.retry()
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(sweep.folder.name, total=len(sweep.points))
-        tell = lambda done, total: progress.update(task, completed=done)  # noqa: E731
+    with progress(sweep.folder.name, steps="points") as tell:
         if on is None:
             engines.local(sweep, measure_for(sweep), jobs=jobs, tell=tell)
         else:

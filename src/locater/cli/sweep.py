@@ -12,8 +12,9 @@ from rich.markup import escape
 
 from ..errors import BadArguments, refusal
 from ..records import Json
-from .output import JsonPath, console_for, table
-from .study import Engine, Jobs, measure_all
+from .options import Engine, Jobs, JsonPath, Retry
+from .output import console_for, table
+from .study import measure_all
 
 if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep
@@ -31,14 +32,14 @@ def sweep(
     jobs: Jobs = 1,
     on: Engine = None,
     asha: Annotated[bool, typer.Option("--asha", help="With --on ray: end trials early that are behind.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")] = False,
+    retry: Retry = False,
     emit: Annotated[str | None, typer.Option(metavar="slurm", help="Only write the script of an array job.")] = None,
     task: Annotated[int | None, typer.Option(min=0, help="Only this point: what a task of the array runs.")] = None,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     json: JsonPath = None,
 ) -> None:
     """Train over a grid of options, with any number of processes; killed at any moment, it goes on where it was."""
-    from ..studies.sweep import engines
+    from ..studies.sweep import engines, on_ray
     from ..studies.sweep.folder import create, open_sweep
 
     if (resume is None) == (out is None):
@@ -47,6 +48,7 @@ def sweep(
         raise BadArguments("--asha is of Ray Tune: give --on ray with it")
     if emit not in (None, "slurm"):
         raise BadArguments(f"--emit expects slurm, got {emit!r}")
+    on_ray.check(on)
     found = open_sweep(resume) if resume is not None else create(out, "train", _points(file, grid, preset))  # type: ignore
     if emit:
         engines.slurm_script(found, found.folder / "array.sh")

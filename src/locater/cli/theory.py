@@ -12,7 +12,8 @@ from ..budget import limited
 from ..errors import BadArguments, refusal
 from ..records import Json
 from ..theory.words import WORDS
-from .output import FittedTable, JsonPath, Timeout, aside, console_for, table
+from .options import JsonPath, PlotPath, Timeout
+from .output import FittedTable, aside, console_for, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,6 @@ Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limi
 PhaseDiagram = Annotated[
     bool, typer.Option("--phase-diagram", help="Draw the plane eigenvalue mean × variance instead.")
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Save a picture (.png, .svg or .pdf).")]
 
 
 def theory(
@@ -67,7 +67,7 @@ def theory(
     limit: Limit = False,
     phase_diagram: PhaseDiagram = False,
     timeout: Timeout = None,
-    plot: Plot = None,
+    plot: PlotPath = None,
     json: JsonPath = None,
 ) -> None:
     """Which tokens pass on a signal: the propagation probability of each token of a random walk."""

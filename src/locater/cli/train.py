@@ -18,7 +18,8 @@ from ..training.config import GROUPS, PRESETS, Config, make_config
 from ..training.data.options import WALK
 from ..training.shape import Shape, choices_of
 from .grouped_help import ALL
-from .output import FittedTable, JsonPath, aside, console_for, table
+from .options import JsonPath
+from .output import FittedTable, aside, console_for, table
 
 if TYPE_CHECKING:
     from ..training.run import Outcome
@@ -85,7 +86,11 @@ def train(
         outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
     if outcome.is_first:
         _report(console, outcome, json)
-    # A signal is passed on as the exit code that shells give it.
+    _leave(outcome)
+
+
+def _leave(outcome: "Outcome") -> None:
+    """A signal is passed on as the exit code that shells give it."""
     code = 0 if outcome.signal is None else 128 + outcome.signal
     if outcome.num_processes > 1:
         from ..training.processes import leave

@@ -1,7 +1,7 @@
 """Families of models as tables: from a config and tensor names to heads, for files and live modules alike."""
 
 from .layout import read_layout
-from .model import Model, open_model, spans
+from .model import Model, open_model, spans, wanted_layers
 from .places import Places, Tensors
 from .reader import Layer, build, build_layer
 from .registry import find_family
@@ -22,4 +22,5 @@ __all__ = [
     "open_model",
     "read_layout",
     "spans",
+    "wanted_layers",
 ]

@@ -95,6 +95,16 @@ def _missing(places: Places) -> Iterator[str]:
         yield f"{places.row.block} layers {spans(beyond)} of the file are not in the config"
 
 
+def wanted_layers(wanted: Iterable[int] | None, known: Iterable[int]) -> frozenset[int]:
+    """The numbers of the layers asked for, by default all; refused where the model has no such layer."""
+    there = frozenset(known)
+    chosen = there if wanted is None else frozenset(wanted)
+    if chosen and chosen <= there:
+        return chosen
+    had = f"layers among {spans(sorted(there))}, all that this model has"
+    raise refusal(had, spans(sorted(chosen - there)) or "none", "layers count from 0")
+
+
 def spans(numbers: Iterable[int]) -> str:
     """Whole numbers as a reader would list them.
 

@@ -66,16 +66,31 @@ class Side:
             expected = f"{num_heads} heads of {shape.d_head} rows"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
-        if not self._has_finite_biases:
-            _check_biases(bias, self.input_norm)
+        self._check_vectors(bias)
         projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
         norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)
         return self._normed(projection, norm, index)
 
+    def _check_vectors(self, bias: Tensor | None) -> None:
+        """Refuse NaN, which would pass as a number further on, in a head's bias and in the input norm."""
+        if self._has_finite_vectors:
+            return
+        norm = self.input_norm
+        named = {
+            "bias": bias,
+            "gain of the input norm": norm and norm.gain,
+            "bias of the input norm": norm and norm.bias,
+        }
+        for what, values in named.items():
+            if values is not None and not is_finite(values):
+                raise refusal(f"a finite {what}", "NaN or infinity", "the checkpoint is damaged or diverged")
+
     @cached_property
-    def _has_finite_biases(self) -> bool:
+    def _has_finite_vectors(self) -> bool:
         """Of all heads at once; where it is false each is looked at by itself."""
-        return all(bias is None or is_finite(bias) for bias in (self.bias, self.input_norm and self.input_norm.bias))
+        norm = self.input_norm
+        vectors = (self.bias, norm and norm.gain, norm and norm.bias)
+        return all(vector is None or is_finite(vector) for vector in vectors)
 
     def _normed(self, projection: Projection, norm: Norm | None, index: int) -> Projection:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
@@ -125,6 +140,7 @@ class Side:
         if rows + len(self.weight) - rank != places.shape.d_head:
             expected = f"{places.shape.d_head - rows + rank} rows in the low-rank projection"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
+        self._check_vectors(self.bias)
         low_rank = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
         direct = self.weight[rank:]
         bias = None if self.bias is None else torch.cat([up.new_zeros(rows), self.bias[rank:].to(up)])
@@ -208,13 +224,6 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     finite = is_finite(query[0])
     key_finite = finite if shared else is_finite(key[0])
     return Side(places, layer, False, *query, norm, finite), Side(places, layer, True, *key, key_norm, key_finite)
-
-
-def _check_biases(bias: Tensor | None, norm: Norm | None) -> None:
-    """A NaN here would pass as a number further on; those of weights and gains are found with the moments."""
-    for what, values in (("bias", bias), ("bias of the input norm", norm and norm.bias)):
-        if values is not None and not bool(values.isfinite().all()):
-            raise refusal(f"a finite {what}", "NaN or infinity", "the checkpoint is damaged or diverged")
 
 
 def _check_up(places: Places, module: str, expected: tuple[int, int]) -> None:

@@ -33,9 +33,11 @@ class Config:
     def __getitem__(self, keys: str) -> Any:
         if (value := self.get(keys)) is None:
             wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
-            raise refusal(
-                f"{wanted} in the config", "none", "add it to config.json, or describe the model with --layout"
-            )
+            if not self.values:
+                remedy = "put the model's config.json beside its weights, or describe the model with --layout"
+                raise refusal(f"a config.json, for {wanted}", "weights alone", remedy)
+            remedy = "add it to config.json, or describe the model with --layout"
+            raise refusal(f"{wanted} in the config", "none", remedy)
         return value
 
     def positive(self, keys: str, default: float | None = None) -> float:
@@ -248,9 +250,6 @@ class Family:
     foreign: tuple[str, ...] = ()  # parts of names that mean another kind of attention under the same signature
 
 
-Rule = Callable[[Config, int], bool]
-
-
 class Biases(TypedDict):
     """Two columns of `Attention`."""
 
@@ -266,43 +265,3 @@ def both_biased(cell: Cell) -> Biases:
 def ahead(config: Config, layer: int) -> int | None:
     """Decoders are causal unless the config says otherwise, as encoders made of them do."""
     return 0 if config.get("is_causal", True) else None
-
-
-def every_layer(config: Config, layer: int) -> bool:
-    return True
-
-
-def typed(rule: Rule) -> Rule:
-    """`layer_types` where the config has it, the older rule where not."""
-
-    def slides(config: Config, layer: int) -> bool:
-        types = config.get("layer_types")
-        return rule(config, layer) if types is None else types[layer] == "sliding_attention"
-
-    return slides
-
-
-def all_but_every(period: int) -> Rule:
-    """Every `period`-th layer sees all, the others slide; the config may state another period."""
-
-    def slides(config: Config, layer: int) -> bool:
-        return (layer + 1) % config.get("sliding_window_pattern|_sliding_window_pattern", period) != 0
-
-    return typed(slides)
-
-
-def window(slides: Rule, *, default: int | None = None, switch: str | None = None) -> Callable[[Config, int], Any]:
-    """A window of w admits distances up to w − 1.
-
-    A null `sliding_window` means none, unlike a missing one; `switch` names an entry that must be true besides.
-    """
-
-    def lookback(config: Config, layer: int) -> int | None:
-        size = config.values.get("sliding_window", default)
-        if size is None or (switch is not None and not config.get(switch, False)) or not slides(config, layer):
-            return None
-        if ahead(config, layer) is None:
-            raise refusal("a causal model", "a window that looks both ways", "describe the model with --layout")
-        return count(size if isinstance(size, int) else lambda *_: size, config, "`sliding_window`") - 1
-
-    return lookback

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..errors import callers_own, masked, refusal
-from ..models import Layer, spans
+from ..models import Layer, wanted_layers
 from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
@@ -55,7 +55,7 @@ def predict(
     with at_door(source, timeout):
         model = load_model(source)
         chosen, left_out = self_attention(model)
-        chosen = wanted_layers(chosen, layers)
+        chosen = chosen_of(chosen, layers)
         effort = _fitted(effort, model)
         windows, text_name = _windows(
             source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
@@ -218,10 +218,6 @@ def _check_fits(model: nn.Module, windows: Windows) -> None:
         raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
-def wanted_layers(chosen: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
-    if layers is None:
-        return chosen
-    known, wanted = {layer.number for layer in chosen}, set(layers)
-    if not wanted or not wanted <= known:
-        raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
-    return [layer for layer in chosen if layer.number in wanted]
+def chosen_of(found: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
+    wanted = wanted_layers(layers, (layer.number for layer in found))
+    return [layer for layer in found if layer.number in wanted]

@@ -24,7 +24,7 @@ from ..records import Json
 from ..scanning.scan import Scan
 from .language_model import Source, at_door, load_model, load_tokenizer, self_attention
 from .numbers import Numbers
-from .predict import gather, gatherers_of, measure, wanted_layers
+from .predict import chosen_of, gather, gatherers_of, measure
 from .settings import Effort
 from .streamed import CannotStream, streamed
 from .windows import longest, not_words, random_windows, special_tokens, vocabulary_size
@@ -106,7 +106,7 @@ def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort)
     """The model held in memory: a live one, or as transformers loads it."""
     model = load_model(source)
     chosen, left_out = self_attention(model)
-    chosen = wanted_layers(chosen, layers)
+    chosen = chosen_of(chosen, layers)
     ids = _windows(source, model, effort, causal=_is_causal(chosen))
     was_training = model.training
     try:

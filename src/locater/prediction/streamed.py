@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..checkpoints import Checkpoint
-from ..errors import Refusal, refusal
-from ..models import Config, Layer, Places, build, open_model, spans
+from ..errors import Refusal
+from ..models import Config, Layer, Places, build, open_model, wanted_layers
 from .language_model import first_line, is_own, quiet, transformers_here
 
 # Tables with more numbers than this are read by the rows that are looked up.
@@ -90,10 +90,7 @@ class Streamed:
     attention: list[Attention]
 
     def wanted(self, layers: Iterable[int] | None) -> list[Attention]:
-        known = {one.number for one in self.attention}
-        wanted = known if layers is None else set(layers)
-        if not wanted or not wanted <= known:
-            raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
+        wanted = wanted_layers(layers, (one.number for one in self.attention))
         return [one for one in self.attention if one.number in wanted]
 
     def read(self, one: Attention) -> Layer:

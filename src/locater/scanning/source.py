@@ -12,7 +12,7 @@ from .. import checkpoints
 from ..budget import end_of, limited
 from ..errors import Refusal, masked, net, refusal
 from ..head import Head
-from ..models import Config, Family, Layer, Model, live, open_model, read_layout, spans
+from ..models import Config, Family, Layer, Model, live, open_model, read_layout, wanted_layers
 from ..models.live.explicit import Explicit
 from ..models.registry import is_in_tables
 from .estimate import Tensors
@@ -34,13 +34,7 @@ class Opened:
 
     def wanted(self, layers: Iterable[int] | None) -> frozenset[int]:
         """The numbers of the layers asked for; refused where the model has no such layer."""
-        known = frozenset(self.numbers)
-        if layers is None:
-            return known
-        wanted = frozenset(layers)
-        if not wanted or not wanted <= known:
-            raise refusal(f"layers among {spans(sorted(known))}", spans(sorted(wanted - known)) or "none")
-        return wanted
+        return wanted_layers(layers, self.numbers)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ tokens, and how distinct the tokens are that it mixes. The localized region shou
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,26 @@ TRACES = tuple(sign * 10 ** (step / 4) for sign in (-1, 1) for step in range(-9,
 DEVIATIONS = tuple(10 ** (step / 4) for step in range(-10, 4))
 
 
-def phase_diagram(*, length: int = 48, d_model: int = 64, num_walks: int = 32, generator: torch.Generator) -> Json:
+def phase_diagram(
+    *,
+    length: int = 48,
+    d_model: int = 64,
+    num_walks: int = 32,
+    generator: torch.Generator,
+    progress: Callable[[int, int], None] | None = None,
+) -> Json:
     """Both views at every point of the plane; a symmetric W with Gaussian eigenvalues, λ = √d. Seconds."""
     traces = torch.tensor(sorted((*TRACES, 0.0)), dtype=torch.float64)
     deviations = torch.tensor(DEVIATIONS, dtype=torch.float64)
     theory = _theory(traces, deviations, length=length, d_model=d_model)
     # The same walks and directions at every point: what differs from row to row is the plane, not the draw.
     walks = _draw(length, d_model, num_walks, generator)
-    entropy, residual = zip(*(_measured(walks, traces, float(deviation)) for deviation in deviations), strict=True)
+    measured = []
+    for deviation in deviations.tolist():
+        measured.append(_measured(walks, traces, deviation))
+        if progress:
+            progress(len(measured), len(deviations))
+    entropy, residual = zip(*measured, strict=True)
     document = {
         "schema": "locater.phase-diagram/1",
         "length": length,

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from ...records import Json
-from ..schema import Config, Family, NormAt, RotaryAt, all_but_every, entry, window
+from ..schema import Config, Family, NormAt, RotaryAt, entry
+from ..sliding import all_but_every, window
 from .llama import LLAMA, RMS_EPSILON
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4

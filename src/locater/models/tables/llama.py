@@ -10,13 +10,10 @@ from ..schema import (
     NormCell,
     RotaryAt,
     ahead,
-    all_but_every,
     both_biased,
     entry,
-    every_layer,
-    typed,
-    window,
 )
+from ..sliding import all_but_every, every_layer, typed, window
 
 INPUT_NORM = "layers.{layer}.input_layernorm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"

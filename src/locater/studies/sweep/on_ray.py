@@ -41,14 +41,25 @@ def measure_all(sweep: Sweep, engine: str, *, jobs: int, asha: bool = False, tel
         ray.shutdown()
 
 
-def _connected(engine: str, jobs: int) -> Any:
+def check(engine: str | None) -> None:
+    """Refuse an engine that cannot be, before a folder is made for its sweep."""
+    if engine is not None:
+        address_of(engine)
+        _import()
+
+
+def _import() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError:
         raise refusal("Ray, for --on ray", "none", 'install it with: pip install "locater[ray]"') from None
-    address = address_of(engine)
+    return ray
+
+
+def _connected(engine: str, jobs: int) -> Any:
+    ray, address = _import(), address_of(engine)
     own: dict[str, Any] = {} if address else {"num_cpus": jobs, "include_dashboard": False}
     variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     try:

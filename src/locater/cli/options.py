@@ -1,0 +1,48 @@
+"""Options that several commands have, each defined once."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import shown
+from ..records import STANDARD_OUTPUT
+from .output import aside
+
+
+def _announced(context: typer.Context, path: Path | None) -> Path | None:
+    """Say in the end which folder was made for a result: a slip of the finger makes one, too."""
+    if path is not None and path != STANDARD_OUTPUT and not path.parent.exists():
+        context.call_on_close(lambda: path.parent.exists() and aside(f"made the folder {shown(path.parent)}"))
+    return path
+
+
+def _written(*names: str, metavar: str = "PATH", help: str) -> Any:
+    """An option that names a file to write."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=_announced)
+
+
+JsonPath = Annotated[Path | None, _written("--json", help="Write JSON there (- = standard output).")]
+HtmlPath = Annotated[Path | None, _written("--html", help="Write a page to look at there.")]
+CsvPath = Annotated[Path | None, _written("--csv", help="Write a table as CSV.")]
+ParquetPath = Annotated[Path | None, _written("--parquet", help="Write a table as Parquet.")]
+MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the table as Markdown.")]
+PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
+PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="Where the page goes.")]
+
+Timeout = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
+]
+Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
+Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
+Layout = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Describe a model of no known family.")]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Load pickles that run code: only if you trust them.")
+]
+Heads = Annotated[bool, typer.Option("--heads", help="A line for every head.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes, one thread each.")]
+Engine = Annotated[
+    str | None, typer.Option(metavar="ray[://HOST:PORT]", help="On Ray: of this machine, or a cluster's head.")
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Measure again what failed before.")]
