@@ -47,8 +47,11 @@ def main(source: str, text: str | None) -> None:
     windows = cut(content, tokenizer, **sizes)
     layers, _ = self_attention(model)
     collectors = collect(model, layers, windows, effort)
-    measured, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
-    print(f"{source}, {text or 'embedded text'}: {windows.calibration.numel()} tokens, {windows.test.numel()} others")
+    gathered, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
+    measured = [[gatherer.numbers() for gatherer in gatherers] for gatherers in gathered]
+    name = "/".join(Path(source).parts[-2:])
+    tokens = f"{windows.calibration.numel()} tokens, {windows.test.numel()} others"
+    print(f"{name}, {text or 'embedded text'}: {tokens}")
     print("Spearman / mean absolute error".ljust(30), *(name.rjust(18) for name in NAMES))
     for name, terms in VARIANTS.items():
         rows = []
