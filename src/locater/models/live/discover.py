@@ -56,7 +56,7 @@ class Finder:
         if call.logits is not None and not (call.logits.dim() == 4 and self.watch.products):
             return None
         found = _explained(name, call, self.watch, self.tensors)
-        self.watch.products.clear()
+        self.watch.next_call()
         return found
 
 

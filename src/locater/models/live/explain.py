@@ -1,23 +1,18 @@
-"""How an attention call's queries or keys were made, from numbers: which rows of a product, which norm, which rotation.
+"""How an attention call's queries or keys were made, from numbers: which rows of a product, which rotation.
 
 Pure functions of tensors. Every answer is a hypothesis that reproduces all numbers given, or None.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from ...positions import Given, Rotary
-from ...projections import Norm
-
-LOOSE = 0.1
-Vectors = Float[Tensor, "batch tokens heads d_head"]
+from .head_norms import Side, Vectors
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -27,26 +22,6 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def alike(one: Tensor, other: Tensor, allowed: float) -> bool:
     return float((one - other).abs().max()) <= allowed * max(float(other.abs().max()), 1e-30)
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of a call: head h is norm(y[starts[h] : starts[h] + d_head]) · factor, then turned by `rotary`."""
-
-    starts: tuple[int, ...]
-    norm: "HeadNorm | None" = None
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """A norm of every head, or of all rows together (`whole`), whose gain is the parameter `gain`, if it has one."""
-
-    kind: Literal["layer", "rms", "l2"]
-    gain: str | None
-    epsilon: float
-    plus_one: bool = False
-    whole: bool = False
 
 
 def explain_plain(
@@ -61,35 +36,6 @@ def explain_plain(
         starts = _starts(vectors[:, 0] / factor, rows[:, 0], allowed)
         if starts is not None:
             yield Side(starts, factor=factor), _cut(rows, starts, size) * factor
-
-
-def explain_normed(
-    vectors: Vectors,
-    rows: Float[Tensor, "batch tokens rows"],
-    gains: dict[str, Tensor],
-    epsilons: tuple[float, ...],
-    allowed: float,
-) -> Iterator[tuple[Side, Vectors]]:
-    """The same behind a norm of each block of rows, or of all rows at once, with any of the gains or none."""
-    size, width = vectors.shape[-1], rows.shape[-1]
-    if width % size:
-        return
-    for kind, whole in itertools.product(("rms", "layer", "l2"), (False, True)):
-        for name, gain, plus_one in _gains(gains, width, size):
-
-            def scaled(epsilon: float, kind: Any = kind, whole=whole, gain=gain) -> Tensor:
-                norm, blocks = Norm(kind, epsilon=epsilon), rows if whole else rows.unflatten(-1, (-1, size))
-                return norm(blocks).reshape(rows.shape) * gain.repeat(width // len(gain))
-
-            # The epsilon matters little: a loose fit with any of them first.
-            if _starts(vectors[:1, 0, :1], scaled(epsilons[0])[:1, 0], LOOSE) is None:
-                continue
-            for epsilon in epsilons:
-                made = scaled(epsilon)
-                starts = _starts(vectors[:, 0], made[:, 0], allowed)
-                if starts is not None:
-                    yield Side(starts, HeadNorm(kind, name, epsilon, plus_one, whole)), _cut(made, starts, size)
-                    break
 
 
 def _cut(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
@@ -111,15 +57,6 @@ def _starts(
             return None
         starts.append(start)
     return tuple(starts)
-
-
-def _gains(gains: dict[str, Tensor], width: int, size: int) -> Iterator[tuple[str | None, Tensor, bool]]:
-    """No gain, or one of a head's size or of all rows; as it is stored, or less one."""
-    yield None, torch.ones(1), False
-    for plus_one in (False, True):
-        for name, gain in gains.items():
-            if len(gain) in (size, width):
-                yield name, gain + plus_one, plus_one
 
 
 def explain_rotation(vectors: Vectors, plain: Vectors, allowed: float) -> tuple[Rotary | None] | None:

@@ -5,10 +5,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...attention.calls import AttentionCall
 from ...errors import Refusal, refusal
@@ -16,7 +17,8 @@ from ...positions import Rotary
 from ...projections import Norm
 from .. import Attention, Config, NormAt, Places, build_layer
 from ..schema import Starts
-from .explain import HeadNorm, Side, Vectors, alike, explain_normed, explain_plain, explain_rotation, tolerance, turned
+from .explain import alike, explain_plain, explain_rotation, tolerance, turned
+from .head_norms import Gain, HeadNorm, Side, Vectors, explain_normed
 from .masks import Reach, reach
 from .tensors import ModuleTensors
 from .watch import Normed, Product, Watch, module_of
@@ -55,6 +57,8 @@ class Search:
             for key in self._made(self.key):
                 if not alike(turned(rotary, key.plain), self.key, self.allowed):
                     continue
+                if rotary is not None and not self._is_normed_first(key):
+                    continue
                 try:
                     row = self._row(query, key, rotary, where)
                     self._prove(row, query, key)
@@ -75,7 +79,7 @@ class Search:
     def _queries(self) -> Iterator[tuple[Made, Rotary | None]]:
         for made in self._made(self.query):
             rotation = explain_rotation(self.query, made.plain, self.allowed)
-            if rotation is not None:
+            if rotation is not None and (rotation[0] is None or self._is_normed_first(made)):
                 yield made, rotation[0]
 
     def _made(self, vectors: Vectors) -> Iterator[Made]:
@@ -84,30 +88,74 @@ class Search:
         for product, rows in products:
             for side, plain in explain_plain(vectors, rows, self.allowed):
                 yield Made(product, side, plain)
-        gains, epsilons = self._gains()
+        gains, epsilons = self._gains(vectors), self._epsilons()
         for product, rows in products:
             for side, plain in explain_normed(vectors, rows, gains, epsilons, self.allowed):
                 yield Made(product, side, plain)
+
+    def _is_normed_first(self, made: Made) -> bool:
+        """Whether a gain came before the rotation: as long as its numbers are all alike, the two commute.
+
+        What the norm gave must then be among what was computed from the gain, unless nothing of that size was seen.
+        """
+        norm, starts = made.side.norm, made.side.starts
+        if norm is None or norm.gain is None:
+            return True
+        plain = made.plain[:, :, [starts.index(start) for start in dict.fromkeys(starts)]] / made.side.factor
+        seen = [one for one, names in self.watch.marks.values() if norm.gain in map(module_of, names)]
+        shaped = [form for one in seen for form in self._shapes(one, plain)]
+        return not shaped or any(alike(one, plain, 10 * self.allowed) for one in shaped)
+
+    def _shapes(self, one: Tensor, plain: Vectors) -> Iterator[Tensor]:
+        """A tensor as (texts, tokens, heads, d_head), if it has that many numbers, whichever way it lies."""
+        tokens = max(self.call.query.shape[2], self.call.key.shape[2])
+        batch, _, heads, size = plain.shape
+        if one.numel() == batch * tokens * heads * size:
+            yield one.reshape(batch, tokens, heads, size)[:, :MOST_TOKENS].float()
+            yield one.reshape(batch, heads, tokens, size).transpose(1, 2)[:, :MOST_TOKENS].float()
 
     def _rows(self, product: Product, vectors: Vectors) -> Iterator[Tensor]:
         tokens = (self.call.query if vectors is self.query else self.call.key).shape[2]
         if product.y.shape[-1] >= vectors.shape[-1]:
             yield from (rows[:, :MOST_TOKENS].float() for rows in _batched(product.y, vectors.shape[0], tokens))
 
-    def _gains(self) -> tuple[dict[str, Tensor], tuple[float, ...]]:
-        """What a norm inside the attention module may multiply by, and the epsilons that its parts state."""
-        attention = next((module for module in self.call.modules if any(True for _ in module.parameters())), None)
-        inside = set() if attention is None else {id(parameter) for parameter in attention.parameters()}
-        gains = {
-            module_of(name): self.tensors.read(name).detach().float()
-            for name, (module, attribute) in self.tensors.owners.items()
-            if attribute != "bias" and id(module._parameters.get(attribute)) in inside
-        }
-        modules = [] if attention is None else attention.modules()
-        stated = (getattr(module, "eps", getattr(module, "variance_epsilon", None)) for module in modules)
-        finest = torch.finfo(self.call.query.dtype).eps
-        epsilons = dict.fromkeys([*(one for one in stated if isinstance(one, float)), *EPSILONS, finest])
-        return {name: gain for name, gain in gains.items() if gain.dim() == 1}, tuple(epsilons)
+    @cached_property
+    def _attention(self) -> nn.Module | None:
+        return next((module for module in self.call.modules if any(True for _ in module.parameters())), None)
+
+    def _gains(self, vectors: Vectors) -> list[Gain]:
+        """What a norm inside the attention module may multiply by: what is known to have come into these vectors first.
+
+        Gains are all alike at the start of a training, so their numbers do not tell which one it was.
+        """
+        inside = set() if self._attention is None else {id(one) for one in self._attention.parameters()}
+        known = self.watch.came_into(self.call.query if vectors is self.query else self.call.key)
+        found, plain = [], Gain(None, torch.ones(1))
+        for name, (module, attribute) in self.tensors.owners.items():
+            shape = self.tensors.shape(name)
+            is_gain = len(shape) == 1 or (len(shape) == 2 and shape[-1] == vectors.shape[-1])
+            if attribute != "bias" and is_gain and id(module._parameters.get(attribute)) in inside:
+                found.append((name in known, self._gain(name)))
+        used = [gain for is_used, gain in found if is_used]
+        order = [*used, plain, *(gain for is_used, gain in found if not is_used)]
+        less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in order if gain.name is not None]
+        return [*order, *less_one] if not used else [*used, *less_one[: len(used)], *order[len(used) :], *less_one]
+
+    def _gain(self, name: str) -> Gain:
+        places = Places(Attention("decoder", "", ""), Config(), self.tensors, "")
+        bias = places.bias(module_of(name))
+        values = self.tensors.read(name).detach().float().flatten()
+        return Gain(module_of(name), values, None if bias is None else bias.detach().float().flatten())
+
+    def _epsilons(self) -> list[float]:
+        """What the attention module's parts state, then the usual ones."""
+        finest, stated = torch.finfo(self.call.query.dtype).eps, []
+        for module in [] if self._attention is None else self._attention.modules():
+            stated += [
+                value for word in ("eps", "variance_epsilon") if isinstance(value := getattr(module, word, None), float)
+            ]
+            stated += [finest] if isinstance(module, nn.RMSNorm) and module.eps is None else []
+        return [*dict.fromkeys([*stated, *EPSILONS, finest])]
 
     def _row(self, query: Made, key: Made, rotary: Rotary | None, where: Reach) -> Attention:
         starts = tuple(dict.fromkeys(key.side.starts))

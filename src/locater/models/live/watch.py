@@ -1,6 +1,6 @@
 """What a model does during one forward pass: which products with parameters and which norms come before attention."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,14 +41,28 @@ class Watch:
 
     products: list[Product] = field(default_factory=list)
     norms: list[Normed] = field(default_factory=list)
+    marks: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
 
     def add(self, product: Product) -> None:
         """A module's own product comes in place of the one that was seen inside it."""
         self.products = [one for one in self.products if one.y is not product.y] + [product]
 
+    def came_into(self, tensor: Tensor) -> frozenset[str]:
+        """The parameters that this tensor was computed from since the last attention call, as far as that is seen."""
+        return self.marks[id(tensor)][1] if id(tensor) in self.marks else frozenset()
+
+    def mark(self, tensors: Iterable[object], names: frozenset[str]) -> None:
+        """The tensors are held, so that no other takes their id."""
+        self.marks |= {id(one): (one, names) for one in tensors if isinstance(one, Tensor)}
+
+    def next_call(self) -> None:
+        """What comes now belongs to another attention."""
+        self.products.clear()
+        self.marks.clear()
+
     def clear(self) -> None:
         """Let go of the pass."""
-        self.products, self.norms = [], []
+        self.products, self.norms, self.marks = [], [], {}
 
 
 def run(model: nn.Module, sample: Sample) -> None:
@@ -104,23 +118,34 @@ def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
 
 
 class Recorder(TorchFunctionMode):
-    """Products with a parameter that no module of its own applies, such as `x @ self.w_query`."""
+    """Products with a parameter that no module of its own applies, such as `x @ self.w_query`; and what goes where."""
 
     def __init__(self, tensors: ModuleTensors, watch: Watch) -> None:
         super().__init__()
         self.watch, self.names = watch, {}
         for name, (module, attribute) in tensors.owners.items():
             stored = module._parameters.get(attribute)
-            if stored is not None and stored.dim() == 2:
+            if stored is not None and stored.dim() <= 2:
                 self.names[stored.data_ptr()] = name
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         if func in PRODUCTS and len(args) > 1 and all(isinstance(part, Tensor) for part in args[:2]):
             name = self.names.get(args[1].data_ptr())
-            if name is not None:
+            if name is not None and args[1].dim() == 2:
                 self.watch.add(Product(module_of(name), args[0], output))
+        self._follow([*args, *(kwargs or {}).values()], output)
         return output
+
+    def _follow(self, given: list[Any], output: Any) -> None:
+        names = frozenset()
+        for one in (part for whole in given for part in (whole if isinstance(whole, list | tuple) else [whole])):
+            if isinstance(one, nn.Parameter) and one.data_ptr() in self.names:
+                names |= {self.names[one.data_ptr()]}
+            elif isinstance(one, Tensor):
+                names |= self.watch.came_into(one)
+        if names:
+            self.watch.mark(output if isinstance(output, list | tuple) else [output], names)
 
 
 def module_of(name: str) -> str:

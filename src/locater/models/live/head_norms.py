@@ -1,0 +1,158 @@
+"""Which norm stands between a product and a call's queries or keys: found by directions first, then by lengths.
+
+A norm with a gain g turns rows y into f·g∘(y − [mean y])/√(mean square + ε): the direction tells the rows and the gain,
+the length the epsilon, at every token, for a rotation behind it changes no length.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Vectors = Float[Tensor, "batch tokens heads d_head"]
+Kind = Literal["layer", "rms", "l2"]
+MOST_TEXTS = 4  # that take part in the search; the proof looks at one
+KEPT = 3  # epsilons that fit equally well
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a call: head h is norm(y[starts[h] : starts[h] + d_head]) · factor, then turned by `rotary`."""
+
+    starts: tuple[int, ...]
+    norm: "HeadNorm | None" = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """A norm of every head, or of all rows together (`whole`), whose gain is the parameter `gain`, if it has one."""
+
+    kind: Kind
+    gain: str | None
+    epsilon: float
+    plus_one: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Gain:
+    """What a norm may multiply by and add: one head's numbers, or those of all; `name` None: nothing."""
+
+    name: str | None
+    values: Float[Tensor, " numbers"]
+    bias: Float[Tensor, " numbers"] | None = None
+    plus_one: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Unscaled:
+    """Rows in blocks of a head's size, centred or not and multiplied by the gain, before they are divided."""
+
+    blocks: Float[Tensor, "batch tokens heads blocks d_head"]  # heads: 1 where the gain is the same for all
+    square: Float[Tensor, "batch tokens #blocks"]  # mean square of what the norm runs over
+    bias: Float[Tensor, "#heads d_head"] | None
+
+
+def explain_normed(
+    vectors: Vectors,
+    rows: Float[Tensor, "batch tokens rows"],
+    gains: Sequence[Gain],
+    epsilons: Sequence[float],
+    allowed: float,
+) -> Iterator[tuple[Side, Vectors]]:
+    """Heads that are blocks of rows behind a norm of each, or of all rows at once, with any of the gains."""
+    size, num_heads = vectors.shape[-1], vectors.shape[-2]
+    if rows.shape[-1] % size:
+        return
+    ways = itertools.product((1.0, size**-0.5, size**-0.25), (False, True), (False, True), gains)
+    for factor, whole, centred, gain in ways:
+        made, wanted = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole), vectors / factor
+        starts = None if made is None else _directions(wanted[:, 0], made, allowed)
+        if made is None or starts is None:
+            continue
+        cut, square = _cut(made, starts)
+        for kind, epsilon in _lengths(wanted, cut, square, made.bias, centred, epsilons, allowed):
+            norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole)
+            plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
+            plain = factor * (plain if made.bias is None else plain + made.bias)
+            yield Side(tuple(size * start for start in starts), norm, factor), plain
+
+
+def _unscaled(rows: Tensor, size: int, num_heads: int, gain: Gain, *, centred: bool, whole: bool) -> Unscaled | None:
+    """None where the gain's size fits neither a head nor all of them."""
+    blocks, values = rows.unflatten(-1, (-1, size)), gain.values
+    over = rows[..., None, :] if whole else blocks
+    mean = over.mean(-1, keepdim=True) if centred else 0.0
+    square, blocks = (over - mean).square().mean(-1), (blocks - mean)[:, :, None]
+    if len(values) in (1, size):
+        return Unscaled(blocks * values, square, None if gain.bias is None else gain.bias[None])
+    if len(values) == rows.shape[-1] and whole:
+        return Unscaled(blocks * values.unflatten(0, (-1, size)), square, None) if gain.bias is None else None
+    if len(values) % size or num_heads * size % len(values) or whole:
+        return None
+    times = num_heads * size // len(values)
+    parts = (
+        None if one is None else one.unflatten(0, (-1, size)).repeat_interleave(times, 0) for one in (values, gain.bias)
+    )
+    each, bias = parts
+    assert each is not None
+    return Unscaled(blocks * each[:, None], square, bias)
+
+
+def _directions(wanted: Float[Tensor, "batch heads d_head"], made: Unscaled, allowed: float) -> list[int] | None:
+    """The block that each head is a positive multiple of at the first token, where no rotation has turned it."""
+    wanted = (wanted if made.bias is None else wanted - made.bias)[:MOST_TEXTS, :, None]
+    blocks = made.blocks[:MOST_TEXTS, 0]
+    times = (wanted * blocks).sum(-1) / blocks.square().sum(-1)
+    apart = (wanted - times[..., None] * blocks).abs().amax(-1)
+    fits = ((apart <= allowed * max(float(wanted.abs().max()), 1e-30)) & (times > 0)).all(0)
+    return fits.int().argmax(-1).tolist() if bool(fits.any(-1).all()) else None
+
+
+def _cut(made: Unscaled, starts: list[int]) -> tuple[Vectors, Float[Tensor, "batch tokens #heads"]]:
+    index = torch.tensor(starts)
+    heads = torch.arange(len(starts)) if made.blocks.shape[2] > 1 else torch.zeros_like(index)
+    square = made.square if made.square.shape[-1] == 1 else made.square[..., index]
+    return made.blocks[:, :, heads, index], square
+
+
+def _terms(kind: str, size: int) -> int:
+    """By how much the mean square is too small: `l2` divides by a sum."""
+    return size if kind == "l2" else 1
+
+
+def _lengths(
+    vectors: Vectors,
+    cut: Vectors,
+    square: Tensor,
+    bias: Tensor | None,
+    centred: bool,
+    stated: Sequence[float],
+    allowed: float,
+) -> Iterator[tuple[Kind, float]]:
+    """Kinds and epsilons that give the vectors' lengths, those that fit best first."""
+    size = vectors.shape[-1]
+    if bias is not None:  # what is added is turned too: only the first token's lengths can be told
+        vectors, cut, square = vectors[:, :1] - bias, cut[:, :1], square[:, :1]
+    wanted, plain = (torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut))
+    limit, square = allowed * float(wanted.max()), square.double().expand_as(wanted)
+    least = int(torch.where(plain > 0, square, torch.inf).argmin())
+    kinds: tuple[Kind, ...] = ("layer",) if centred else ("rms", "l2")
+    for kind in kinds:
+        whole, found = square * _terms(kind, size), []
+        measured = float((plain / wanted).flatten()[least].square() - whole.flatten()[least])
+        for epsilon in dict.fromkeys([*stated, *_rounded(measured)]):
+            apart = float((plain * (whole + epsilon).rsqrt() - wanted).abs().max())
+            found += [(apart, epsilon)] if apart <= limit else []
+        best = 4 * min(found, default=(0.0, 0.0))[0]
+        for _, epsilon in sorted(found, key=lambda one: max(one[0], best))[:KEPT]:
+            yield kind, epsilon
+
+
+def _rounded(measured: float) -> list[float]:
+    return [float(f"{measured:.1g}"), measured] if 0 < measured < torch.inf else []
