@@ -192,7 +192,7 @@ def test_every_stabiliser_is_among_them():
 
 @pytest.mark.slow
 def test_ten_of_the_types_are_proven_by_a_twin_here_and_now(tmp_path, monkeypatch):
-    """With an empty cache. HunYuan's norm behind the rotation cannot be proven; tables name Nemotron by now."""
+    """With an empty cache; tables name Nemotron by now."""
     monkeypatch.setenv("LOCATER_CACHE", str(tmp_path))
     names = [case.config for case in PROVEN] + [f"{name}Config" for name, _ in MORE.values()]
     proofs = {name: prove(getattr(transformers, name).model_type) for name in names}

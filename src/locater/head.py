@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import refusal, within
 from .positions import PositionBias, Rotary
-from .projections import Projection, size
+from .projections import Projection, size, widen
 
 Block = Literal["encoder", "decoder", "cross", "vision"]
 BLOCKS: tuple[Block, ...] = ("encoder", "decoder", "cross", "vision")
@@ -27,6 +27,8 @@ class Head:
     x is the attention module's input, after its norm; `folded()` is the same head on the input before gain and bias.
     `lookback` and `lookahead` bound the admissible distance: causal is `lookahead=0`, a window of w is `lookback=w−1`.
     `sink` is the learned logit of a key that is no token (gpt-oss): it takes attention, and nothing comes of it.
+    `turns_first`: queries and keys turn before their own norms, not after (HunYuan); then gains that differ within a
+    turning pair make logits depend on where the text begins, and `anywhere()` is the mean over that.
     """
 
     layer: int
@@ -42,6 +44,7 @@ class Head:
     lookback: int | None = None
     lookahead: int | None = None
     sink: Float[Tensor, ""] | None = None
+    turns_first: bool = False
 
     def __post_init__(self):
         with within(self.label):
@@ -68,6 +71,23 @@ class Head:
         """The same head as a function of the normalised input: the input norms' gains and biases folded in."""
         return replace(self, query=self.query.folded(), key=self.key.folded())
 
+    def anywhere(self) -> "Head":
+        """The head whose logits are the mean of this one's over all places where a text may begin.
+
+        With gains d = g_Q g_K behind the rotation a pair (i, j) gives R_m^T diag(d_i, d_j) R_n, which is
+        (d_i + d_j)/2 R_{n−m} and a part that turns with m + n, of mean 0. So each pair's gains are replaced by their
+        mean, which any rotation leaves alone, and norms stand before the rotation as elsewhere.
+        """
+        if not self.turns_first or self.rotary is None:
+            return self
+        query, key = self.query.norm, self.key.norm
+        assert query is not None and key is not None  # see `_check`
+        gains = [widen(norm.gain) for norm in (query, key) if norm.gain is not None]
+        if gains:
+            query = replace(query, gain=_even(torch.stack(gains).prod(0), self.rotary))
+        sides = replace(self.query, norm=query), replace(self.key, norm=replace(key, gain=None))
+        return replace(self, query=sides[0], key=sides[1], turns_first=False)
+
     def logits(
         self,
         x_query: Float[Tensor, "*batch queries d_model"],
@@ -76,17 +96,24 @@ class Head:
     ) -> Float[Tensor, "*batch queries keys"]:
         """The full logit of every key for every query, unmasked; positions count from 0 unless given."""
         query_positions, key_positions = positions or count(x_query, x_key)
-        queries, keys = self.query(x_query), self.key(x_key)
-        if self.rotary is not None:
-            length = 1 + int(max(query_positions.max(), key_positions.max()))
-            queries = self.rotary.rotate(queries, query_positions, length=length)
-            keys = self.rotary.rotate(keys, key_positions, length=length)
+        length = 1 + int(max(query_positions.max(), key_positions.max()))
+        queries = self._placed(self.query, x_query, query_positions, length)
+        keys = self._placed(self.key, x_key, key_positions, length)
         logits = queries @ keys.mT * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if self.position_bias is not None:
             logits = logits + self.position_bias(_distance(query_positions, key_positions)).to(logits)
         return logits
+
+    def _placed(self, side: Projection, x: Tensor, positions: Tensor, length: int) -> Tensor:
+        """A query or key as it is multiplied: normed and turned, in this head's order."""
+        if self.rotary is None:
+            return side(x)
+        if not self.turns_first:
+            return self.rotary.rotate(side(x), positions, length=length)
+        turned = self.rotary.rotate(side.rows(x), positions, length=length)
+        return turned if side.norm is None else side.norm(turned)
 
     def admits(
         self, query_positions: Int[Tensor, " queries"], key_positions: Int[Tensor, " keys"]
@@ -135,6 +162,12 @@ def count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*bat
     )
 
 
+def _even(gain: Tensor, rotary: Rotary) -> Tensor:
+    """The two gains of each pair that turns replaced by their mean; at frequency 0 it stands still."""
+    pairs = rotary.pairs[rotary.frequencies(1) != 0].to(gain.device)
+    return gain.index_put((pairs,), gain[pairs].mean(-1, keepdim=True).expand(pairs.shape))
+
+
 def _distance(query_positions: Tensor, key_positions: Tensor) -> Tensor:
     return query_positions[:, None] - key_positions[None, :]
 
@@ -150,9 +183,22 @@ def _check(head: Head) -> None:
         raise refusal("a block among " + ", ".join(BLOCKS), repr(head.block))
     if head.rotary is not None and head.rotary.start + head.rotary.num_dims > query.shape[0]:
         raise refusal(f"rotary pairs within {query.shape[0]} dimensions", head.rotary)
+    if head.turns_first and head.rotary is not None:
+        _check_turns_first(head)
     if head.softcap is not None and not head.softcap > 0:
         raise refusal("a positive soft-cap", head.softcap)
     if head.sink is not None and (head.sink.numel() != 1 or not bool(torch.isfinite(head.sink.detach()).all())):
         raise refusal("one finite logit for the sink", f"{size(head.sink)} or NaN")
     if not (head.query.is_finite and head.key.is_finite):
         raise refusal("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")
+
+
+def _check_turns_first(head: Head) -> None:
+    """Norms behind a rotation must be of a kind that it does not change, but for their gains."""
+    for side in (head.query, head.key):
+        norm = side.norm
+        if norm is None or norm.kind == "layer" or norm.bias is not None or side.whole is not None:
+            expected = "RMS or L2 norms of each head's queries and keys, without biases, behind the rotation"
+            raise refusal(expected, "none" if norm is None else f"{norm.kind}, over all heads or with a bias")
+    if (amplitude := head.rotary.amplitude if head.rotary else 1.0) != 1:
+        raise refusal("rotary positions of amplitude 1 before a norm", amplitude)

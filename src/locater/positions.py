@@ -133,7 +133,7 @@ Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
 class Rotary:
     """Rows `start … start + num_dims` of a head turn in pairs by position × frequency.
 
-    Half-split pairs are (j, j + num_dims/2), interleaved ones (2j, 2j + 1).
+    Half-split pairs are (j, j + num_dims/2), interleaved ones (2j, 2j + 1); `backward` turns them the other way.
     """
 
     base: float
@@ -141,6 +141,7 @@ class Rotary:
     start: int = 0
     interleaved: bool = False
     scaling: Scaling | None = None
+    backward: bool = False
 
     def __post_init__(self):
         if self.num_dims < 2 or self.num_dims % 2:
@@ -156,7 +157,8 @@ class Rotary:
     @property
     def pairs(self) -> Int[Tensor, "pairs 2"]:
         rows = torch.arange(self.start, self.start + self.num_dims)
-        return rows.reshape(-1, 2) if self.interleaved else rows.reshape(2, -1).T
+        pairs = rows.reshape(-1, 2) if self.interleaved else rows.reshape(2, -1).T
+        return pairs.flip(-1) if self.backward else pairs
 
     def frequencies(self, length: int) -> Float[Tensor, " pairs"]:
         """Radians per position of each pair; only NTK and LongRoPE look at the length of the text."""

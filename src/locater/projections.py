@@ -113,15 +113,18 @@ class Projection:
         _check(self)
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_head"]:
-        if self.low_rank is None:
-            rows = _affine(x, self.weight, self.bias)
-        else:
-            direct = _affine(x, self.weight[self.low_rank.up.shape[0] :], None)
-            rows = torch.cat([self.low_rank(x), direct], -1)
-            rows = rows if self.bias is None else rows + self.bias.to(rows)
+        rows = self.rows(x)
         if self.norm is None:
             return rows
         return self.norm(rows, over=_affine(x, self.whole.weight, self.whole.bias) if self.whole else None)
+
+    def rows(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_head"]:
+        """W x + b, before QK-norm."""
+        if self.low_rank is None:
+            return _affine(x, self.weight, self.bias)
+        direct = _affine(x, self.weight[self.low_rank.up.shape[0] :], None)
+        rows = torch.cat([self.low_rank(x), direct], -1)
+        return rows if self.bias is None else rows + self.bias.to(rows)
 
     @property
     def is_finite(self) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from ..errors import refusal
 from ..head import Head
-from ..positions import Alibi, Buckets
+from ..positions import Alibi, Buckets, Rotary
 from ..projections import Projection, widen
 from .masks import Mask
 from .statistics import NEAR, Statistics
@@ -28,17 +28,24 @@ def project(
     projections: Sequence[Projection], x: Float[Tensor, "batch tokens d_model"]
 ) -> Float[Tensor, "batch heads tokens d_head"]:
     """norm(W x + b) of all projections of one side of a layer; 16-bit products are widened before any norm."""
+    rows = _biased_rows(projections, x)
+    if projections[0].norm is not None:
+        rows = _with_gains(projections, _normalise(projections, rows, x))
+    return rearrange(rows, "batch tokens heads d -> batch heads tokens d")
+
+
+def _biased_rows(projections: Sequence[Projection], x: Tensor) -> Float[Tensor, "batch tokens heads d_head"]:
     rows = _rows(projections, x)
     if (bias := _stack([one.bias for one in projections])) is not None:
         rows = rows + bias.to(rows)
-    rows = widen(rows)
-    if projections[0].norm is not None:
-        rows = _normalise(projections, rows, x)
-        gain = _stack([one.norm and one.norm.gain for one in projections])
-        bias = _stack([one.norm and one.norm.bias for one in projections])
-        rows = rows if gain is None else rows * gain.to(rows)
-        rows = rows if bias is None else rows + bias.to(rows)
-    return rearrange(rows, "batch tokens heads d -> batch heads tokens d")
+    return widen(rows)
+
+
+def _with_gains(projections: Sequence[Projection], rows: Tensor) -> Float[Tensor, "batch tokens heads d_head"]:
+    gain = _stack([one.norm and one.norm.gain for one in projections])
+    bias = _stack([one.norm and one.norm.bias for one in projections])
+    rows = rows if gain is None else rows * gain.to(rows)
+    return rows if bias is None else rows + bias.to(rows)
 
 
 def _stack(vectors: Sequence[Tensor | None]) -> Tensor | None:
@@ -79,16 +86,29 @@ def queries_and_keys(
     positions: Positions | None = None,
 ) -> tuple[Float[Tensor, "batch heads queries d_head"], Float[Tensor, "batch key_heads keys d_head"]]:
     """Normed and rotated, not scaled. Heads that share a key get it once if they come in equal groups, in order."""
-    queries = project([head.query for head in heads], x_query)
-    keys = project([head.key for head in _key_heads(heads)], x_key)
+    sides = [head.query for head in heads], [head.key for head in _key_heads(heads)]
     rotary = heads[0].rotary
     if rotary is None:
-        return queries, keys
+        return project(sides[0], x_query), project(sides[1], x_key)
     counted = (torch.arange(x.shape[1], device=x.device)[None] for x in (x_query, x_key))
     query_positions, key_positions = positions or counted
     length = 1 + int(max(query_positions.max(), key_positions.max()))
-    queries = rotary.rotate(queries, query_positions[:, None], length=length)
-    return queries, rotary.rotate(keys, key_positions[:, None], length=length)
+    turn = _turned_first if heads[0].turns_first else _turned
+    queries = turn(sides[0], x_query, rotary, query_positions, length)
+    return queries, turn(sides[1], x_key, rotary, key_positions, length)
+
+
+def _turned(side: Sequence[Projection], x: Tensor, rotary: Rotary, positions: Tensor, length: int) -> Tensor:
+    return rotary.rotate(project(side, x), positions[:, None], length=length)
+
+
+def _turned_first(side: Sequence[Projection], x: Tensor, rotary: Rotary, positions: Tensor, length: int) -> Tensor:
+    """Turned, then normed; `Head` sees to it that the norms are of each head alone."""
+    rows = rearrange(_biased_rows(side, x), "batch tokens heads d -> batch heads tokens d")
+    turned = rotary.rotate(rows, positions[:, None], length=length)
+    rows = rearrange(turned, "batch heads tokens d -> batch tokens heads d")
+    rows = _with_gains(side, _normalise(side, rows, x))
+    return rearrange(rows, "batch tokens heads d -> batch heads tokens d")
 
 
 def _key_heads(heads: Sequence[Head]) -> Sequence[Head]:
@@ -151,7 +171,7 @@ def check(heads: Sequence[Head]) -> Head:
     """The first head, which speaks for all: heads of one layer differ in weights, slopes and tables only."""
     if not heads:
         raise refusal("at least one head", "none")
-    names = ("block", "layer", "scale", "rotary", "softcap", "lookback", "lookahead")
+    names = ("block", "layer", "scale", "rotary", "softcap", "lookback", "lookahead", "turns_first")
     if len({tuple(getattr(head, name) for name in names) for head in heads}) > 1:
         raise refusal("heads of one layer", "heads that differ in their layer, scale, rotary positions or window")
     return heads[0]

@@ -49,7 +49,7 @@ def _of_norm(places: Places, cell: NormCell, layer: int) -> Iterator[tuple[str, 
     at = cell(places.config, layer) if callable(cell) else cell
     if at is None or (pattern := at.at(layer)) is None:
         return
-    for head in range(places.shape.num_heads if "{head}" in pattern else 1):
+    for head in range(places.shape(layer).num_heads if "{head}" in pattern else 1):
         yield places.name(pattern, layer, head=head), has_bias(at, places, layer)
 
 

@@ -34,7 +34,17 @@ WORDS: dict[str, tuple[object, ...]] = {
     "bare": (None, "layer", "rms"),
     "norm_over": ("head", "projection"),
 }
-FLAGS = ("values_behind", "gated", "transposed", "plus_one", "optional", "plain", "bidirectional")
+FLAGS = (
+    "values_behind",
+    "gated",
+    "transposed",
+    "turns_first",
+    "backward",
+    "plus_one",
+    "optional",
+    "plain",
+    "bidirectional",
+)
 EXAMPLE = "attention: [{block: decoder, query: 'layers.{layer}.wq', key: 'layers.{layer}.wk', layers: 2, heads: 4}]"
 
 

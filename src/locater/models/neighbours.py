@@ -88,7 +88,8 @@ def uneven_layers(places: Places) -> str | None:
                         found.setdefault(f"{column} {pattern}", {}).setdefault(bias is None, []).append(bias or module)
                         if column in ("query_norm", "key_norm"):
                             shape = places.tensors.shape(weight)
-                            found.setdefault(f"{column} shape", {}).setdefault(shape, []).append(weight)
+                            alike = f"{column} shape of {places.shape(layer)}"
+                            found.setdefault(alike, {}).setdefault(shape, []).append(weight)
     uneven = (list(kinds.values()) for kinds in found.values() if len(kinds) > 1)
     return next((f"`{one[0][:120]}` has no like in `{other[0][:120]}`" for one, other, *_ in uneven), None)
 
@@ -135,7 +136,7 @@ def _add(around: Surroundings, places: Places, layer: int) -> None:
 
 
 def _names(places: Places, pattern: str, layer: int) -> Iterator[str]:
-    for head in range(places.shape.num_heads if "{head}" in pattern else 1):
+    for head in range(places.shape(layer).num_heads if "{head}" in pattern else 1):
         yield places.name(pattern, layer, head=head)
 
 

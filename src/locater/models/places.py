@@ -102,27 +102,35 @@ class Places:
         return tuple(layer for layer, name in enumerate(stored) if name)
 
     @cached_property
-    def shape(self) -> Shape:
-        num_heads = num_key_heads = count(self.row.heads, self.config, "number of heads")
-        budget().check("heads", num_heads, holds=self._longest, remedy=REMEDY)
+    def _shapes(self) -> dict[int, Shape]:
+        return {}
+
+    def shape(self, layer: int) -> Shape:
+        """Heads, key heads and their size in one layer; Gemma 4's global layers have heads of another size."""
+        if layer not in self._shapes:
+            self._shapes[layer] = self._shape(layer)
+        return self._shapes[layer]
+
+    def _shape(self, layer: int) -> Shape:
+        num_heads = num_key_heads = count(self.row.heads, self.config, "number of heads", layer=layer)
+        budget().check("heads", num_heads, holds=self._longest(layer), remedy=REMEDY)
         if self.row.key_heads is not None:
-            num_key_heads = count(self.row.key_heads, self.config, "number of key heads")
+            num_key_heads = count(self.row.key_heads, self.config, "number of key heads", layer=layer)
         if num_heads % num_key_heads:
             raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
-        d_head = optional_count(self.row.d_head, self.config, "size of a head")
+        d_head = optional_count(self.row.d_head, self.config, "size of a head", layer=layer)
         if not d_head:
             d_head, rest = divmod(self.width, num_heads)
             if rest:
                 raise refusal("a model width that is a multiple of the number of heads", f"{num_heads} heads")
         return Shape(num_heads, num_key_heads, d_head)
 
-    @cached_property
-    def _longest(self) -> int:
-        """The largest size of the first layer's queries: every head has a row of its own in them."""
+    def _longest(self, layer: int) -> int:
+        """The largest size of a layer's queries: every head has a row of its own in them."""
         low_rank = self.row.query_low_rank
         patterns = (self.row.query,) if low_rank is None else (self.row.query, low_rank.up)
-        names = (self.stored(self.name(pattern, self.layers[0])) for pattern in patterns)
-        return max(size for name in names if name for size in (*self.tensors.shape(name), 1))
+        names = (self.stored(self.name(pattern, layer)) for pattern in patterns)
+        return max((size for name in names if name for size in self.tensors.shape(name)), default=1)
 
     @property
     def knows_width(self) -> bool:

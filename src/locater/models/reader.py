@@ -13,9 +13,9 @@ from ..errors import Refusal, refusal, within
 from ..head import Block, Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
-from .places import Once, Places, first_row, rows_used
+from .places import Once, Places, Shape, first_row, rows_used
 from .rope import rotary_of
-from .schema import LowRankAt, NormAt, NormCell, Starts, ask, count, number, optional_count, optional_number
+from .schema import LowRankAt, NormAt, NormCell, Starts, ask, count, number, optional_count, optional_number, resolve
 
 
 def read_norm(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> Norm | None:
@@ -51,6 +51,10 @@ class Side:
     made: dict[int, Projection] = field(default_factory=dict)
     downs: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def shape(self) -> Shape:
+        return self.places.shape(self.layer)
+
     def projection(self, index: int) -> Projection:
         if index not in self.made:
             low_rank = self.places.row.key_low_rank if self.key else self.places.row.query_low_rank
@@ -58,7 +62,7 @@ class Side:
         return self.made[index]
 
     def _direct(self, index: int) -> Projection:
-        row, shape = self.places.row, self.places.shape
+        row, shape = self.places.row, self.shape
         start = first_row(row.fused, index, shape, key=self.key) * (2 if row.gated and not self.key else 1)
         rows = slice(start, start + shape.d_head)
         if len(self.weight) < rows.stop:
@@ -111,7 +115,7 @@ class Side:
     @cached_property
     def _whole(self) -> Whole:
         """All heads' rows of this side, picked out where one tensor holds more than them."""
-        row, shape = self.places.row, self.places.shape
+        row, shape = self.places.row, self.shape
         if row.fused is None:
             return Whole(self.weight, self.bias)
         num_heads = shape.num_key_heads if self.key else shape.num_heads
@@ -121,7 +125,7 @@ class Side:
 
     @property
     def _num_heads(self) -> int:
-        return self.places.shape.num_key_heads if self.key else self.places.shape.num_heads
+        return self.shape.num_key_heads if self.key else self.shape.num_heads
 
     def _down(self, rank: int) -> Tensor:
         """One tensor for all heads, by which they can be seen to share it."""
@@ -137,8 +141,8 @@ class Side:
         norm = read_norm(places, at.norm, self.layer)
         if norm is not None and norm.gain is not None and len(norm.gain) != rank:
             raise refusal(f"a gain of {rank} numbers", len(norm.gain))
-        if rows + len(self.weight) - rank != places.shape.d_head:
-            expected = f"{places.shape.d_head - rows + rank} rows in the low-rank projection"
+        if rows + len(self.weight) - rank != self.shape.d_head:
+            expected = f"{self.shape.d_head - rows + rank} rows in the low-rank projection"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         self._check_vectors(self.bias)
         low_rank = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
@@ -179,8 +183,9 @@ def build_layer(places: Places, layer: int) -> Layer:
     query_side, key_side = read_sides(places, layer)
     shared = _shared(places, layer)
     heads, refused = [], []
-    for index in range(places.shape.num_heads):
-        key_index = index // places.shape.ratio
+    shape = places.shape(layer)
+    for index in range(shape.num_heads):
+        key_index = index // shape.ratio
         try:
             projections = query_side.projection(index), key_side.projection(key_index)
             own = dict(position_bias=_position_bias(places, layer, index), sink=_sink(places, layer, index))
@@ -194,11 +199,12 @@ def build_layer(places: Places, layer: int) -> Layer:
 
 def _shared(places: Places, layer: int) -> dict[str, Any]:
     """What is the same for all heads of a layer."""
-    row, config, d_head = places.row, places.config, places.shape.d_head
+    row, config, d_head = places.row, places.config, places.shape(layer).d_head
     scale = optional_number(row.scale, config, "logits' scale", layer=layer)
     return dict(
         scale=1 / math.sqrt(d_head) if scale is None else scale,
         block=row.block,
+        turns_first=row.turns_first,
         rotary=rotary_of(row.rotary, config, layer=layer, d_head=d_head),
         softcap=optional_number(row.softcap, config, "soft-cap", layer=layer),
         lookback=optional_count(row.lookback, config, "window", layer=layer),
@@ -213,10 +219,10 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     same = row.key_input_norm is None and row.block != "cross"
     key_norm = norm if same else read_norm(places, row.key_input_norm, layer)
     query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
-    _check_rows(places, query_name, key=False)
-    _check_rows(places, key_name, key=True)
+    _check_rows(places, query_name, layer, key=False)
+    _check_rows(places, key_name, layer, key=True)
     shared = query_name == key_name and row.fused is not None
-    rows = rows_used(row.fused, places.shape) if shared and row.fused is not None else None
+    rows = rows_used(row.fused, places.shape(layer)) if shared and row.fused is not None else None
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if shared else (places.weight(key_name), places.bias(key_name))
     _check_norm(norm, query[0].shape[-1])
@@ -237,9 +243,9 @@ def _check_norm(norm: Norm | None, width: int) -> None:
         raise refusal(f"{width} numbers as the gain of the input norm", len(norm.gain))
 
 
-def _check_rows(places: Places, module: str, *, key: bool) -> None:
+def _check_rows(places: Places, module: str, layer: int, *, key: bool) -> None:
     """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
-    row, shape, name = places.row, places.shape, places.stored(module)
+    row, shape, name = places.row, places.shape(layer), places.stored(module)
     if name is None or (row.key_low_rank if key else row.query_low_rank) is not None or isinstance(row.fused, Starts):
         return
     twice = row.values_behind if key else row.gated
@@ -265,7 +271,7 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
     if row.buckets is not None:
         name = places.name(row.buckets.name, layer)
         table = places.finite(name, places.weight(name))
-        expected = [count(row.buckets.num_buckets, places.config, "number of buckets"), places.shape.num_heads]
+        expected = [count(row.buckets.num_buckets, places.config, "number of buckets"), places.shape(layer).num_heads]
         if [*table.shape] != expected:
             raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
         farthest = count(row.buckets.max_distance, places.config, "largest bucketed distance")
@@ -278,10 +284,10 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
 
 def _sink(places: Places, layer: int, index: int) -> Tensor | None:
     """This head's entry of the sinks' tensor, which holds one for each head in whatever shape."""
-    if places.row.sink is None:
+    if places.row.sink is None or not resolve(places.row.sink_only, places.config, layer):
         return None
     name = places.name(places.row.sink, layer)
     sinks = places.weight(name).flatten()
-    if len(sinks) != places.shape.num_heads:
-        raise refusal(f"{places.shape.num_heads} sinks in `{name}`", len(sinks))
+    if len(sinks) != (num_heads := places.shape(layer).num_heads):
+        raise refusal(f"{num_heads} sinks in `{name}`", len(sinks))
     return sinks[index]

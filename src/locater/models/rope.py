@@ -29,7 +29,7 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
-    return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling)
+    return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling, row.backward)
 
 
 def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_turning: int) -> Scaling:

@@ -172,6 +172,7 @@ class RotaryAt:
     num_dims: Cell = None  # instead of a fraction of d_head
     start: Cell = 0
     interleaved: Cell = False
+    backward: bool = False  # turned by minus the angle
     only: Cell = True  # whether this layer turns at all
     parameters: Cell = None  # the layer's own `rope_parameters`, where layers differ
 
@@ -226,6 +227,7 @@ class Attention:
     query_low_rank: LowRankAt | None = None
     key_low_rank: LowRankAt | None = None
     rotary: RotaryAt | Rotary | None = None  # a place in the config, or the positions themselves
+    turns_first: bool = False  # QK-norm stands behind the rotation
     buckets: BucketsAt | None = None
     alibi: Callable[[Config, int], float | None] | None = None  # the slope of a head
     scale: Cell = None  # None: 1/√d_head
@@ -233,6 +235,7 @@ class Attention:
     lookback: Cell = None
     lookahead: Cell = None  # 0: causal
     sink: str | None = None  # a logit per head of a key that is no token
+    sink_only: Cell = True  # whether this layer has one
     query_bias: Cell = None  # whether the projection has a bias; None: as stored
     key_bias: Cell = None  # where keys have a tensor of their own
 

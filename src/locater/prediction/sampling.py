@@ -87,6 +87,7 @@ def lag_shift(
     collected Γ is interpolated, beyond them it stays. Norms of queries and keys are taken at their slope over `sample`,
     a soft-cap at its slope of 1.
     """
+    head = head.anywhere()
     query, key = (effective(projection, sample) for projection in (head.query, head.key))
     if lagged.basis is not None:
         query, key = query @ lagged.basis, key @ lagged.basis

@@ -114,7 +114,8 @@ def joined(parts: Iterable[Analysis]) -> Analysis:
     return replace(whole, normalised=normalised)
 
 
-def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
+def _rows(stored: list[list[Head]], settings: Settings) -> list[HeadRow]:
+    groups = [[head.anywhere() for head in group] for group in stored]
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
     is_linear = settings.raw or all(side.is_linear for side in (groups[0][0].query, groups[0][0].key))
     grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False))
@@ -128,7 +129,7 @@ def _rows(groups: list[list[Head]], settings: Settings) -> list[HeadRow]:
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
         "sigma": sigma.flatten().tolist(),
-        "logit_bound": _bounds(groups, grams, sigma, settings),
+        "logit_bound": _bounds(stored, grams, sigma, settings),
     }
     _check_finite(columns)
     heads = [head for group in groups for head in group]

@@ -35,6 +35,7 @@ def profile(
     >>> [round(float(value), 2) for value in profile(head, length=6)]
     [0.14, 0.3, 0.77, 0.99, 0.99, 0.95]
     """
+    head = head.anywhere()
     folded = head.folded()
     query, key = (side.linearised().detach().double() for side in (folded.query, folded.key))
     query, key = whiten(query, key, covariance)

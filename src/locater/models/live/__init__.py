@@ -97,7 +97,7 @@ def _of_family(
 
 def _site(places: Places, number: int) -> Site:
     names = (places.name(pattern, number) for pattern in (places.row.query, places.row.key))
-    num_heads = places.shape.num_heads
+    num_heads = places.shape(number).num_heads
     return Site(places.row.block, number, num_heads, *names, build=partial(_read, places, number))
 
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "expanded", "family_of", "inside", "prove", "unseen", "version"]
 
-UNSPELLED = "neither a row nor a layout can spell"
 BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bias")  # no weight of its own
 
 
@@ -61,9 +60,11 @@ def _name(row: JsonMapping) -> str:
         return ", ".join([str(row["family"]), *sink])
     parts = [f"fused {row['fused']}" if row["fused"] else "separate projections"]
     parts += ["output gate beside the query"] if row["gated"] else []
-    parts += [f"{row['query_norm']['kind']} QK-norm"] if row["query_norm"] else []
+    late = " behind the rotation" if row.get("turns_first") else ""
+    parts += [f"{row['query_norm']['kind']} QK-norm{late}"] if row["query_norm"] else []
     rotary = row["rotary"]
-    parts += [("interleaved" if rotary["interleaved"] else "half-split") + " rotary"] if rotary else []
+    back = " backward" if rotary and rotary.get("backward") else ""
+    parts += [("interleaved" if rotary["interleaved"] else "half-split") + " rotary" + back] if rotary else []
     parts += [f"on {rotary['only']}"] if rotary and rotary["only"] != "every layer" else []
     parts += [f"scale {row['scale']}"] if row["scale"] != "1/√d_head" else []
     return ", ".join(parts + sink)
@@ -108,7 +109,7 @@ class _Outcome:
 
 def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     from .candidates import Context
-    from .hidden import mechanisms, unread
+    from .hidden import unread
     from .search import search
 
     found = search(Context(evidence, stack, whole, path_of(evidence, stack)))
@@ -116,8 +117,7 @@ def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
     block = row and row.block
     if not verdict.is_proven or row is None:
         nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
-        unspelled = [f"{UNSPELLED} {mechanism}" for mechanism in mechanisms(evidence, stack)]
-        return _Outcome(stack.pattern, block, {}, 0.0, (), "; ".join([*unspelled, f"{verdict.differs}{nearest}"]))
+        return _Outcome(stack.pattern, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
     notes = [*unread(evidence, stack, row)]
     notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
     return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)

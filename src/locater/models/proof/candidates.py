@@ -13,25 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ...records import Json
-from ..places import Places
+from ..places import Places, Shape
 from ..reader import build_layer
-from ..schema import Config, resolve
+from ..schema import Cell, Config, resolve
 from .check import Verdict, check, input_of
 from .evidence import Evidence, Stack, admitted, same
-from .recipes import CAPS, FRACTIONS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of
+from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of
 
 QUERY = re.compile(r"(^|_)(q|query|wq|queries)($|_)|query")
 KEY = re.compile(r"(^|_)(k|key|wk|keys)($|_)|key")
 FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|att_proj", re.IGNORECASE)
 MOST_PAIRS = 4  # of projections that are tried, the likeliest first
-HEADS = (
-    "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads",
-    "encoder_num_heads", "num_attn_heads", "attention_heads",
-)  # fmt: skip
-KEY_HEADS = (
-    "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups",
-    "encoder_num_key_value_heads", "decoder_num_key_value_heads",
-)  # fmt: skip
 DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth",
     "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers",
@@ -70,7 +62,7 @@ class Context:
         """A cell's value in the first layer; None where the config does not say it."""
         try:
             return resolve(cell, self.config, self.first)
-        except ValueError:
+        except (ValueError, LookupError, TypeError):
             return None
 
 
@@ -79,7 +71,7 @@ def projections(context: Context) -> Iterator[Recipe]:
     linear = list(_linear(context))
     num_heads = context.stack.calls[context.first][0].logits.shape[1]
     for query, key in sorted(itertools.permutations(linear, 2), key=_unlikeness)[:MOST_PAIRS]:
-        yield from _separate(context, query, key, num_heads)
+        yield from _separate(context, query, key)
     for one in sorted(linear, key=lambda name: not FUSED.search(name))[:MOST_PAIRS]:
         yield from _together(context, one, num_heads)
 
@@ -112,15 +104,26 @@ def rows_of_module(context: Context, name: str) -> tuple[int, bool]:
     return module.weight.shape[1 if transposed else 0], transposed
 
 
-def _separate(context: Context, query: str, key: str, num_heads: int) -> Iterator[Recipe]:
-    (rows, transposed), (key_rows, _) = rows_of_module(context, query), rows_of_module(context, key)
+def _separate(context: Context, query: str, key: str) -> Iterator[Recipe]:
+    transposed = rows_of_module(context, query)[1]
     for gated in (False, True):
-        d_head, rest = divmod(rows, num_heads * (2 if gated else 1))
-        if rest or not d_head or key_rows % d_head or num_heads % (key_rows // d_head):
-            continue
-        shape = _shape(context, query, num_heads, key_rows // d_head, d_head)
+        shapes = [_apart(context, query, key, layer, gated=gated) for layer in context.stack.calls]
+        shape = None if None in shapes else _shape(context, query, [one for one in shapes if one is not None])
         if shape is not None:
             yield _recipe(context, query, key, shape | dict(fused=None, gated=gated, transposed=transposed))
+
+
+def _apart(context: Context, query: str, key: str, layer: int, *, gated: bool) -> Shape | None:
+    """Heads, key heads and their size in one layer, by the rows that its projections have."""
+    names = [context.stack.name(layer) + name.removeprefix(context.owner) for name in (query, key)]
+    if not all(context.evidence.seen.inputs.get(name.removesuffix(".in_proj")) for name in names):
+        return None
+    rows, key_rows = (rows_of_module(context, name)[0] for name in names)
+    num_heads = context.stack.calls[layer][0].logits.shape[1]
+    d_head, rest = divmod(rows, num_heads * (2 if gated else 1))
+    if rest or not d_head or key_rows % d_head or num_heads % (key_rows // d_head):
+        return None
+    return Shape(num_heads, key_rows // d_head, d_head)
 
 
 def _together(context: Context, name: str, num_heads: int) -> Iterator[Recipe]:
@@ -128,7 +131,8 @@ def _together(context: Context, name: str, num_heads: int) -> Iterator[Recipe]:
     for num_key_heads in dict.fromkeys((num_heads, num_heads // 2, 1)):
         if not num_key_heads or num_heads % num_key_heads or rows % (num_heads + 2 * num_key_heads):
             continue
-        shape = _shape(context, name, num_heads, num_key_heads, rows // (num_heads + 2 * num_key_heads))
+        found = Shape(num_heads, num_key_heads, rows // (num_heads + 2 * num_key_heads))
+        shape = _shape(context, name, [found] * len(context.stack.calls))
         if shape is None:
             continue
         for fused in ("qkv", "grouped"):
@@ -140,26 +144,35 @@ def _recipe(context: Context, query: str, key: str, shape: Recipe) -> Recipe:
     return names | shape | dict(prefixes=[""], config=context.path)
 
 
-def _shape(context: Context, query: str, num_heads: int, num_key_heads: int, d_head: int) -> Recipe | None:
-    """The config's entries that hold these numbers; None where one is in no entry."""
+def _shape(context: Context, query: str, shapes: list[Shape]) -> Recipe | None:
+    """The config's entries that hold these numbers, layer by layer; None where one is in no entry."""
     stack, width = context.stack, input_of(context.evidence, query).shape[-1]
-    heads, key_heads = _entry(context, HEADS, num_heads), _entry(context, KEY_HEADS, num_key_heads)
-    if key_heads is None and num_key_heads == 1 < num_heads:
-        key_heads = 1
-    layers = _entry(context, DEPTHS, stack.length)
+    num_heads, num_key_heads, sizes = (list(numbers) for numbers in zip(*shapes, strict=True))
+    heads, key_heads = _rule(context, HEADS, num_heads), _rule(context, KEY_HEADS, num_key_heads)
+    key_heads = 1 if key_heads is None and set(num_key_heads) == {1} and 1 not in num_heads else key_heads
+    layers = next((name for name in DEPTHS if context.config.get(name) == stack.length), None)
     if layers is None and list(stack.calls) != list(range(stack.length)):
         layers = stack.length
     if "{layer}" not in stack.pattern:
         layers = 1
-    even = width // num_heads if width % num_heads == 0 else None
-    size = next((name for name, cell in SIZES.items() if (context.value(cell) if cell else even) == d_head), None)
+    even = [width // number for number in num_heads if width % number == 0]
+    size = _rule(context, {name: cell for name, cell in SIZES.items() if cell is not None}, sizes)
+    size = "width/heads" if size is None and even == sizes else size
     if heads is None or size is None or (key_heads is None and num_key_heads != num_heads):
         return None
     return dict(heads=heads, key_heads=key_heads, d_head=size, layers=layers)
 
 
-def _entry(context: Context, names: tuple[str, ...], number: int) -> Any:
-    return next((name for name in names if context.config.get(name) == number), None)
+def _rule(context: Context, rules: dict[str, Cell], numbers: list[int]) -> str | None:
+    """The first rule that gives these numbers in the layers that attend."""
+    return next((name for name, cell in rules.items() if _values(context, cell) == numbers), None)
+
+
+def _values(context: Context, cell: Cell) -> list[Any]:
+    try:
+        return [resolve(cell, context.config, layer) for layer in context.stack.calls]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def _block(context: Context, query: str, key: str) -> str:
@@ -183,8 +196,9 @@ def rotaries(context: Context) -> Iterator[Recipe | None]:
         return
     nested = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
     rules = [name for name, rule in LAYERS.items() if _is_meant(rule, config, context.stack)]
-    for interleaved, only in itertools.product((False, True), rules):
-        shared = dict(interleaved=interleaved, only=only, parameters="by layer type" if nested else "one")
+    for backward, interleaved, only in itertools.product((False, True), (False, True), rules):
+        turn = dict(backward=True) if backward else {}
+        shared = turn | dict(interleaved=interleaved, only=only, parameters="by layer type" if nested else "one")
         yield from (shared | part for part in _parts(config))
 
 
@@ -219,7 +233,7 @@ def scaled(context: Context, base: Recipe) -> Iterator[Recipe]:
     d_head = context.value(SIZES[base["d_head"]])
     if d_head is None:
         query = context.evidence.existing(base["query"], context.first)
-        d_head = input_of(context.evidence, query).shape[-1] // context.config[base["heads"]]
+        d_head = input_of(context.evidence, query).shape[-1] // context.value(HEADS[base["heads"]])
     for name in known:
         if is_close(float(d_head**-0.5 if SCALES[name] is None else context.value(SCALES[name])), number):
             yield base | dict(scale=name)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...records import JsonMapping
 from ..schema import Attention
-from .evidence import Evidence, Stack, is_norm, same
+from .evidence import Evidence, Stack, same
 from .observe import Call
 from .twin import NUM_TOKENS
 
@@ -41,42 +41,6 @@ def unread(evidence: Evidence, stack: Stack, row: Attention) -> Iterator[str]:
         yield f"the output gate of `{stack.pattern}`{named}"
     else:
         yield f"what `{stack.pattern}` does to its attention's output{named}"
-
-
-def mechanisms(evidence: Evidence, stack: Stack) -> Iterator[str]:
-    """In words, what the stack does that no row can spell: named beside the logits that could not be reproduced."""
-    first = evidence.modules[stack.name(next(iter(stack.calls)))]
-    for name, weight in first.named_parameters():
-        others = (evidence.modules[stack.name(layer)] for layer in stack.calls)
-        shapes = {tuple(own.shape) for other in others for key, own in other.named_parameters() if key == name}
-        if weight.dim() == 2 and len(shapes) > 1:
-            sizes = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-            yield f"heads whose size or number differs by layer (`{name}`: {sizes})"
-            break
-    late = [name for name in _norms(evidence, stack) if _is_behind_rotation(evidence, stack, name)]
-    if late:
-        yield f"a norm after the rotation ({', '.join(f'`{name}`' for name in late)})"
-
-
-def _norms(evidence: Evidence, stack: Stack) -> Iterator[str]:
-    first = evidence.modules[stack.name(next(iter(stack.calls)))]
-    return (name for name, module in first.named_modules() if name and is_norm(name, module))
-
-
-def _is_behind_rotation(evidence: Evidence, stack: Stack, norm: str) -> bool:
-    """Whether it takes vectors as long as those of a projection, in their places, that are not these themselves."""
-    owner = stack.name(next(iter(stack.calls)))
-    given = next((x for x in evidence.seen.inputs.get(f"{owner}.{norm}", ()) if x is not None and x.dim() == 4), None)
-    if given is None:
-        return False
-    for name, module in evidence.modules[owner].named_modules():
-        outputs = evidence.seen.outputs.get(f"{owner}.{name}", ()) if isinstance(module, nn.Linear) else ()
-        for made in (y for y in outputs if y is not None and y.numel() == given.numel()):
-            apart = made.reshape(len(made), -1, made.shape[-1] // given.shape[-1], given.shape[-1])
-            for one in (apart, apart.transpose(1, 2)):
-                if one.shape == given.shape and same(one.norm(dim=-1), given.norm(dim=-1), 1e-5):
-                    return not same(one, given, 1e-5)
-    return False
 
 
 def _own(module: nn.Module) -> Iterator[str]:

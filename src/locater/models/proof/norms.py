@@ -4,7 +4,7 @@ import itertools
 import re
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..schema import Config
 from .candidates import Context, Recipe, rows_of_module
@@ -21,7 +21,8 @@ def norms(context: Context, base: Recipe) -> Recipe:
         if found[side] is not None:
             found[side] |= dict(only=_only(context, found[side]["name"]))
     across = base["block"] == "cross"
-    outer = dict(input_norm=_input_norm(context, base["query"]), norm_over=over)
+    late = all(found[side] and _is_late(context, found[side]) for side in ("query_norm", "key_norm"))
+    outer = dict(input_norm=_input_norm(context, base["query"]), norm_over=over, turns_first=late)
     return found | outer | dict(key_input_norm=_input_norm(context, base["key"]) if across else None)
 
 
@@ -56,7 +57,32 @@ def _only(context: Context, pattern: str) -> str:
     """The rule for layers in which the norm really ran."""
     evidence = context.evidence
     ran = {layer: bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in context.stack.calls}
-    return next((name for name, rule in LAYERS.items() if _holds(rule, context.config, ran)), "every layer")
+    return layers_by_rule(context.config, ran) or "every layer"
+
+
+def layers_by_rule(config: Config, wanted: dict[int, bool]) -> str | None:
+    """The rule for layers that holds in these and in no others."""
+    return next((name for name, rule in LAYERS.items() if _holds(rule, config, wanted)), None)
+
+
+def _is_late(context: Context, norm: Recipe) -> bool:
+    """Behind the rotation: it takes vectors as long as a projection's, in their places, that are not these themselves.
+
+    Without gains the order makes no difference, and the usual one is taken.
+    """
+    evidence, owner = context.evidence, context.owner
+    inputs = evidence.seen.inputs.get(evidence.module_of(norm["name"], context.first), ()) if not norm["plain"] else ()
+    given = next((x for x in inputs if x is not None and x.dim() == 4), None)
+    if given is None:
+        return False
+    for name, module in evidence.modules[owner].named_modules():
+        outputs = evidence.seen.outputs.get(f"{owner}.{name}", ()) if isinstance(module, nn.Linear) else ()
+        for made in (y for y in outputs if y is not None and y.numel() == given.numel()):
+            apart = made.reshape(len(made), -1, made.shape[-1] // given.shape[-1], given.shape[-1])
+            for one in (apart, apart.transpose(1, 2)):
+                if one.shape == given.shape and same(one.norm(dim=-1), given.norm(dim=-1), 1e-5):
+                    return not same(one, given, 1e-5)
+    return False
 
 
 def _holds(rule: Any, config: Config, wanted: dict[int, bool]) -> bool:

@@ -47,6 +47,46 @@ def _power(key: str, power: float) -> Rule:
     return lambda config, layer: config[key] ** power
 
 
+def own(config: Config, layer: int) -> JsonMapping:
+    """What transformers' `per_layer_config` says of one layer; its keys are numbers, written in one way or another."""
+    entries = config.get("per_layer_config") or {}
+    return next((entry for number, entry in entries.items() if int(number) == layer), {})
+
+
+def _of_layer(key: str) -> Rule:
+    def rule(config: Config, layer: int) -> Any:
+        return own(config, layer).get(key, config[key]) if config.get("per_layer_config") else None
+
+    return rule
+
+
+# Numbers of heads and of key heads: what the config says of single layers first, then its one number for all.
+HEADS: dict[str, Cell] = {
+    "num_attention_heads by layer": _of_layer("num_attention_heads"),
+    "num_attention_heads_per_layer": lambda config, layer: config["num_attention_heads_per_layer"][layer],
+    **{
+        key: key
+        for key in (
+            "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads",
+            "decoder_attention_heads", "encoder_num_heads", "num_attn_heads", "attention_heads",
+        )
+    },
+}  # fmt: skip
+KEY_HEADS: dict[str, Cell] = {
+    "num_key_value_heads by layer": _of_layer("num_key_value_heads"),
+    **{
+        key: key
+        for key in (
+            "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups",
+            "encoder_num_key_value_heads", "decoder_num_key_value_heads",
+        )
+    },
+    "num_key_value_heads, twice on sliding layers": lambda config, layer: (
+        config["num_key_value_heads"] * (2 if _slides(config, layer) else 1)
+    ),
+}  # fmt: skip
+
+
 # What queries times keys is multiplied by; None of the schema is 1/√d_head.
 SCALES: dict[str, Cell] = {
     "1/√d_head": None,
@@ -67,6 +107,7 @@ SCALES: dict[str, Cell] = {
 
 # The config's own word first: in a twin it may equal the width by the heads, in the model it need not.
 SIZES: dict[str, Cell] = {
+    "head_dim by layer": _of_layer("head_dim"),
     **{
         key: key
         for key in ("head_dim", "attention_head_size", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels")
@@ -134,6 +175,7 @@ def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
         num_dims=recipe.get("num_dims"),
         start=recipe.get("start", 0),
         interleaved=recipe["interleaved"],
+        backward=recipe.get("backward", False),
         only=LAYERS[recipe.get("only", "every layer")],
         parameters=PARAMETERS[recipe.get("parameters", "one")],
     )
@@ -146,13 +188,15 @@ def row_of(recipe: JsonMapping) -> Attention:
 
         family = next(family for family in FAMILIES if family.name == recipe["family"])
         row = family.attention[recipe["row"]]
-        found = dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"], sink=recipe.get("sink"))
-        return replace(row, only=True, **found, **_biases(recipe))
-    plain = ("block", "query", "key", "heads", "key_heads", "fused", "gated", "transposed", "norm_over", "config")
+        found = dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"])
+        return replace(row, only=True, **found, **_sinks(recipe), **_biases(recipe))
+    plain = ("block", "query", "key", "fused", "gated", "transposed", "norm_over", "config")
     window, ahead = WINDOWS[recipe["lookback"]], recipe["lookahead"]
     return Attention(
         **{key: recipe[key] for key in plain},
         layers=recipe["layers"],
+        heads=HEADS[recipe["heads"]],
+        key_heads=KEY_HEADS.get(recipe["key_heads"], recipe["key_heads"]),
         d_model=None,
         d_head=SIZES[recipe["d_head"]],
         prefixes=tuple(recipe["prefixes"]),
@@ -164,10 +208,15 @@ def row_of(recipe: JsonMapping) -> Attention:
         scale=SCALES[recipe["scale"]],
         softcap=recipe["softcap"],
         lookback=window,
-        sink=recipe.get("sink"),
+        turns_first=recipe.get("turns_first", False),
         lookahead=window if ahead == "as far as back" else AHEAD[ahead],
+        **_sinks(recipe),
         **_biases(recipe),
     )
+
+
+def _sinks(recipe: JsonMapping) -> dict[str, Any]:
+    return dict(sink=recipe.get("sink"), sink_only=LAYERS[recipe.get("sink_only", "every layer")])
 
 
 def _biases(recipe: JsonMapping) -> dict[str, Any]:

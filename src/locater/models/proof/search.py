@@ -9,7 +9,7 @@ from ..places import Places
 from ..registry import FAMILIES
 from .candidates import Context, Recipe, masked, projections, rotaries, scaled
 from .check import Verdict
-from .norms import norms
+from .norms import layers_by_rule, norms
 from .recipes import row_of
 
 
@@ -49,18 +49,25 @@ def _biases(context: Context, recipe: Recipe) -> Recipe:
     return {column: places.stored(module, "bias") is not None for column, module in stored.items()}
 
 
-def _beneath(sink: str, prefixes: list[str]) -> Recipe:
-    """The sinks' column; a row's patterns stand behind its prefix."""
-    names = sink.split("|")
+def _beneath(sink: Recipe, prefixes: list[str]) -> Recipe:
+    """The sinks' columns; a row's patterns stand behind its prefix."""
+    names = sink["sink"].split("|")
     short = [name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix)]
-    return dict(sink="|".join(dict.fromkeys(short)))
+    return sink | dict(sink="|".join(dict.fromkeys(short)))
 
 
-def _sink(context: Context) -> str:
+def _sink(context: Context) -> Recipe:
     """Where the softmax has a column more: the parameter with a number for each head, if there is one only."""
-    call, owner = context.stack.calls[context.first][0], context.evidence.modules[context.owner]
-    own = [name for name, value in owner.named_parameters(recurse=False) if value.numel() == call.logits.shape[1]]
-    return context.pattern(f"{context.owner}.{own[0]}") if call.is_sunk and len(own) == 1 else ""
+    stack, evidence = context.stack, context.evidence
+    sunk = {layer: calls[0].is_sunk for layer, calls in stack.calls.items()}
+    layer = next((layer for layer, is_sunk in sunk.items() if is_sunk), None)
+    if layer is None:
+        return {}
+    owner, num_heads = stack.name(layer), stack.calls[layer][0].logits.shape[1]
+    named = evidence.modules[owner].named_parameters(recurse=False)
+    own = [name for name, value in named if value.numel() == num_heads]
+    only = layers_by_rule(context.config, sunk)
+    return dict(sink=evidence.pattern(f"{owner}.{own[0]}", layer), sink_only=only) if len(own) == 1 and only else {}
 
 
 def _nothing(context: Context) -> str:

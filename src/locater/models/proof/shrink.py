@@ -58,9 +58,9 @@ EXACT: Json = {
     "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "hidden_size_per_layer_input": 16, "conv_dim": 32, "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4, "max_source_positions": 24, "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "n_shared_experts": 1,
+    "moe_layer_start_index": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_kpool": 4, "n_shared_experts": 1,
     "num_shared_experts": 1, "num_mel_bins": 16, "rotary_dim": 8, "local_attention": 6, "codebook_size": 64,
-    "num_quantizers": 2, "mask_token_id": 3, "num_kv_shared_layers": 1, "num_nextn_predict_layers": 0,
+    "num_quantizers": 2, "mask_token_id": 3, "num_nextn_predict_layers": 0,
     "num_mtp_layers": 0,
 }  # fmt: skip
 # What a config class leaves null although its model does not run so.
@@ -88,9 +88,13 @@ def shrink(values: JsonMapping, sizes: Sizes) -> Json:
         if value is None and (key in UNSAID or (key == "head_dim" and sizes.says_d_head)):
             small[key] = UNSAID.get(key, sizes.d_head)
         elif key == "per_layer_config" and isinstance(value, Mapping):
-            small[key] = {layer: entry for layer, entry in value.items() if int(layer) < num_layers}
+            small[key] = _overrides(value, values, num_layers, sizes)
         elif key == "layer_types" and isinstance(value, list):
             small[key] = _types(value, num_layers)
+        elif key == "num_kv_shared_layers" and value:
+            small[key] = num_layers // 2
+        elif key == "num_attention_heads_per_layer" and isinstance(value, list):
+            small[key] = [_other_size("num_attention_heads", one, values, sizes) for one in value[:num_layers]]
         elif isinstance(value, Mapping) and (key.endswith("config") or "model_type" in value):
             small[key] = shrink(value, sizes)
         elif CHOICE.match(key) and isinstance(value, list) and _is_choice(value, depth):
@@ -99,8 +103,9 @@ def shrink(values: JsonMapping, sizes: Sizes) -> Json:
             small[key] = value[:num_layers]
         else:
             small[key] = _entry(key, value, values, sizes, num_layers, ids)
-    if "qk_rope_head_dim" in small and "head_dim" in small:
-        small["head_dim"] = small["qk_rope_head_dim"]  # latent attention calls so what turns
+    if "qk_rope_head_dim" in small and "head_dim" in small:  # latent attention calls so what turns, or the whole
+        whole = values["head_dim"] == values["qk_rope_head_dim"] + (values.get("qk_nope_head_dim") or 0)
+        small["head_dim"] = small["qk_rope_head_dim"] + (small["qk_nope_head_dim"] if whole else 0)
     if isinstance(small.get("rope_parameters"), Mapping):
         small["rope_parameters"] = _rope(small["rope_parameters"], small, sizes)
     if "mrope_section" in small:
@@ -141,6 +146,8 @@ def _num_layers(values: JsonMapping, sizes: Sizes) -> int:
     if isinstance(kinds, list) and kinds:
         first = [kinds.index(kind) + 1 for kind in dict.fromkeys(kinds)]
         needed = max(needed, min(max(first), MOST_LAYERS))
+        if values.get("num_kv_shared_layers"):  # its last layers take the keys of others of their kind
+            return 2 * len(first)
     for key, value in values.items():
         if PERIODS.match(key) and isinstance(value, int) and not isinstance(value, bool) and 1 < value <= MOST_LAYERS:
             needed = max(needed, value)
@@ -153,9 +160,34 @@ def _num_layers(values: JsonMapping, sizes: Sizes) -> int:
 
 def _types(kinds: list, num_layers: int) -> list:
     """The first layers' kinds; a kind that comes later still takes the last places."""
+    if num_layers == 2 * len(dict.fromkeys(kinds)):
+        return [*dict.fromkeys(kinds)] * 2
     taken = list(kinds[:num_layers])
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in taken]
     return taken[: num_layers - len(missing)] + missing
+
+
+def _overrides(entries: Mapping, values: JsonMapping, num_layers: int, sizes: Sizes) -> Json:
+    """What single layers have for themselves, for the twin's layers of the same kinds."""
+    own, kinds = {int(layer): entry for layer, entry in entries.items()}, values.get("layer_types")
+    small: Json = {}
+    for layer in range(num_layers):
+        source = kinds.index(_types(kinds, num_layers)[layer]) if isinstance(kinds, list) and kinds else layer
+        if isinstance(entry := own.get(source), Mapping):
+            small[str(layer)] = {key: _other_size(key, value, values, sizes) for key, value in entry.items()}
+    return small
+
+
+def _other_size(key: str, value: Any, values: JsonMapping, sizes: Sizes) -> Any:
+    """Larger or smaller than the twin's own number where it is so in the model."""
+    own = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value == own:
+        return _entry(key, value, values, sizes, 0, iter(()))
+    if KEY_HEADS.match(key):
+        return 1 if value < (own or value) else sizes.heads
+    if HEADS.match(key):
+        return sizes.heads // 2 if value < (own or value) else 2 * sizes.heads
+    return sizes.d_head + 8 if HEAD_SIZE.match(key) else value
 
 
 def _rope(entries: JsonMapping, values: JsonMapping, sizes: Sizes) -> Json:
@@ -164,6 +196,8 @@ def _rope(entries: JsonMapping, values: JsonMapping, sizes: Sizes) -> Json:
     for key, value in entries.items():
         if isinstance(value, Mapping):
             small[key] = _rope(value, values, sizes)
+        elif key == "partial_rotary_factor" and "qk_rope_head_dim" in values and value and value < 1:
+            small[key] = values["qk_rope_head_dim"] / d_head
         elif key == "mrope_section" and isinstance(value, list):
             small[key] = _sections(value, int(d_head * (entries.get("partial_rotary_factor") or 1)))
         elif key in ("short_factor", "long_factor") and isinstance(value, list):
