@@ -59,8 +59,8 @@ EXACT: Json = {
     "hidden_size_per_layer_input": 16, "conv_dim": 32, "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4, "max_source_positions": 24, "first_k_dense_replace": 1,
     "moe_layer_start_index": 1, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_kpool": 4,
-    "n_shared_experts": 1, "num_shared_experts": 1, "num_mel_bins": 16, "rotary_dim": 8, "local_attention": 6, "codebook_size": 64,
-    "num_quantizers": 2, "mask_token_id": 3, "num_nextn_predict_layers": 0,
+    "n_shared_experts": 1, "num_shared_experts": 1, "num_mel_bins": 16, "rotary_dim": 8, "local_attention": 6,
+    "codebook_size": 64, "num_quantizers": 2, "mask_token_id": 3, "num_nextn_predict_layers": 0,
     "num_mtp_layers": 0,
 }  # fmt: skip
 # What a config class leaves null although its model does not run so.
