@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import refusal
 from .places import Places, Tensors
-from .schema import NormAt, ask
+from .schema import NormAt, ask, resolve
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
 BEHIND = re.compile(
@@ -142,7 +142,8 @@ def _names(places: Places, pattern: str, layer: int) -> Iterator[str]:
 
 def _patterns(places: Places, layer: int, columns: tuple[str, ...] = NAMED) -> Iterator[str]:
     """Every pattern of the row, those of its norms and tables included."""
-    pending: list[Any] = [getattr(places.row, name, None) for name in columns]
+    here = (name for name in columns if name != "sink" or resolve(places.row.sink_only, places.config, layer))
+    pending: list[Any] = [getattr(places.row, name, None) for name in here]
     while pending:
         cell = pending.pop()
         if isinstance(cell, str):
