@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=True,
         disable_tqdm=True,
     )
-    locater = LocAteRCallback(strength=1e-3, mean=Projected(WarmUp(0.5, steps=10)))
+    locater = LocAteRCallback(strength="auto", mean=Projected(WarmUp(0.5, steps=10)))
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[locater])
     trainer.train()
 

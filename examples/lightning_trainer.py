@@ -29,7 +29,7 @@ class Classifier(LightningModule):
 
 
 torch.manual_seed(0)
-locater = LocAteRCallback(model="encoder", strength=1e-3, mean=Projected(WarmUp(1.0, steps=5)))
+locater = LocAteRCallback(model="encoder", strength="auto", mean=Projected(WarmUp(1.0, steps=5)))
 options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer = Trainer(max_steps=10, accelerator="cpu", accumulate_grad_batches=2, callbacks=[locater], **options)
 trainer.fit(Classifier(), DataLoader(torch.randn(160, 8, 32), batch_size=8))

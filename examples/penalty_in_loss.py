@@ -22,6 +22,7 @@ class Attention(nn.Module):
 torch.manual_seed(0)
 model = nn.ModuleDict({"attention": Attention()})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+# A small number: the loss of this example is of noise, so there is no share of a gradient to go by.
 heads = [("attention.find", "attention.offer", 4, 2)]  # query, key, how many heads of each
 locater = LocAteR(model, strength=1e-3, mean=Penalised(0.1, Constant(1.0)), heads=heads)
 

@@ -10,7 +10,7 @@ config = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128, bos_token_id
 model = GPT2LMHeadModel(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 # Shrink the scale of each head's spectrum; take its mean to half of λ within ten steps and hold it there.
-locater = LocAteR(model, strength=1e-3, mean=Projected(WarmUp(0.5, steps=10)), optimizer=optimizer)
+locater = LocAteR(model, strength="auto", mean=Projected(WarmUp(0.5, steps=10)), optimizer=optimizer)
 
 for _ in range(20):
     tokens = torch.randint(0, 128, (4, 32))

@@ -19,7 +19,7 @@ for block in model.model.layers:
 fully_shard(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-locater = LocAteR(model, strength=1e-3, mean=Projected(WarmUp(0.5, steps=10)), optimizer=optimizer)
+locater = LocAteR(model, strength="auto", mean=Projected(WarmUp(0.5, steps=10)), optimizer=optimizer)
 
 for _ in range(15):
     tokens = torch.randint(0, 128, (4, 32))

@@ -1,5 +1,6 @@
 import re
 import runpy
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from launch import torchrun, uses_torchrun
+from locater.errors import Refusal
 from locater.integrations import hugging_face as hf
 from locater.integrations import lightning
-from locater.stabilisers import Projected, QKClip, WarmUp
+from locater.stabilisers import LocAteR, Projected, QKClip, WarmUp
+from locater.stabilisers.live.gauge import innermost
 from stabiliser_models import llama
 
 TESTS = Path(__file__).parent
@@ -90,6 +93,47 @@ def test_the_trainer_of_transformers_resumes_to_the_bit(tmp_path):
     assert callback.stabiliser.steps == 6
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_trainer_of_transformers_lets_the_strength_choose_itself(tmp_path):
+    """Its optimiser is wrapped by accelerate, in one that has no hooks; the choice is that of a plain loop."""
+    torch.manual_seed(0)
+    model = llama()
+    rows = torch.randint(0, 40, (8, 8))
+    plain = deepcopy(model)
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=8,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    callback = hf.LocAteRCallback(strength="auto")
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    stabiliser = LocAteR(plain, strength="auto", optimizer=optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        stabiliser.step()
+    assert callback.stabiliser.strength > 0
+    assert callback.stabiliser.strength == pytest.approx(stabiliser.strength, rel=1e-4)
+
+
+def test_an_optimiser_without_hooks_is_refused():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self):
+            """As accelerate's: without the base's own."""
+
+    with pytest.raises(Refusal, match='an optimiser with hooks, for strength="auto", got Wrapper'):
+        innermost(Wrapper())
 
 
 def test_a_step_that_mixed_precision_skipped_is_skipped():

@@ -50,6 +50,15 @@ def masked(text: str) -> str:
     return QUERY.sub(r"\1***", LOGIN.sub("***@", text)) if "://" in text else text
 
 
+def counted(number: int, noun: str) -> str:
+    """How many there are, in words.
+
+    >>> counted(1, "head"), counted(1024, "head")
+    ('1 head', '1,024 heads')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def refusal(expected: str, got: object, remedy: str = "") -> Refusal:
     """The exception to raise, with its sentence.
 

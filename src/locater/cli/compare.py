@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..errors import BadArguments
+from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, CsvPath, HtmlPath, JsonPath, Layers, Layout, Length, Raw, Timeout
 from .output import FittedTable, console_for, parse_spans, table
@@ -66,7 +66,7 @@ def _heading(found: "Comparison") -> str:
     lost = f", [red]{len(found.refused)} not read[/red]" if found.refused else ""
     return (
         f"[bold]{escape(shown)}[/bold]\n"
-        f"{len(found.heads)} heads, {still} unmoved, {changed} changed their regime{lost}; "
+        f"{counted(len(found.heads), 'head')}, {still} unmoved, {changed} changed their regime{lost}; "
         "moved = |Δ(tr W, η)|/η"
     )
 

@@ -100,9 +100,12 @@ def _save_page(out: Path, path: Path) -> None:
     """Both models side by side, and both runs step by step."""
     from ..report.reading import read_record
     from ..scanning.scan import scan
+    from ..training.run import read_config
 
     runs = [out / "without", out / "with"]
-    scans = [scan(run / "model", eigenvalues=True, curves=True).to_json() for run in runs]
+    # As long as the texts of these models: the usual length would be beyond their context.
+    length = read_config(runs[0]).shape.context
+    scans = [scan(run / "model", length=length, eigenvalues=True, curves=True).to_json() for run in runs]
     save_html([*scans, *map(read_record, runs)], path, title="Two small models, without and with LocAteR")
 
 

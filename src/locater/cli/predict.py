@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import BadArguments, shown
+from ..errors import BadArguments, counted, shown
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, parse_spans, table
 from .probe import COLUMNS, print_probe, probe_with_progress
@@ -73,7 +73,7 @@ def _probe(console: Console, source: str, options: dict[str, Any], *, heads: boo
     from ..records import write_json
 
     found = probe_with_progress(source, options)
-    console.print(f"[bold]{escape(shown(found.source))}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    console.print(f"[bold]{escape(shown(found.source))}[/bold], {counted(len(found.heads), 'head')}", soft_wrap=True)
     console.print()
     print_probe(console, found, heads=heads)
     if json:
@@ -91,7 +91,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
 
     tokens = found.tokens
-    console.print(f"[bold]{escape(shown(found.source))}[/bold], {len(found.heads)} heads", soft_wrap=True)
+    console.print(f"[bold]{escape(shown(found.source))}[/bold], {counted(len(found.heads), 'head')}", soft_wrap=True)
     console.print(
         f"text: {escape(shown(found.text))}; moments from {tokens['calibration']} tokens "
         f"({found.calibration_windows} windows of {found.length}),\n"

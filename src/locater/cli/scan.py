@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..budget import limited
-from ..errors import BadArguments, Refusal, shown
+from ..errors import BadArguments, Refusal, counted, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .options import AllowPickle, CsvPath, Heads, HtmlPath, JsonPath, Layers, Layout, Length, ParquetPath, Raw, Timeout
@@ -115,7 +115,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..scanning.findings import NORMALISED, THEORY, behaviour, name, outstanding, regimes
 
     family, coverage = escape(shown(found.family)), escape(shown(found.coverage))
-    console.print(f"[bold]{family}[/bold], {found.format}, {len(found.heads)} heads, {coverage}")
+    console.print(f"[bold]{family}[/bold], {found.format}, {counted(len(found.heads), 'head')}, {coverage}")
     console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
@@ -211,6 +211,6 @@ def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
     met = failures(conditions, found.heads)
     for condition, rows in met.items():
         names = ", ".join(name(row) for row in rows[:MOST_FAILURES]) + (" …" if len(rows) > MOST_FAILURES else "")
-        console.print(f"[red]--fail-on {condition.text}[/red] is met by {len(rows)} heads: {names}")
+        console.print(f"[red]--fail-on {condition.text}[/red] is met by {counted(len(rows), 'head')}: {names}")
     if met:
         raise typer.Exit(FAIL_ON_MET)

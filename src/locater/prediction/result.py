@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
-from ..errors import refusal
+from ..errors import counted, refusal
 from ..records import Json
 from ..report.shown import Shown
 from .numbers import NAMES, Numbers, distance_bins, first_query
@@ -139,7 +139,7 @@ class Prediction(Shown):
         """The agreement in plain words, and the heads that are predicted worst."""
         tokens = self.tokens
         lines = [
-            f"{self.source}: {len(self.heads)} heads predicted from {tokens['calibration']} tokens, "
+            f"{self.source}: {counted(len(self.heads), 'head')} predicted from {tokens['calibration']} tokens, "
             f"measured on {tokens['test']} others ({self.test_windows} windows of {self.length})"
         ]
         if self.loss is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from ..errors import counted
 from ..records import Json
 from ..theory.words import MOSTLY_NEAR, WORDS
 from .quantities import COLD, HOT, quantity
@@ -55,7 +56,7 @@ def _of_study(document: Json) -> Iterable[Sentence]:
     yield Sentence(document["question"])
     yield from (Sentence(answer, tone="good") for answer in document["answer"])
     if failures := document["failures"]:
-        yield Sentence(f"{_count(len(failures), 'point')} could not be measured.", tone="warning")
+        yield Sentence(f"{counted(len(failures), 'point')} could not be measured.", tone="warning")
 
 
 def _of_pair(number: int, view: View) -> Iterable[Sentence]:
@@ -81,7 +82,7 @@ def _of_pair(number: int, view: View) -> Iterable[Sentence]:
 def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str, ...] = SIDES) -> list[Sentence]:
     layers = len({key[:2] for key in view.heads})
     family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
-    opening = f"{view.name}: {family}{_count(len(view.heads), 'attention head')} in {_count(layers, 'layer')}"
+    opening = f"{view.name}: {family}{counted(len(view.heads), 'attention head')} in {counted(layers, 'layer')}"
     opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
     found = [Sentence(opening, number)]
     # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
@@ -105,7 +106,7 @@ def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sent
         yield Sentence(f"{share} mostly at the 16 nearest tokens ({source}).", number, close)
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
         if sinks:
-            yield Sentence(f"{_count(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
+            yield Sentence(f"{counted(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
         return
 
 
@@ -119,7 +120,7 @@ def _theory(number: int, view: View) -> Iterable[Sentence]:
     for regime, count in counts.most_common(MOST_NAMED):
         heads = tuple(n for n, found in enumerate(view.regimes[-1]) if found == regime)
         words = WORDS[regime].meaning if regime in WORDS else "a word that this version does not know"
-        share = f"{count} of {_count(len(view.heads), 'head')}"
+        share = f"{count} of {counted(len(view.heads), 'head')}"
         yield Sentence(f"In the random-walk theory, {share} are {regime}: {words}.", number, heads)
 
 
@@ -148,14 +149,18 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
         far = _where(moved[-1], lambda distance: distance > MOVED)
         most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
         yield Sentence(
-            f"{_count(len(far), 'head') if far else 'No head'} moved by more than half of its scale; "
+            f"{counted(len(far), 'head') if far else 'No head'} moved by more than half of its scale; "
             f"most of all {name(view.heads[most])}.",
             number, far or (most,),
         )  # fmt: skip
     if not any(view.regimes[-1]):
         return
-    words = _count(len(changed), "head") if changed else "No head"
-    yield Sentence(f"{words} changed regime between first and last.", number, tuple(changed))
+    # A page may have several runs and pairs: each sentence says whose it is.
+    first, last = view.frames[0], view.frames[-1]
+    steps = "steps " if first.isdigit() else ""
+    course = f"from {first} to {last}" if view.is_pair else f"in {view.name} between {steps}{first} and {last}"
+    words = counted(len(changed), "head") if changed else "No head"
+    yield Sentence(f"{words} changed regime {course}.", number, tuple(changed))
 
 
 def _health(number: int, view: View) -> Iterable[Sentence]:
@@ -199,7 +204,7 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
         keys = {(alarm["block"], alarm["layer"], head) for alarm in of_kind for head in _alarmed(alarm)}
         heads = tuple(sorted(at[key] for key in keys if key in at))
         yield Sentence(
-            f"Alarm, {_count(count, 'time')}: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}"
+            f"Alarm, {counted(count, 'time')}: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}"
             + (f" ({_names(view, heads)})." if heads else "."),
             number, heads, "warning",
         )  # fmt: skip
@@ -215,7 +220,7 @@ def _of_runs(document: Json) -> Iterable[Sentence]:
     arms, score = document["arms"], document["score"]
     scored = [arm for arm in arms if score in arm["quantities"]]
     runs = sum(len(arm["seeds"]) for arm in arms)
-    yield Sentence(f"{_count(runs, 'run')} in {_count(len(arms), 'arm')}, compared at step {document['step']}.")
+    yield Sentence(f"{counted(runs, 'run')} in {counted(len(arms), 'arm')}, compared at step {document['step']}.")
     if scored:
         best = scored[0]["quantities"][score]
         error = best["standard_error"]
@@ -242,7 +247,7 @@ def _against(document: Json, score: str) -> Iterable[Sentence]:
                 tone=tone,
             )
     if differences and document.get("against") and len(known) < len(differences) - 1:
-        single = _count(len(differences) - 1 - len(known), "arm")
+        single = counted(len(differences) - 1 - len(known), "arm")
         yield Sentence(f"{single} with a single seed: no interval, so nothing is claimed of them.")
 
 
@@ -274,7 +279,3 @@ def _share(number: int, total: int, probably: str) -> str:
     if total == 1:
         return f"The head {probably}{'looks' if number else 'does not look'}"
     return f"{f'{number:,} of {total:,}' if number else f'None of the {total:,}'} heads {probably}look"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ..errors import counted
 from ..records import Json
 from .figures import canvas
 
@@ -32,7 +33,7 @@ def prediction(document: Json) -> "Figure":
     figure.colorbar(points, ax=axes, label="layer", fraction=0.03)
     tokens = document["tokens"]
     figure.suptitle(
-        f"{len(document['heads'])} heads, predicted from {tokens['calibration']} tokens, "
+        f"{counted(len(document['heads']), 'head')}, predicted from {tokens['calibration']} tokens, "
         f"measured on {tokens['test']} others",
         fontsize=11,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
-from ..errors import net, refusal
+from ..errors import counted, net, refusal
 from ..records import Json, data_frame
 from ..report.shown import Shown
 from .rows import HeadRow
@@ -93,7 +93,7 @@ class Comparison(Shown):
         furthest = ", ".join(
             f"{one.block} {one.layer}.{one.head} ({one.moved:.2f})" for one in self.most_moved(MOST_TOLD) if one.moved
         )
-        told = f"{' → '.join(self.names)}: {len(self.heads)} heads, furthest moved: {furthest or 'none'}"
+        told = f"{' → '.join(self.names)}: {counted(len(self.heads), 'head')}, furthest moved: {furthest or 'none'}"
         return "\n".join([told, *(f"not read: {sentence}" for sentence in self.refused)])
 
     def to_json(self) -> Json:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from ..errors import counted
 from ..theory.words import MOSTLY_FAR, MOSTLY_NEAR
 from .rows import HeadRow
 
@@ -142,7 +143,7 @@ def _looking(row: HeadRow) -> Finding:
 def summarise(scan: "Scan") -> str:
     """The whole scan as text."""
     lines = [
-        f"{scan.source}: {scan.family}, {len(scan.heads)} heads, {scan.coverage}",
+        f"{scan.source}: {scan.family}, {counted(len(scan.heads), 'head')}, {scan.coverage}",
         *([NORMALISED] if scan.normalised else []),
         f"regimes {THEORY}: {regimes(scan.heads)}",
         *([f"estimated from the weights: {behaviour(scan.heads)}"] if behaviour(scan.heads) else []),

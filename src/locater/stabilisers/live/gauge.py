@@ -41,7 +41,7 @@ class Gauge:
             self.handles: list[Any] = [one.register_post_accumulate_grad_hook(self._note) for one in leaves.values()]
         else:
             self.leaves = list(leaves.values())
-            self.handles = [optimizer.register_step_pre_hook(self._note_all)]
+            self.handles = [innermost(optimizer).register_step_pre_hook(self._note_all)]
 
     def _note_all(self, *given: object) -> None:
         self._note_scale()
@@ -82,6 +82,17 @@ class Gauge:
     def close(self) -> None:
         while self.handles:
             self.handles.pop().remove()
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimiser that steps: accelerate (and so transformers' Trainer) wraps it in one that has no hooks."""
+    found: Any = optimizer
+    while not hasattr(found, "_optimizer_step_pre_hooks"):
+        found = getattr(found, "optimizer", None)
+        if found is None:
+            remedy = "give the optimiser inside of it, or a number as the strength"
+            raise refusal('an optimiser with hooks, for strength="auto"', type(optimizer).__name__, remedy)
+    return found
 
 
 def leaves_of(pair: Pair) -> list[nn.Parameter]:
