@@ -7,6 +7,7 @@ import torch
 
 from locater.monitor import AttentionMonitor, Thresholds
 from locater.monitor.alarms import find_alarms
+from locater.stabilisers import LocAteR, QKClip
 from test_monitor import TOKENS, gpt2, llama, watch
 
 LONG = torch.randint(0, 50, (2, 60), generator=torch.Generator().manual_seed(3))
@@ -113,3 +114,91 @@ def test_alarms_can_be_switched_off():
     with AttentionMonitor(model, every=1, thresholds=none) as monitor:
         model(TOKENS)
         assert not monitor.report().alarms
+
+
+def fresh(std=1e-4):
+    """As models are initialised whose first logits are all but equal."""
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+                torch.nn.init.normal_(weight, std=std)
+    return model
+
+
+def uniform(report):
+    return [alarm for alarm in report.alarms if alarm.kind == "dead heads (uniform)"]
+
+
+def test_a_fresh_model_is_not_dead_until_it_had_time_to_learn():
+    model = fresh()
+    with AttentionMonitor(model, every=1) as monitor:
+        for step, is_dead in ((1, False), (100, False), (999, False), (1001, True)):
+            model(LONG)
+            assert bool(uniform(monitor.report())) == is_dead, step
+            monitor.num_steps = step
+
+
+def test_heads_that_told_keys_apart_before_are_dead_at_once():
+    model, good = fresh(), llama()
+    learned = {name: value.clone() for name, value in good.state_dict().items()}
+    started = {name: value.clone() for name, value in model.state_dict().items()}
+    with AttentionMonitor(model, every=1) as monitor:
+        for state, is_dead in ((started, False), (learned, False), (started, True)):
+            model.load_state_dict(state)
+            model(LONG)
+            report = monitor.report()
+            assert bool(uniform(report)) == is_dead
+            monitor.num_steps += 1
+        kept = monitor.state_dict()
+    with AttentionMonitor(model, every=1) as resumed:
+        resumed.load_state_dict(kept)
+        model(LONG)
+        assert uniform(resumed.report())
+
+
+def test_an_alarm_is_told_once_in_full_and_counted_each_time():
+    model = llama()
+    scale_head(model, 1, 2, 1e4)
+    with AttentionMonitor(model, every=1) as monitor:
+        told = []
+        for step in range(3):
+            if step == 2:
+                scale_head(model, 1, 0, 1e4)
+            model(LONG)
+            report = monitor.report()
+            told.append([str(alarm) for alarm in report.alarms])
+            assert report.metrics()["attn/alarms"] == 2
+            monitor.num_steps += 100
+    assert all("; try " in line for line in told[0])
+    assert told[1][0].startswith("logit explosion: decoder layer 1, head 2, still, since step 0 (")
+    assert all("; try " in line for line in told[2]), "another head has joined"
+
+
+def test_growth_without_measure_asks_for_a_lower_learning_rate():
+    model = llama()
+    with AttentionMonitor(model, every=1) as monitor:
+        model(LONG)
+        monitor.report()
+        monitor.num_steps = 10
+        scale_head(model, 1, 2, 1e4)
+        model(LONG)
+        (explosion,) = [alarm for alarm in monitor.report().alarms if alarm.kind == "logit explosion"]
+    assert explosion.remedy == "a lower learning rate or a longer warm-up"
+
+
+def test_what_is_attached_to_the_model_is_not_advised():
+    model = llama()
+    scale_head(model, 1, 2, 1e4)
+
+    def remedies():
+        return {alarm.kind: alarm.remedy for alarm in watch(model, lambda: model(LONG)).alarms}
+
+    assert remedies()["logit explosion"] == "QKClip"
+    clip, locater = QKClip(model, threshold=1e9), LocAteR(model, strength="auto")
+    assert remedies() == {"logit explosion": "QKNorm", "entropy collapse": "QKNorm"}
+    assert AttentionMonitor(model)._attached() == {"QKClip", "LocAteR"}
+    assert "qk/strength" in locater.metrics() and "(auto, not settled yet)" in repr(locater)
+    clip.detach()
+    del locater
+    assert not AttentionMonitor(model)._attached()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import refusal
 from .calls import AttentionCall, attend
+from .gates import Trails
 from .kernels import read_call
 
 REPLACEABLE = (functional.scaled_dot_product_attention, attend)  # others order heads otherwise, or give several tensors
@@ -27,17 +28,24 @@ class Interception(TorchFunctionMode):
 
     Nothing outside the calls is touched, so there is nothing to put back. The handler runs outside of the mode. With
     `written_out` it is handed softmax over a last dimension too, which it must tell apart by module and shape.
+    `trails` are told what becomes of outputs.
     """
 
-    def __init__(self, handle: Handler, *, written_out: bool = False) -> None:
+    def __init__(self, handle: Handler, *, written_out: bool = False, trails: Trails | None = None) -> None:
         super().__init__()
-        self.handle, self.written_out = handle, written_out
+        self.handle, self.written_out, self.trails = handle, written_out, trails
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
-            return self._multi_head(*args, **kwargs)
-        return self._hand_over(func, args, kwargs)
+            output = self._multi_head(*args, **kwargs)
+            if self.trails is not None:
+                self.trails.nothing_else()
+            return output
+        output = self._hand_over(func, args, kwargs)
+        if self.trails is not None and self.trails.open is not None:
+            self.trails.follow(func, args, kwargs, output)
+        return output
 
     def _hand_over(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = read_call(func, args, kwargs, written_out=self.written_out)
@@ -48,7 +56,10 @@ class Interception(TorchFunctionMode):
         if output is not None and func not in REPLACEABLE:
             kernel = "scaled_dot_product_attention"
             raise refusal(f"{kernel}, whose output can be replaced", f"a call of {call.through}", f"call {kernel}")
-        return func(*args, **kwargs) if output is None else output
+        output = func(*args, **kwargs) if output is None else output
+        if self.trails is not None and (call.logits is None or self.trails.expected is not None):
+            self.trails.begin(output)
+        return output
 
     def _multi_head(self, *args: object, **kwargs: object) -> Any:
         """torch's function with its kernel replaced in a copy: a mode does not reach into it by itself."""

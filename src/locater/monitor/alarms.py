@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..head import Block
@@ -39,11 +39,15 @@ class Alarm:
     remedy: str
     trend: str = ""
     mode: str = "training"
+    since: int | None = None  # the step whose report raised it, where it was said before
 
     def __str__(self) -> str:
+        """In full the first time; then that it is still so."""
         where = f"{self.block} layer {self.layer}"
         if self.heads:
             where += f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}"
+        if self.since is not None:
+            return f"{self.kind}: {where}, still, since step {self.since} ({self.figure:.4g})"
         trend = f", {self.trend}" if self.trend else ""
         return f"{self.kind}: {where}, {self.meaning}{trend}; try {self.remedy}"
 
@@ -53,6 +57,7 @@ class Alarm:
 
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
 Remedies = tuple[tuple[str, str], ...]
+SMALLER = "a lower learning rate or a longer warm-up"  # where growth is so fast that the steps are what is wrong
 SHRINK: Remedies = (("QKClip", "QKClip"), ("QKNorm", "QKNorm"), ("SoftCap", "SoftCap"), ("", "a lower learning rate"))
 SHARPEN: Remedies = (("QKNorm", "QKNorm"), ("LocAteR", "LocAteR, to shrink the spectrum"), ("", "a longer warm-up"))
 REVIVE: Remedies = (("LocAteR", "LocAteR with a trace away from 0"), ("", "less weight decay on queries and keys"))
@@ -110,6 +115,25 @@ CONDITIONS = (
 )  # fmt: skip
 
 
+@dataclass
+class Said:
+    """Alarms of the last report: the step that raised each, and of which heads."""
+
+    known: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+
+    def mark(self, alarms: Iterable[Alarm], step: int) -> list[Alarm]:
+        """The same alarms; those of the same heads, or of some of them, as in the last report say since when."""
+        marked, known = [], {}
+        for alarm in alarms:
+            key = f"{alarm.mode} {alarm.kind} {alarm.block} {alarm.layer}"
+            since, heads = self.known.get(key, (step, []))
+            is_old = key in self.known and {*alarm.heads} <= {*heads}
+            marked.append(replace(alarm, since=since if is_old else None))
+            known[key] = (since, heads) if is_old else (step, list(alarm.heads))
+        self.known = known
+        return marked
+
+
 def find_alarms(
     layers: Iterable[LayerReport],
     thresholds: Thresholds,
@@ -117,28 +141,40 @@ def find_alarms(
     mode: str = "training",
     attached: Collection[str] = (),
     trends: Trends | None = None,
+    may_begin: Callable[[LayerReport, int | None], bool] | None = None,
 ) -> list[Alarm]:
-    """Every alarm of these layers, heads together, the worst first; `attached` stabilisers are no remedy."""
+    """Every alarm of these layers, heads together, the worst first; `attached` stabilisers are no remedy.
+
+    Heads of a layer that `may_begin`, as those of a fresh model, are not called dead for being uniform.
+    """
     found: list[tuple[int, float, Alarm]] = []
     for layer in layers:
         for rank, condition in enumerate(CONDITIONS):
-            alarms = _of_condition(layer, condition, thresholds, attached, trends)
+            excused = may_begin if condition.kind == RESTING[1] else None
+            alarms = _of_condition(layer, condition, thresholds, attached, trends, excused)
             found += [(rank, _distance(condition, alarm), alarm) for alarm in alarms]
     ordered = sorted(found, key=lambda entry: (entry[0], -entry[1]))
     return [alarm if mode == "training" else Alarm(**{**asdict(alarm), "mode": mode}) for _, _, alarm in ordered]
 
 
 def _of_condition(
-    layer: LayerReport, condition: Condition, limits: Thresholds, attached: Collection[str], trends: Trends | None
+    layer: LayerReport,
+    condition: Condition,
+    limits: Thresholds,
+    attached: Collection[str],
+    trends: Trends | None,
+    excused: Callable[[LayerReport, int | None], bool] | None,
 ) -> Iterator[Alarm]:
     limit, figures = condition.limit(layer, limits), condition.figures(layer)
     if limit is None:
         return
     remedy = next(words for name, words in condition.remedies if name not in attached)
     wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
+    wrong = {head: figure for head, figure in wrong.items() if excused is None or not excused(layer, head)}
     explodes = condition.kind == "logit explosion" and trends is not None
     if wrong:
         trend = trends.words(layer, "max_logit", list(wrong)) if explodes and trends else ""
+        remedy = SMALLER if explodes and trends and trends.is_fast(layer, "max_logit", wrong) else remedy
         yield _alarm(layer, condition, condition.kind, wrong, limit, remedy, trend)
     if explodes and trends is not None and limits.steps_ahead is not None:
         ahead = trends.steps_until(layer, "max_logit", limit, within=limits.steps_ahead)

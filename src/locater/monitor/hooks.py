@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
+from ..attention.gates import Trails
 from ..attention.interception import Eagerly, Interception, in_compiled
 from ..errors import refusal
 from ..models.live import Site
@@ -62,6 +63,7 @@ class Pass:
     current: dict[str, Site] = field(default_factory=dict)  # of an owner of several sites, whose projection ran last
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
     modes: ExitStack = field(default_factory=ExitStack)
+    trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
 
 
 class Hooks:
@@ -74,6 +76,7 @@ class Hooks:
         self.observer, self.modules = observer, modules
         self.local = threading.local()
         self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
+        self.outside: set[str] = set()  # attention modules that ran outside of every pass
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, Owner] = {}
         for site in sites:
@@ -86,9 +89,11 @@ class Hooks:
 
     def _register(self, entry: nn.Module) -> None:
         keep = self.handles.append
-        keep(entry.register_forward_pre_hook(OutsideHook(entry, self._begin_pass), with_kwargs=True))  # type: ignore
+        entries = [entry, *_encoders(entry, self.modules)]
+        for one in entries:
+            keep(one.register_forward_pre_hook(OutsideHook(one, self._begin_pass), with_kwargs=True))  # type: ignore
         for name, owner in self.owners.items():
-            self._hook(owner.module, self._begin(name))
+            self._hook(owner.module, self._begin(name), name)
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
             sides: dict[str, dict[str, list[Site]]] = defaultdict(lambda: defaultdict(list))
             for site in owner.sites:
@@ -98,20 +103,27 @@ class Hooks:
                 if projection in self.modules and not projection.endswith(PACKED):
                     self._hook(self.modules[projection], self._capture(name, attributes))
         # The last of all: the model itself may be the attention module, whose run must end before the pass does.
-        keep(entry.register_forward_hook(OutsideHook(entry, self._end_pass), always_call=True))  # type: ignore
+        for one in entries:
+            keep(one.register_forward_hook(OutsideHook(one, self._end_pass), always_call=True))  # type: ignore
 
-    def _hook(self, module: nn.Module, function: Callable[..., None]) -> None:
-        hook = Hook(module, self._while_observing(function))
+    def _hook(self, module: nn.Module, function: Callable[..., None], owner: str = "") -> None:
+        hook = Hook(module, self._while_observing(function, owner))
         self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _while_observing(self, function: Callable[..., None]) -> Callable[..., None]:
+    def _while_observing(self, function: Callable[..., None], owner: str = "") -> Callable[..., None]:
         """A compiled model sees one number to compare, and no graph breaks: passes that are observed run eagerly."""
 
         def hook(own: Any, module: nn.Module, *given: Any) -> None:
             if self.num_observing and own() is module and (run := self._pass()) is not None:
                 function(run, module, *given)
+            elif owner and not torch.compiler.is_compiling() and own() is module and self._is_outside():
+                self.outside.add(owner)
 
         return hook
+
+    def _is_outside(self) -> bool:
+        """Whether a step is watched, and no call of the model itself is under way."""
+        return not self._passes() and self.observer.is_due() and not in_backward()
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -136,7 +148,8 @@ class Hooks:
             run = Pass(given, has_cached_keys(given))
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
             run.modes.enter_context(self.observer.recording())
-            run.modes.enter_context(Interception(lambda call: self._call(run, call), written_out=True))
+            seeing = Interception(lambda call: self._call(run, call), written_out=True, trails=run.trails)
+            run.modes.enter_context(seeing)
             self.num_observing += 1
             self.num_passes += 1
         passes.append(run)
@@ -153,6 +166,7 @@ class Hooks:
         if run is not None:
             self.num_observing -= 1
             run.modes.close()
+            run.trails.close()
 
     def _begin(self, name: str) -> Callable[..., None]:
         def begin(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
@@ -223,6 +237,17 @@ class Hooks:
             return  # some other softmax: a router's, a pooling's
         if self.observer.by_call(self._site(run, name), call, inputs, run) and inputs is not None:
             inputs.was_seen = True
+
+
+def _encoders(entry: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module]:
+    """What `generate` of transformers calls by itself, and not by way of the model: its encoder."""
+    ask = getattr(entry, "get_encoder", None)
+    try:
+        found = ask() if callable(ask) else None
+    except Exception:  # a model of another library may mean anything by it
+        return []
+    inside = isinstance(found, nn.Module) and found is not entry and any(one is found for one in modules.values())
+    return [found] if inside and isinstance(found, nn.Module) else []
 
 
 def owner_name(site: Site) -> str:

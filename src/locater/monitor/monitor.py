@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,18 +13,18 @@ from torch.optim import Optimizer
 
 from ..attention import NEAR, Blocks
 from ..errors import Refusal, refusal
-from ..models.live import Sample
+from ..models.live import Sample, at_work
 from ..models.live.explicit import Explicit
 from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
-from .alarms import Thresholds, find_alarms
+from .alarms import Said, Thresholds, find_alarms
 from .hooks import Hooks, owner_name
 from .observation import Key, Observation
-from .places import entry_of, repeated, silent, written_out
-from .report import LayerReport, Report, make_notes
+from .places import entry_of, outside, repeated, silent, written_out
+from .report import LayerReport, Report, make_notes, unfollowed
 from .sinks import Sink
 from .tally import Tally, merge
-from .trends import GROWING, Trends
+from .trends import GROWING, Awake, Trends
 from .weights import Weights
 
 QK_NORMS = ("qk_norm", "q_norm", "query_norm", "q_layernorm", "query_layernorm")  # ours, and what models call theirs
@@ -79,11 +80,12 @@ class AttentionMonitor:
         )  # fmt: skip
         self.weights: dict[int, Weights] | None = {} if weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
+        self.awake, self.said = Awake(), Said()
         self.host: Any = OwnLoop(self.seen.model, optimizer)
         self.sample = sample
         self.stabilisers: list[Any] = list(stabilisers)
         self.num_given = len(self.stabilisers)
-        self.num_steps = 0
+        self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
 
     def attach(self) -> "AttentionMonitor":
@@ -134,9 +136,16 @@ class AttentionMonitor:
         self.trends.add(self.num_steps, training)
         training = tuple(self._with_growth(layer) for layer in training)
         attached = self._attached()
-        alarms = find_alarms(training, self.thresholds, attached=attached, trends=self.trends)
-        alarms += find_alarms(evaluation, self.thresholds, mode="evaluation", attached=attached)
+        self.awake.add(self.num_steps, (*training, *evaluation), self.thresholds.dead_uniform)
+        options: Any = dict(attached=attached, may_begin=partial(self.awake.may_begin, step=self.num_steps))
+        alarms = find_alarms(training, self.thresholds, trends=self.trends, **options)
+        alarms += find_alarms(evaluation, self.thresholds, mode="evaluation", **options)
+        alarms = self.said.mark(alarms, self.num_steps)
         num_cached = 0 if self.hooks is None else self.hooks.num_cached
+        self.seen.refused.update(() if self.hooks is None else outside(self.hooks.outside))
+        if not self.was_told_of_gates:
+            self.seen.refused.update(lost := [*unfollowed((*training, *evaluation))])
+            self.was_told_of_gates = bool(lost)
         notes = make_notes(
             (*training, *evaluation), self.seen.refused, num_cached, sum(self.seen.spending.skipped.values())
         )
@@ -159,6 +168,8 @@ class AttentionMonitor:
             "num_steps": self.num_steps,
             "generator": self.seen.generator.get_state(),
             "trends": self.trends.state_dict(),
+            "awake": self.awake.state_dict(),
+            "said": {key: [since, list(heads)] for key, (since, heads) in self.said.known.items()},
             "actions": [action.state_dict() for action in self.responses.all()],
         }
 
@@ -166,6 +177,8 @@ class AttentionMonitor:
         self.num_steps = state["num_steps"]
         self.seen.generator.set_state(state["generator"])
         self.trends.load_state_dict(state.get("trends", {"moments": {}}))
+        self.awake.load_state_dict(state.get("awake", {"first": None, "ever": {}}))
+        self.said.known = {key: (since, list(heads)) for key, (since, heads) in state.get("said", {}).items()}
         for action, kept in zip(self.responses.all(), state.get("actions", ()), strict=False):
             action.load_state_dict(kept)
 
@@ -212,7 +225,7 @@ class AttentionMonitor:
 
     def _attached(self) -> set[str]:
         """Stabilisers at work: those given, those that actions attached, and what modules and calls show."""
-        names = {type(one).__name__ for one in self.stabilisers}
+        names = {type(one).__name__ for one in self.stabilisers} | at_work.names(self.seen.model)
         modules = (name.rpartition(".")[2] for name, _ in self.seen.model.named_modules())
         names |= {"QKNorm"} if any(name in QK_NORMS for name in modules) else set()
         return names | self.seen.shown
@@ -239,3 +252,4 @@ class AttentionMonitor:
         self.seen.begin()
         if self.hooks is not None:
             self.hooks.num_cached = self.hooks.num_passes = 0
+            self.hooks.outside.clear()

@@ -14,6 +14,7 @@ from ..attention import Blocks, Statistics, observe, rank, sample_queries
 from ..attention.arguments import read
 from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
+from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, refusal
 from ..models import spans
@@ -150,7 +151,20 @@ class Observation:
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
         self._add(site, statistics, num_texts * num_queries, x, query_valid, call.through)
+        if call.segments is None:
+            run.trails.expect(self._trail(site, call, (num_texts, num_heads, num_queries), query_valid))
         return True
+
+    def _trail(self, site: Site, call: AttentionCall, shape: tuple[int, int, int], valid: Tensor | None) -> Trail:
+        """Where the call's output goes: what its gate is there is added to the layer's tally."""
+        tally, indices = self.tallies[self.sites.index(site), self.model.training], self.indices(site)
+
+        def found(gate: Tensor | None) -> None:
+            with self.lock:
+                tally.add_gate(gate, indices, shape, valid)
+
+        heads_first = call.through not in ("flash_attn", "varlen_attn")
+        return Trail(shape, heads_first, found, is_weights=call.logits is not None)
 
     def by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""

@@ -120,6 +120,13 @@ def silent(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]
             yield f"`{name}` ({type(module).__name__}) looks like attention and called no kernel: it was not looked at"
 
 
+def outside(names: set[str]) -> Iterator[str]:
+    """Attention modules that ran while a step was watched, but in no call of the model itself."""
+    if names:
+        first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"`{first}`{more} ran outside of a call of the model itself, model(…): not looked at there"
+
+
 def written_out(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]) -> list[str]:
     """Modules that compute a softmax over pairs of tokens themselves, and called no kernel."""
     names = {name.split(AGAIN)[0] for name in calling}

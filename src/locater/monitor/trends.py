@@ -1,8 +1,9 @@
 """How fast numbers grow from report to report: rates per step, and how many steps are left to a threshold."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from ..records import State
@@ -11,6 +12,8 @@ from .report import LayerReport
 KEPT = 3  # reports whose numbers are remembered
 LEAST = 0.25  # of a threshold; below, growth is not yet spoken of
 SPAN = 50  # steps that the remembered reports must span: over fewer, one batch differs from the next
+SETTLED = 1000  # steps in which a head that learns anything has told keys apart
+LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
 GROWING = ("max_logit", "eta", "sigma_1")
 
 Moment = tuple[int, dict[str, list[float]]]
@@ -52,11 +55,16 @@ class Trends:
                 found |= {head: steps} if steps <= within else {}
         return found
 
+    def is_fast(self, layer: LayerReport, name: str, heads: Iterable[Any]) -> bool:
+        """Whether a head grows more than tenfold in 100 steps: no slow drift, but steps that are too large."""
+        rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
+        return any(100 * rates[head] > math.log(10) for head in heads)
+
     def words(self, layer: LayerReport, name: str, heads: list[Any]) -> str:
         rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
         known = [rates[head] for head in heads if not math.isnan(rates[head])]
         fastest = max(known, default=0.0)
-        if 100 * fastest > math.log(10):
+        if self.is_fast(layer, name, heads):
             return "growing more than tenfold in 100 steps"
         return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else ""
 
@@ -65,6 +73,38 @@ class Trends:
 
     def load_state_dict(self, state: State) -> None:
         self.moments = {key: [(step, values) for step, values in kept] for key, kept in state["moments"].items()}
+
+
+@dataclass
+class Awake:
+    """Which heads have ever told keys apart: at its start a model's logits are as good as equal, and nothing is wrong.
+
+    A head is dead that did before, that has not done so for SETTLED steps, or that stands among others that do.
+    """
+
+    first: int | None = None
+    ever: dict[str, list[int]] = field(default_factory=dict)
+    others: float = math.nan  # the median head's normalised entropy
+
+    def add(self, step: int, layers: Sequence[LayerReport], limit: float | None) -> None:
+        self.first = step if self.first is None else self.first
+        known = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
+        self.others = median(known) if known else math.nan
+        for layer in layers if limit is not None else ():
+            heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
+            told = {head for head, value in heads if value <= limit}
+            self.ever[_key(layer)] = sorted(told | {*self.ever.get(_key(layer), ())})
+
+    def may_begin(self, layer: LayerReport, head: int | None, step: int) -> bool:
+        """Whether this head may simply not have learned anything yet."""
+        settled = self.first is not None and step - self.first >= SETTLED
+        return not (settled or self.others < LEARNED or head in self.ever.get(_key(layer), ()))
+
+    def state_dict(self) -> State:
+        return {"first": self.first, "ever": self.ever}
+
+    def load_state_dict(self, state: State) -> None:
+        self.first, self.ever = state["first"], {key: list(heads) for key, heads in state["ever"].items()}
 
 
 def _key(layer: LayerReport) -> str:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..models import Family
+from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
 from ..records import State, head_key, layer_key
@@ -60,6 +61,14 @@ class LocAteR(Stabiliser):
         self.steps, self._in_loss = 0, False
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
         self.gauge = Gauge(self.pairs, optimizer, self._slopes) if self.auto else None
+        at_work.begin(model, self)
+
+    def __repr__(self) -> str:
+        """With κ as it is now."""
+        chosen = "" if self.auto is None else f" (auto, {'chosen' if self.auto.is_done else 'not settled yet'})"
+        parts = f"strength={self.strength:.3g}{chosen}", f"scale={type(self.scale).__name__}"
+        decoupled = "decoupled" if self.optimizer is not None else "in the loss"
+        return f"LocAteR({', '.join(parts)}, mean={type(self.mean).__name__}, {decoupled})"
 
     def penalty(self) -> Float[Tensor, ""]:
         """κ Σ_heads scale(W), and the mean's penalty if it has one; 0 where the optimiser was given."""
@@ -93,7 +102,7 @@ class LocAteR(Stabiliser):
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/xi`, `…/eta` and `…/trace` (in units of λ): means over a layer's heads.
 
-        With `heads` each head's own as well: `qk/layer_03/head_05/xi`.
+        With `heads` each head's own as well: `qk/layer_03/head_05/xi`. With `strength="auto"` κ, as `qk/strength`.
         """
         several = len({pair.block for pair in self.pairs}) > 1
         by_layer: dict[str, list[float]] = {}
@@ -104,7 +113,8 @@ class LocAteR(Stabiliser):
                 by_layer.setdefault(f"qk/{layer}/{name}", []).extend(values)
                 single |= {f"qk/{layer}/{head_key(pair.first + n)}/{name}": value for n, value in enumerate(values)}
         means = {key: sum(values) / len(values) for key, values in by_layer.items()}
-        return means | single if heads else means
+        chosen = {} if self.auto is None else {"qk/strength": self.strength}
+        return chosen | means | (single if heads else {})
 
     def state_dict(self) -> State:
         state = {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
@@ -148,6 +158,7 @@ class LocAteR(Stabiliser):
 
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
+        at_work.end(self)
         if self.gauge is not None:
             self.gauge.close()
 

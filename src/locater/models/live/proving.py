@@ -110,7 +110,7 @@ class Search:
         """A tensor as (texts, tokens, heads, d_head), if it has that many numbers, whichever way it lies."""
         tokens = max(self.call.query.shape[2], self.call.key.shape[2])
         batch, _, heads, size = plain.shape
-        if one.numel() == batch * tokens * heads * size:
+        if one.is_floating_point() and one.numel() == batch * tokens * heads * size:
             yield one.reshape(batch, tokens, heads, size)[:, :MOST_TOKENS].float()
             yield one.reshape(batch, heads, tokens, size).transpose(1, 2)[:, :MOST_TOKENS].float()
 
@@ -124,22 +124,23 @@ class Search:
         return next((module for module in self.call.modules if any(True for _ in module.parameters())), None)
 
     def _gains(self, vectors: Vectors) -> list[Gain]:
-        """What a norm inside the attention module may multiply by: what is known to have come into these vectors first.
+        """What a norm inside the attention module may multiply by: what is known to have come into these vectors.
 
-        Gains are all alike at the start of a training, so their numbers do not tell which one it was.
+        Gains are all alike at the start of a training, so their numbers do not tell which one it was, nor whether there
+        was any. Where nothing is known to have come in, it may be any of them, or none.
         """
         inside = set() if self._attention is None else {id(one) for one in self._attention.parameters()}
         known = self.watch.came_into(self.call.query if vectors is self.query else self.call.key)
-        found, plain = [], Gain(None, torch.ones(1))
-        for name, (module, attribute) in self.tensors.owners.items():
-            shape = self.tensors.shape(name)
-            is_gain = len(shape) == 1 or (len(shape) == 2 and shape[-1] == vectors.shape[-1])
-            if attribute != "bias" and is_gain and id(module._parameters.get(attribute)) in inside:
-                found.append((name in known, self._gain(name)))
-        used = [gain for is_used, gain in found if is_used]
-        order = [*used, plain, *(gain for is_used, gain in found if not is_used)]
-        less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in order if gain.name is not None]
-        return [*order, *less_one] if not used else [*used, *less_one[: len(used)], *order[len(used) :], *less_one]
+        names = [
+            name
+            for name, (module, attribute) in self.tensors.owners.items()
+            if attribute != "bias" and id(module._parameters.get(attribute)) in inside
+            if _is_gain(self.tensors.shape(name), *vectors.shape[-2:])
+        ]
+        used = [name for name in names if name in known]
+        gains = [self._gain(name) for name in used or names]
+        less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in gains]
+        return [*([] if used else [Gain(None, torch.ones(1))]), *gains, *less_one]
 
     def _gain(self, name: str) -> Gain:
         places = Places(Attention("decoder", "", ""), Config(), self.tensors, "")
@@ -218,6 +219,11 @@ class Search:
             if not alike(logits, expected, self.allowed):
                 names = f"`{query.product.name}` and `{key.product.name}`"
                 raise refusal(f"the call's logits from {names}", f"others in head {head.index}")
+
+
+def _is_gain(shape: tuple[int, ...], num_heads: int, size: int) -> bool:
+    """One number for each of a head's, or of all heads'."""
+    return len(shape) == 1 or (len(shape) == 2 and shape[1] == size and shape[0] <= num_heads)
 
 
 def _batched(tensor: Tensor, batch: int, tokens: int) -> Iterator[Tensor]:

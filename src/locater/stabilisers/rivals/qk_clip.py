@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...attention.calls import AttentionCall
 from ...errors import refusal
+from ...models.live import at_work
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...records import head_key, layer_key
@@ -53,6 +54,8 @@ class QKClip(Stabiliser):
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))
+        if not log_only:
+            at_work.begin(model, self)
 
     def _attend(self, name: str, call: AttentionCall) -> Tensor:
         if torch.is_grad_enabled():
@@ -93,6 +96,7 @@ class QKClip(Stabiliser):
         return self.last[pair.name][pair.first : pair.first + math.prod(pair.shape)].view(pair.shape)
 
     def detach(self) -> None:
+        at_work.end(self)
         self.slots.remove()
 
 
