@@ -142,7 +142,7 @@ def test_attach_hands_on_the_optimiser_and_the_sample():
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sample = hand_written.TOKENS
     action = Attach(LocAteR, strength=1e-3)
-    options = dict(every=1, optimizer=optimizer, thresholds=Thresholds(dead_uniform=0.0))
+    options = dict(every=1, optimizer=optimizer, thresholds=Thresholds(rank_collapse=2.0))
     with pytest.raises(Refusal, match="on_alarm: expected a live model of a known family"):
         AttentionMonitor(model, on_alarm=Attach(LocAteR, strength=1e-3), **options).attach()
     with AttentionMonitor(model, on_alarm=action, sample=sample, **options) as monitor:

@@ -133,10 +133,10 @@ def uniform(report):
 def test_a_fresh_model_is_not_dead_until_it_had_time_to_learn():
     model = fresh()
     with AttentionMonitor(model, every=1) as monitor:
-        for step, is_dead in ((1, False), (100, False), (999, False), (1001, True)):
+        for step, is_dead in ((0, False), (100, False), (999, False), (1001, True)):
+            monitor.num_steps = step
             model(LONG)
             assert bool(uniform(monitor.report())) == is_dead, step
-            monitor.num_steps = step
 
 
 def test_heads_that_told_keys_apart_before_are_dead_at_once():
@@ -200,5 +200,5 @@ def test_what_is_attached_to_the_model_is_not_advised():
     assert AttentionMonitor(model)._attached() == {"QKClip", "LocAteR"}
     assert "qk/strength" in locater.metrics() and "(auto, not settled yet)" in repr(locater)
     clip.detach()
-    del locater
+    locater.detach()
     assert not AttentionMonitor(model)._attached()

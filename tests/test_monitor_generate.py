@@ -16,7 +16,7 @@ def bart():
 
 
 def t5():
-    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=2,
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2,
                                    num_heads=2, **IDS)  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
 
@@ -39,7 +39,7 @@ SOUND = dict(input_features=torch.randn(2, 8, 40))
     ("make", "given", "blocks"),
     [
         (bart, TEXT, {("encoder", 0), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1)}),
-        (t5, TEXT, {("encoder", 0), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1)}),
+        (t5, TEXT, {("encoder", 0), ("encoder", 1), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1)}),
         (whisper, SOUND, {("encoder", 0), ("decoder", 0), ("decoder", 1), ("cross", 0), ("cross", 1)}),
         (gpt2, TEXT, {("decoder", 0), ("decoder", 1)}),
     ],

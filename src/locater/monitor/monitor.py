@@ -143,12 +143,11 @@ class AttentionMonitor:
         alarms = self.said.mark(alarms, self.num_steps)
         num_cached = 0 if self.hooks is None else self.hooks.num_cached
         self.seen.refused.update(() if self.hooks is None else outside(self.hooks.outside))
-        if not self.was_told_of_gates:
-            self.seen.refused.update(lost := [*unfollowed((*training, *evaluation))])
-            self.was_told_of_gates = bool(lost)
-        notes = make_notes(
-            (*training, *evaluation), self.seen.refused, num_cached, sum(self.seen.spending.skipped.values())
-        )
+        seen = (*training, *evaluation)
+        lost = () if self.was_told_of_gates else tuple(unfollowed(seen))
+        self.was_told_of_gates |= bool(lost)
+        skipped = sum(self.seen.spending.skipped.values())
+        notes = (*make_notes(seen, self.seen.refused, num_cached, skipped), *lost)
         report = Report(self.num_steps, training, evaluation, tuple(alarms), notes, per_head=self.per_head)
         self._begin()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
