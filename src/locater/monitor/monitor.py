@@ -17,7 +17,7 @@ from ..models.live import Sample, at_work
 from ..models.live.explicit import Explicit
 from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
-from .alarms import Said, Thresholds, find_alarms
+from .alarms import Alarm, Said, Thresholds, find_alarms
 from .hooks import Hooks, owner_name
 from .observation import Key, Observation
 from .places import entry_of, outside, repeated, silent, written_out
@@ -135,26 +135,33 @@ class AttentionMonitor:
         training = tuple(self._with_weights(layer) for layer in training)
         self.trends.add(self.num_steps, training)
         training = tuple(self._with_growth(layer) for layer in training)
-        attached = self._attached()
-        self.awake.add(self.num_steps, (*training, *evaluation), self.thresholds.dead_uniform)
-        options: Any = dict(attached=attached, may_begin=partial(self.awake.may_begin, step=self.num_steps))
-        alarms = find_alarms(training, self.thresholds, trends=self.trends, **options)
-        alarms += find_alarms(evaluation, self.thresholds, mode="evaluation", **options)
-        alarms = self.said.mark(alarms, self.num_steps)
-        num_cached = 0 if self.hooks is None else self.hooks.num_cached
-        self.seen.refused.update(() if self.hooks is None else outside(self.hooks.outside))
-        seen = (*training, *evaluation)
-        lost = () if self.was_told_of_gates else tuple(unfollowed(seen))
-        self.was_told_of_gates |= bool(lost)
-        skipped = sum(self.seen.spending.skipped.values())
-        notes = (*make_notes(seen, self.seen.refused, num_cached, skipped), *lost)
-        report = Report(self.num_steps, training, evaluation, tuple(alarms), notes, per_head=self.per_head)
+        alarms, notes = self._alarms(training, evaluation), self._notes((*training, *evaluation))
+        report = Report(self.num_steps, training, evaluation, alarms, notes, per_head=self.per_head)
         self._begin()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
             for sink in self.sinks:
                 sink.write(report)
         self.responses(Event(report, self.seen.model, self.host, self.stabilisers))
         return report
+
+    def _alarms(self, training: tuple[LayerReport, ...], evaluation: tuple[LayerReport, ...]) -> tuple[Alarm, ...]:
+        """Those of this report, which say since when if the last one had them."""
+        self.awake.add(self.num_steps, (*training, *evaluation), self.thresholds.dead_uniform)
+        may_begin = partial(self.awake.may_begin, step=self.num_steps)
+        options: Any = dict(attached=self._attached(), may_begin=may_begin)
+        alarms = find_alarms(training, self.thresholds, trends=self.trends, **options)
+        alarms += find_alarms(evaluation, self.thresholds, mode="evaluation", **options)
+        return tuple(self.said.mark(alarms, self.num_steps))
+
+    def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:
+        """What the numbers do not say; of gates that are not known once."""
+        num_cached, skipped = 0, sum(self.seen.spending.skipped.values())
+        if self.hooks is not None:
+            num_cached = self.hooks.num_cached
+            self.seen.refused.update(outside(self.hooks.outside))
+        lost = () if self.was_told_of_gates else tuple(unfollowed(seen))
+        self.was_told_of_gates |= bool(lost)
+        return (*make_notes(seen, self.seen.refused, num_cached, skipped), *lost)
 
     @property
     def should_stop(self) -> bool:
