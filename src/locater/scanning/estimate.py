@@ -24,12 +24,17 @@ from ..spectra import Grams
 LENGTH = 256
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
 SEEN = 128
-# How far the logits of typical tokens swing over all rotary pairs together: the one constant that was
-# fitted (to the mean absolute error on trained decoders; ranks hardly depend on it).
-SWING = 12.0
+# The direct path asks every so many positions: its products grow with the number of queries.
+EVERY = 4
+# How far the logits of typical tokens swing over all rotary pairs together, from the middle of the model on. What
+# tokens have in common grows with depth (embeddings have little of it), so the first layer has half of it. Fitted to
+# the mean absolute error on trained decoders.
+SWING, FIRST_SWING = 14.0, 0.5
+# Fewer pairs that turn within LENGTH make waves, not a decay: in a decoder with two the estimate ran against attention.
+FEWEST_TURNING = 4
 # Four in five heads lie within so much of the estimate: the widest of the models at hand, and for rotary positions a
-# third more, by which a model that was left out exceeded the others.
-ROTARY_MARGIN, DIRECT_MARGIN = 0.33, 0.25
+# third more, for models that are not among them.
+ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
 WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
 POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
@@ -66,19 +71,20 @@ def nothing() -> None:
 
 
 @torch.no_grad()
-def estimates(groups: list[list[Head]], acting: Grams, direct: Direct) -> list[Estimate | None]:
+def estimates(groups: list[list[Head]], acting: Grams, direct: Direct, *, num_layers: int) -> list[Estimate | None]:
     """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
 
     `acting` are the Gram products with all gains and norms in them; `direct` gives what embeddings and positions make
-    of a text of random words, and is asked when a head wants it. Two-sided rotary heads, cross-attention and heads
-    without any positions have none.
+    of a text of random words, and is asked when a head wants it; `num_layers` are those of the model, for its depth.
+    Two-sided rotary heads, heads of few pairs, cross-attention and heads without any positions have none.
     """
     heads = [head for group in groups for head in group]
     first = heads[0]
     if first.block in ("cross", "vision"):
         return [None] * len(heads)
     if first.rotary is not None:
-        return [None] * len(heads) if first.lookahead != 0 else [*_rotary(heads, acting)]
+        known = first.lookahead == 0 and _num_turning(first.rotary) >= FEWEST_TURNING
+        return [*_rotary(heads, acting, num_layers)] if known else [None] * len(heads)
     x = direct()
     if x is None or x.shape[1] != first.d_model:
         return [None] * len(heads)
@@ -86,8 +92,23 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct) -> list[E
     return [Estimate.of(near, margin) for near in _direct(heads, x)]
 
 
-def _rotary(heads: Sequence[Head], acting: Grams) -> list[Estimate]:
-    """softmax over Δ of SWING · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
+@lru_cache(maxsize=8)
+def _num_turning(rotary: Rotary) -> int:
+    """The pairs that turn at least once in a text."""
+    return int((rotary.frequencies(LENGTH) > 2 * torch.pi / LENGTH).sum())
+
+
+def swing(layer: int, num_layers: int) -> float:
+    """The swing of a layer's logits: FIRST_SWING of it at the first, all of it from the middle on.
+
+    >>> [swing(layer, 4) for layer in range(4)]
+    [7.0, 10.5, 14.0, 14.0]
+    """
+    return SWING * min(1.0, FIRST_SWING + 2 * (1 - FIRST_SWING) * layer / max(1, num_layers))
+
+
+def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> list[Estimate]:
+    """softmax over Δ of `swing` · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
 
     Strength is ‖q rows‖‖k rows‖. Fast pairs tell near from far, slow ones tell nothing: typical tokens have a part in
     common whose logit falls off with distance as fast as the pairs turn. O(pairs · LENGTH) per head.
@@ -98,7 +119,7 @@ def _rotary(heads: Sequence[Head], acting: Grams) -> list[Estimate]:
     still = _still(acting, rotary)
     cosines, sines = _turns(rotary)
     share = strength / (strength.sum(-1, keepdim=True) + still[:, None]).clamp(min=torch.finfo(strength.dtype).tiny)
-    logits = SWING * share @ cosines
+    logits = swing(heads[0].layer, num_layers) * share @ cosines
     biases = [_bias_terms(head) for head in heads]
     if any(term is not None for term in biases):
         even, odd = (torch.stack(parts) for parts in zip(*(term or _no_terms(rotary) for term in biases), strict=True))
@@ -172,7 +193,7 @@ def _direct(heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"]) -> l
     What is masked and which keys are near is one for all heads of a layer.
     """
     positions = torch.arange(len(direct))
-    queries = positions[FIRST_QUERY::4]
+    queries = positions[FIRST_QUERY::EVERY]
     hidden = ~heads[0].admits(queries, positions)
     near = (queries[:, None] - positions).abs() < NEAR
     p = _direct_logits(heads, direct, queries).masked_fill_(hidden, -torch.inf)[..., 1:].softmax(-1)

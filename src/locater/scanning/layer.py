@@ -83,6 +83,7 @@ class Settings:
     keep_curves: bool = False
     exact: bool = False
     direct: Direct = nothing  # what embeddings and positions alone make of a text
+    num_layers: int = 0  # of the whole model
 
     def temperature_of(self, head: Head) -> float:
         return head.temperature if self.temperature is None else self.temperature
@@ -177,7 +178,8 @@ def _eigenvalues(core: Tensor) -> Tensor:
 def _estimated(groups: list[list[Head]], grams: Grams, settings: Settings) -> dict[str, list]:
     """What the heads probably do; nothing is said of weights without their gains."""
     num_heads = sum(map(len, groups))
-    found = [None] * num_heads if settings.raw else estimates(groups, grams, settings.direct)
+    num_layers = settings.num_layers
+    found = [None] * num_heads if settings.raw else estimates(groups, grams, settings.direct, num_layers=num_layers)
     found = [one if one is not None and math.isfinite(one.near_mass) else None for one in found]
     return {
         "estimated_near_mass": [one and one.near_mass for one in found],

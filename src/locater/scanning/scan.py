@@ -98,6 +98,7 @@ def scan(
         adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads, timeout=timeout
     )
     with open_source(source, **options) as opened:
+        settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
             settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors)))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)

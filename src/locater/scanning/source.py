@@ -29,6 +29,7 @@ class Opened:
     format: str
     coverage: str
     numbers: list[int]
+    num_layers: int  # of the whole model, stored here or not
     read: Callable[[frozenset[int]], Iterator[Layer]]
     tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
 
@@ -125,9 +126,11 @@ def _open_live(
         return (site.build() for site in sites if site.number in wanted)
 
     numbers = [site.number for site in sites]
-    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, read)
+    depth = max(numbers, default=-1) + 1
+    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, depth, read)
 
 
 def _of_model(model: Model, source: str) -> Opened:
     numbers = [layer for places in model.places for layer in places.layers]
-    return Opened(source, model.family, "module", model.coverage, numbers, model.layers)
+    depth = max(places.num_layers for places in model.places)
+    return Opened(source, model.family, "module", model.coverage, numbers, depth, model.layers)
