@@ -19,9 +19,9 @@ GROUP = 32
 NAMES = {"q": "model.layers.0.self_attn.q_proj", "k": "model.layers.0.self_attn.k_proj"}
 
 
-def originals() -> dict[str, torch.Tensor]:
+def originals(seed: int = 0) -> dict[str, torch.Tensor]:
     """Queries of two heads and keys of one, rows and columns of uneven size."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     uneven = 2 ** torch.randn(64, generator=generator)
     return {
         name: torch.randn(rows, 64, generator=generator) * uneven * 2 ** torch.randn(rows, 1, generator=generator)
@@ -242,19 +242,25 @@ METHODS = {
 }
 
 
+def made(method: str, weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What the tool stores of these weights, what it dequantises that to (`reference.…`), and its notes."""
+    tool, settings, quantise = METHODS[method]()
+    tensors, notes = {}, {}
+    for name, weight in weights.items():
+        stored, whole, *note = quantise(weight)
+        tensors |= {f"{NAMES[name]}.{part}": value.contiguous().clone() for part, value in stored.items()}
+        tensors[f"reference.{name}"] = whole.detach().float().contiguous().clone()
+        notes |= {f"{NAMES[name]}.weight": text for text in note}
+    made_by = f"{tool} {version(tool)}, torch {torch.__version__}"
+    return tensors, notes | {"quantization_config": json.dumps(settings, default=str), "made_by": made_by}
+
+
 def main() -> None:
     for method in sys.argv[1:] or METHODS:
-        tool, settings, quantise = METHODS[method]()
-        tensors, notes = {}, {}
+        tensors, notes = made(method, originals())
         for name, weight in originals().items():
-            stored, whole, *note = quantise(weight)
-            tensors |= {f"{NAMES[name]}.{part}": value.contiguous().clone() for part, value in stored.items()}
-            tensors[f"reference.{name}"] = whole.detach().float().contiguous().clone()
-            notes |= {f"{NAMES[name]}.weight": text for text in note}
             error = (tensors[f"reference.{name}"] - weight).norm() / weight.norm()
-            print(f"{method:24} {name} error {error:.4f}", *stored)
-        made_by = f"{tool} {version(tool)}, torch {torch.__version__}"
-        notes |= {"quantization_config": json.dumps(settings, default=str), "made_by": made_by}
+            print(f"{method:24} {name} error {error:.4f}")
         save_file(tensors, FOLDER / f"{method}.safetensors", metadata=notes)
 
 
