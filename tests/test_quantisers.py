@@ -42,7 +42,11 @@ def test_scan_equals_that_of_what_the_installed_tool_dequantises(method, tmp_pat
         reference = {QUERY: tensors.pop("reference.q"), KEY: tensors.pop("reference.k")}
         quantised = write(tmp_path / f"quantised{seed}", tensors, settings, notes)
         plain = write(tmp_path / f"plain{seed}", reference, None)
-        torch.testing.assert_close(numbers(quantised), numbers(plain), rtol=1e-5, atol=1e-5)
+        own, theirs = numbers(quantised), numbers(plain)
+        scale = torch.cat(
+            [theirs[:, 1:2], theirs[:, 1:2], torch.ones_like(theirs[:, :1])], 1
+        )  # traces cancel, η does not
+        torch.testing.assert_close(own / scale, theirs / scale, rtol=1e-5, atol=1e-5)
 
 
 def test_the_page_says_which_tool_wrote_each_file():
