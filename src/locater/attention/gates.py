@@ -21,7 +21,8 @@ MOVES = (
     *(getattr(owner, name) for owner in (torch, Tensor) for name in (
         "transpose", "permute", "reshape", "flatten", "squeeze", "unsqueeze", "swapaxes", "movedim", "unflatten",
         "swapdims", "narrow", "select")),
-    Tensor.view, Tensor.view_as, Tensor.reshape_as, Tensor.__getitem__, Tensor.mT.__get__, Tensor.T.__get__,
+    Tensor.view, Tensor.view_as, Tensor.reshape_as, Tensor.__getitem__,
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("mT", "T")),
 )  # fmt: skip
 SAME = (
     Tensor.contiguous, Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as,

@@ -90,7 +90,9 @@ class Awake:
         self.first = step if self.first is None else self.first
         known = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
         self.others = median(known) if known else math.nan
-        for layer in layers if limit is not None else ():
+        if limit is None:
+            return
+        for layer in layers:
             heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
             told = {head for head, value in heads if value <= limit}
             self.ever[_key(layer)] = sorted(told | {*self.ever.get(_key(layer), ())})
