@@ -3,19 +3,21 @@
 import copy
 import gc
 import io
-import resource
+import json
+import subprocess
+import sys
 import threading
-import tracemalloc
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
+import monitor_lives
 from locater.monitor import AttentionMonitor
 from locater.stabilisers import QKNorm, SoftCap
+from monitor_lives import left_behind, small_model
 from test_monitor import fingerprint
 from test_monitor_calls import TOKENS, assert_exact
 from written_models import Fused, Net, Separate
@@ -40,54 +42,23 @@ def test_a_thousand_times_leave_nothing():
     assert layers_seen(monitor) == 0
 
 
-def life(model, tokens):
-    """All that happens to a watched model: two monitors, a step, copying, saving, generating, failing."""
-    first, second = AttentionMonitor(model, every=1).attach(), AttentionMonitor(model, every=1, per_head=True).attach()
-    model(tokens, labels=tokens).loss.backward()
-    model.zero_grad()
-    reports = first.step(), second.step()
-    assert len(reports[0].evaluation) == len(reports[1].evaluation) == 2
-    copy.deepcopy(model)
-    torch.save(model.state_dict(), io.BytesIO())
-    torch.save(model, io.BytesIO())
-    with torch.no_grad():
-        model.generate(tokens[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    with pytest.raises(IndexError):
-        model(tokens + 10_000)
-    second.detach()
-    model(tokens)
-    first.report()
-    first.detach()
-
-
-def resident_bytes():
-    status = Path("/proc/self/statm")  # Linux has it; elsewhere objects and traced memory must do
-    return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
-
-
-@pytest.mark.parametrize("num_lives", [3, pytest.param(1000, marks=pytest.mark.slow)])
-def test_lives_leave_no_object_and_no_memory(num_lives):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=64)).eval()
+def test_lives_leave_no_object_and_no_tensor():
+    model = small_model()
     before, expected = fingerprint(model), model(TOKENS).logits
-    kept, is_long = [], num_lives > 100
-    for number in range(num_lives + 3):
-        life(model, TOKENS)
-        if number in (2, num_lives + 2):  # the first few fill caches that are there for good
-            gc.collect()
-            tracemalloc.start() if is_long and number == 2 else None  # it makes everything three times slower
-            traced, objects = tracemalloc.get_traced_memory()[0], gc.get_objects()
-            # By type: `isinstance` would ask modules that load themselves at the first question.
-            tensors = sum(issubclass(type(one), torch.Tensor) for one in objects)
-            kept.append((len(objects), traced, resident_bytes(), tensors))
-            del objects
-    tracemalloc.stop()
-    objects, traced, resident, tensors = (after - start for start, after in zip(*kept, strict=True))
-    print(f"{num_lives} lives: {objects} objects, {tensors} tensors, {traced} bytes traced, {resident} bytes resident")
+    left = left_behind(model, 3)
     assert fingerprint(model) == before and torch.equal(model(TOKENS).logits, expected)
     # Fewer is no leak: what earlier tests of the process left behind may go meanwhile.
-    assert tensors <= 0 and objects < 50, "not one per life"
-    assert traced < 300_000 and (not is_long or resident < 20_000 * num_lives)
+    assert left["tensors"] <= 0 and left["objects"] < 50, left
+
+
+@pytest.mark.slow
+def test_a_thousand_lives_leave_no_memory():
+    done = subprocess.run([sys.executable, Path(monitor_lives.__file__), "1000"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = json.loads(done.stdout)
+    print(f"1,000 lives: {left}")
+    assert left["tensors"] == 0 and left["objects"] < 50, "not one per life"
+    assert left["resident"] < 2_000_000 and left["traced"] < 100_000, "of a few lives: tables that grow once"
 
 
 def test_observing_changes_no_bit_and_no_gradient():
