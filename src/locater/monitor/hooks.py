@@ -73,7 +73,7 @@ class Hooks:
     """
 
     def __init__(self, entry: nn.Module, modules: dict[str, nn.Module], sites: Iterable[Site], observer: Observer):
-        self.observer, self.modules = observer, modules
+        self.observer, self.modules, self.entry = observer, modules, entry
         self.local = threading.local()
         self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
         self.outside: set[str] = set()  # attention modules that ran outside of every pass
@@ -143,7 +143,9 @@ class Hooks:
         if own() is not module:
             return
         run, passes = None, self._passes()
-        if not any(passes) and not in_backward() and self.observer.is_due() and not self._is_compiling():
+        if passes and module is not self.entry:  # an encoder within its model's own pass
+            run = passes[-1]
+        elif not any(passes) and not in_backward() and self.observer.is_due() and not self._is_compiling():
             given = arguments(module, args, kwargs)
             run = Pass(given, has_cached_keys(given))
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
@@ -163,7 +165,7 @@ class Hooks:
         if own() is not module or not (passes := self._passes()):
             return
         run = passes.pop()
-        if run is not None:
+        if run is not None and not any(one is run for one in passes):
             self.num_observing -= 1
             run.modes.close()
             run.trails.close()
