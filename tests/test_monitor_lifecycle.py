@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import monitor_lives
 from locater.monitor import AttentionMonitor
