@@ -80,7 +80,8 @@ class Trail:
         texts, heads, queries = self.shape
         shape = (texts, heads, queries) if self.heads_first else (texts, queries, heads)
         self.full, rows = tuple(output.shape), tuple(output.shape[:-1])
-        return rows == shape or (rows == shape[1:] and texts == 1)
+        joined = self.heads_first and rows == (texts * heads, queries)  # as bmm takes them
+        return rows == shape or joined or (rows == shape[1:] and texts == 1)
 
     def close(self) -> None:
         """One way to the output projection is an answer; several, of which some are gated, are none."""
@@ -167,7 +168,7 @@ def _step(
         if not branch.is_weights:
             trail.ends.append(branch.gate)
         return None
-    if func in SAME:
+    if func in SAME or (func in MOVES and branch.is_weights):
         return moved
     if branch.is_weights or (func not in MOVES and func not in TIMES):
         trail.is_lost |= not branch.is_weights
