@@ -1,8 +1,9 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
@@ -20,6 +21,7 @@ from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, masked, refusal
 from ..models import Layer, live
+from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules
 from ..records import Json
 from ..training.data import vocabulary as own_vocabulary
@@ -185,10 +187,20 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def self_attention(model: nn.Module) -> tuple[list[Layer], list[str]]:
-    """The layers whose queries and keys come from one input, and why others are left out."""
+def self_attention(
+    model: nn.Module,
+    ids: Int[Tensor, "batch tokens"] | None = None,
+    *,
+    heads: Sequence[Explicit] = (),
+    causal: bool | None = None,
+) -> tuple[list[Layer], list[str]]:
+    """The layers whose queries and keys come from one input, and why others are left out.
+
+    A model that no table knows shows its heads on `ids`; of those whose projections are named by `heads`, `causal` says
+    what they see.
+    """
     found, left_out = [], []
-    for layer in live.layers(model):
+    for layer in _named(model, heads, causal) if heads else _layers(model, ids):
         left_out += layer.refused
         if layer.block in ("cross", "vision"):
             left_out.append(f"{layer.block} layer {layer.number}: its queries and keys are not tokens of one text")
@@ -199,12 +211,48 @@ def self_attention(model: nn.Module) -> tuple[list[Layer], list[str]]:
     return found, left_out
 
 
+def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[Layer]:
+    """By its family where its config names one that is known, else by what its attention is given in one pass."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    sample = None if ids is None else ids.to(device)
+    if live.settings(model).get("model_type") is None:
+        return live.layers(model, sample=sample)
+    try:
+        return live.layers(model)
+    except Refusal:
+        if sample is None:
+            raise
+        return live.layers(model, sample=sample)
+
+
+def _named(model: nn.Module, heads: Sequence[Explicit], causal: bool | None) -> Iterator[Layer]:
+    if causal is None:
+        raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
+    for layer in live.layers(model, heads=heads):
+        own = tuple(replace(head, lookahead=0 if causal else None) for head in layer.heads)
+        yield replace(layer, heads=own)
+
+
 @torch.no_grad()
 def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
     """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
-    with inputs_of(named_modules(model), [layer.query_name for layer in layers], take):
+    modules = named_modules(model)
+    names = [_listened(layer.query_name, modules) for layer in layers]
+
+    def in_batches(number: int, x: Tensor) -> None:
+        batch_first = getattr(modules[names[number]], "batch_first", True)
+        take(number, x if batch_first else x.transpose(0, 1))
+
+    with inputs_of(modules, names, in_batches):
         ids = ids.to(next(model.parameters()).device)
         return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
+
+
+def _listened(query_name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The module that is given what queries are made of: `nn.MultiheadAttention` has no module of its own for them."""
+    owner, _, _ = query_name.rpartition(".")
+    packed = query_name not in modules and isinstance(modules.get(owner), nn.MultiheadAttention)
+    return owner if packed else query_name
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import callers_own, masked, refusal
 from ..models import Layer, wanted_layers
+from ..models.live.explicit import Explicit
 from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
@@ -38,6 +39,8 @@ def predict(
     tokenizer: Tokenizer = None,
     by_line: bool = False,
     layers: Iterable[int] | None = None,
+    heads: Sequence[Explicit] = (),
+    causal: bool | None = None,
     effort: Effort | None = None,
     terms: Terms | None = None,
     timeout: float | None = None,
@@ -48,19 +51,21 @@ def predict(
     `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
     the first tokens are a window; `tokens` are windows that were cut already, of which a share is
     measured, with special tokens at the positions `special` (from the end where
-    negative). `timeout` is the number of seconds after which files from elsewhere are given up. Cost: one forward pass
-    per window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
+    negative). The heads of a live module that no table knows are found in one pass over a window; or `heads` names
+    their projections, as for `locater.heads`, without positions: then `causal` must be said. `timeout` is the number
+    of seconds after which files from elsewhere are given up. Cost: one forward pass per window, and per layer one d×d
+    eigenvalue problem; memory per layer O(d²).
     """
     effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
     with at_door(source, timeout):
         model = load_model(source)
-        chosen, left_out = self_attention(model)
-        chosen = chosen_of(chosen, layers)
         effort = _fitted(effort, model)
         windows, text_name = _windows(
             source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
         )
         _check_fits(model, windows)
+        found, left_out = self_attention(model, windows.test[:1], heads=heads, causal=causal)
+        chosen = chosen_of(found, layers)
         rows, loss = _compute(model, chosen, windows, effort=effort, terms=terms, progress=progress)
     name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
     counts = len(windows.calibration), len(windows.test)

@@ -105,7 +105,8 @@ def probe(
 def probe_whole(source: Source, *, layers: Iterable[int] | None, effort: Effort) -> Probe:
     """The model held in memory: a live one, or as transformers loads it."""
     model = load_model(source)
-    chosen, left_out = self_attention(model)
+    sample = torch.arange(effort.window)[None] % _num_rows(model)
+    chosen, left_out = self_attention(model, sample[:, : longest(model)])
     chosen = chosen_of(chosen, layers)
     ids = _windows(source, model, effort, causal=_is_causal(chosen))
     was_training = model.training
@@ -169,9 +170,7 @@ class Alphabet:
 
 
 def _windows(source: Source, model: nn.Module, effort: Effort, *, causal: bool) -> Int[Tensor, "windows tokens"]:
-    rows = vocabulary_size(model)
-    if rows is None:
-        raise refusal("a table of embeddings that ids look up", "none", "give windows of ids with tokens=")
+    rows = _num_rows(model)
     alphabet = _alphabet(source)
     ends = alphabet.before, alphabet.after
     length = min(effort.window, longest(model) or effort.window)
@@ -184,6 +183,13 @@ def _windows(source: Source, model: nn.Module, effort: Effort, *, causal: bool) 
     inside = slice(len(ends[0]), ids.shape[1] - len(ends[1]))
     ids[:, inside] = shuffled[ids[:, inside]]
     return ids
+
+
+def _num_rows(model: nn.Module) -> int:
+    rows = vocabulary_size(model)
+    if rows is None:
+        raise refusal("a table of embeddings that ids look up", "none", "use `predict` with tokens=…")
+    return rows
 
 
 def _alphabet(source: Source) -> Alphabet:
