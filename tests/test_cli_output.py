@@ -107,6 +107,19 @@ def test_the_doctor_knows_every_extra():
     assert set(metadata("locater").get_all("Provides-Extra") or ()) - {"all", "dev", "docs"} == set(EXTRAS)
 
 
+@pytest.mark.parametrize("verb", [(), ("theory",)])
+def test_help_cuts_no_name_at_60_columns(verb):
+    result = locater(*verb, "--help", columns=60)
+    assert result.code == 0 and not [line for line in result.out.splitlines() if "--" in line and "…" in line]
+    assert verb or "--install-completion" in result.out
+
+
+def test_completion_can_be_shown(monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = locater("--show-completion", "bash")
+    assert result.code == 0 and "COMPREPLY" in result.out
+
+
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])
 def test_the_trainers_help_can_be_read_at_80_columns(flag):
     result = locater("train", flag)

@@ -68,6 +68,16 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     assert "The head probably does not look mostly at the 16 nearest tokens (by estimate)" in alone
 
 
+def test_an_estimate_of_what_was_measured_is_not_on_the_page():
+    """As in the demo: a scan and a run of the same head; a model with other heads keeps its estimates."""
+    guess = dict(estimated_near_mass=0.1, estimated_sink_mass=0.2)
+    seen = dict(layer=0, head=0, near_mass=0.8)
+    steps = {"schema": "locater.steps/1", "source": "run", "steps": [{"step": n, "heads": [seen]} for n in (1, 2)]}
+    scan, _, other = views_of([scanned(head(0, 0, **guess)), steps, scanned(head(0, 1, **guess), source="other")])
+    assert "estimated_near_mass" not in scan.columns and "estimated_sink_mass" in scan.columns
+    assert "estimated_near_mass" in other.columns
+
+
 def test_an_estimate_is_not_said_beside_a_measurement():
     guess = dict(estimated_near_mass=0.1, estimated_near_mass_interval=[0, 0.4])
     (estimated,), (plain,) = views_of([scanned(head(0, 0, **guess))]), views_of([scanned(head(0, 0))])

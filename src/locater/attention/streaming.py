@@ -90,9 +90,7 @@ def stream(
     blocks = blocks or Blocks()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
-    empty = widen(queries.new_empty(0)).new_empty
-    whole = Running(empty(grouped.shape[:-1]), empty(6, *grouped.shape[:-1]))
-    num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
+    whole, num_keys = _unfilled(grouped)
     room = blocks.room()
     for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
@@ -106,6 +104,13 @@ def stream(
             num_keys[batch, groups, :, rows] = admitted
     maximum, sums, num_keys = whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2)
     return _statistics(maximum, sums, num_keys, mask, sinks)
+
+
+def _unfilled(queries: Float[Tensor, "batch groups ratio queries d_head"]) -> tuple[Running, Tensor]:
+    """Room for every query's sums and its number of keys."""
+    empty = widen(queries.new_empty(0)).new_empty
+    whole = Running(empty(queries.shape[:-1]), empty(6, *queries.shape[:-1]))
+    return whole, torch.empty(queries.shape[:-1], dtype=torch.long, device=queries.device)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from .demo import demo
 from .doctor import doctor
 from .explore import explore
 from .families import families
-from .grouped_help import GroupedHelp
+from .grouped_help import GroupedHelp, Help, Program
 from .output import speak_plainly, writing
 from .predict import predict
 from .report import report
@@ -41,13 +41,15 @@ VERBS = {
 
 app = typer.Typer(
     name="locater",
+    cls=Program,
+    epilog="Completion in your shell: locater --install-completion (or --show-completion, to see it first).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb, function in VERBS.items():
-    app.command(verb, cls=GroupedHelp if function is train else None)(function)
+    app.command(verb, cls=GroupedHelp if function is train else Help)(function)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,9 +3,10 @@
 import sys
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 ALL = "--help-all"
+NARROW = 72
 # What most runs set; the rest stands behind --help-all.
 COMMON = {
     *(
@@ -24,6 +25,25 @@ COMMON = {
     *("dropout", "optimizer", "learning_rate", "warmup", "strength", "mean", "stabiliser", "steps", "epochs"),
     *("patience", "batch", "seed", "validate_every", "precision", "device"),
 }
+
+
+class Program(TyperGroup):
+    """Help that names the options for completion in its last sentence: in the list, a narrow terminal cuts them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            if option.name in ("install_completion", "show_completion"):
+                option.hidden = True
+        super().format_help(ctx, formatter)
+
+
+class Help(TyperCommand):
+    """Frames round the options where there is room: in a narrow terminal they cut the names of options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if formatter.width < NARROW:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 class GroupedHelp(TyperCommand):

@@ -21,6 +21,7 @@ from .progress import progress
 from .report import save_html
 
 if TYPE_CHECKING:
+    from ..prediction.probe import Probe
     from ..scanning.conditions import Condition
     from ..scanning.rows import HeadRow
     from ..scanning.scan import Scan
@@ -35,6 +36,15 @@ Source = Annotated[
         show_default=False,
     ),
 ]
+Eigenvalues = Annotated[
+    bool, typer.Option("--eigenvalues", help="Compute eigenvalues too: column `spread`, and all in JSON.")
+]
+FailOn = Annotated[
+    str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
+]
+RunOnce = Annotated[
+    bool, typer.Option("--probe", help="Run the model once on random ids, layer by layer from its file.")
+]
 
 
 def scan(
@@ -44,19 +54,13 @@ def scan(
     length: Length = DEFAULT_LENGTH,
     temperature: Annotated[float | None, typer.Option(help="λ for all heads, instead of each head's own.")] = None,
     raw: Raw = False,
-    eigenvalues: Annotated[
-        bool, typer.Option("--eigenvalues", help="Compute eigenvalues too: column `spread`, and all in JSON.")
-    ] = False,
+    eigenvalues: Eigenvalues = False,
     adapter: Annotated[str | None, typer.Option(metavar="DIR", help="A LoRA adapter on top of the source.")] = None,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
     timeout: Timeout = None,
-    fail_on: Annotated[
-        str | None, typer.Option(metavar="'xi<0.5 …'", help="Exit 3 if a head meets one of these conditions.")
-    ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Run the model once on random ids, layer by layer from its file.")
-    ] = False,
+    fail_on: FailOn = None,
+    probe: RunOnce = False,
     json: JsonPath = None,
     html: HtmlPath = None,
     exact: Annotated[bool, typer.Option("--exact", help="Add exact profiles to JSON and page (slow).")] = False,
@@ -76,10 +80,7 @@ def scan(
         found = scan_with_progress(source, options)
         probed = probe_with_progress(source, dict(layers=options["layers"])) if probe else None
     found = found if probed is None else probed.onto(found)
-    _print(console, found, heads=heads)
-    if probed is not None:
-        console.print()
-        print_probe(console, probed, heads=heads)
+    _print(console, found, probed, heads=heads)
     _save(found, json=json, csv=csv, parquet=parquet)
     if html:
         save_html([found.to_json()], html)
@@ -110,7 +111,7 @@ def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
         return run(source, progress=tell, **options)
 
 
-def _print(console: Console, found: "Scan", *, heads: bool) -> None:
+def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
     from ..scanning.findings import NORMALISED, THEORY, behaviour, name, outstanding, regimes
 
@@ -130,6 +131,9 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
         print_bullet(console, mark, f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
     for sentence in found.refused:
         console.print(f"[red]! not read:[/red] {escape(sentence)}", soft_wrap=True)
+    if probed is not None:
+        console.print()
+        print_probe(console, probed, heads=heads)
 
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:

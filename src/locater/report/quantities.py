@@ -8,8 +8,8 @@ from ..records import Json
 THEORY = "the paper's random walk of tokens, not a text"
 WEIGHTS = "the weights alone"
 ESTIMATE = "an estimate from the weights, not a measurement"
-PREDICTED = "predicted from weights and moments of a text"
-MEASURED = "measured on text"
+PREDICTED = "a prediction from weights and moments of a text"
+MEASURED = "a measurement on text"
 STEPS = "the weights at two reports"
 
 

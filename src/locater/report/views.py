@@ -10,6 +10,7 @@ from .monitored import MONITOR, steps_of
 
 Key = tuple[str, int, int]
 Document = Json
+ESTIMATED = "estimated_"  # begins the name of a column that is a guess from the weights
 # Columns that are no quantity: names, shapes, and what another column says better.
 GENERIC = {"model", "pytorch_model", "checkpoint", "weights", "final", "last", "best", "metrics", "attention"}
 APART = {"block", "layer", "head", "key_head", "d_model", "d_head", "regime", "eigenvalues", "curves", "kind"}
@@ -47,7 +48,18 @@ def views_of(documents: Sequence[Document]) -> list[View]:
         reader = READERS.get(document["schema"])
         if reader is not None:
             _join(views, reader(document))
+    for view in views:
+        _drop_estimates(view, views)
     return [*views, *_pairs(views)]
+
+
+def _drop_estimates(view: View, views: list[View]) -> None:
+    """Of what a view of the same heads has measured, no estimate stands beside it."""
+    measured = {name for other in views if other.heads == view.heads for name in other.columns}
+    for name in [name for name in view.columns if name.startswith(ESTIMATED)]:
+        plain = name.removeprefix(ESTIMATED)
+        if measured & {side + plain + rest for side in ("", "measured_") for rest in ("", "_beyond_first")}:
+            del view.columns[name]
 
 
 def _pairs(views: list[View]) -> list[View]:

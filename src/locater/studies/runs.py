@@ -185,10 +185,8 @@ def _seed(path: Path) -> int:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["loop"]["seed"])
     except (OSError, ValueError, TypeError, KeyError) as reason:
-        remedy = "name the folder ARM-seedN"
-        raise refusal(
-            f"a seed of locater train in {path}", f"{type(reason).__name__} ({reason!s:.80})", remedy
-        ) from None
+        got = f"{type(reason).__name__} ({reason!s:.80})"
+        raise refusal(f"a seed of locater train in {path}", got, "name the folder ARM-seedN") from None
 
 
 def _check_arm(runs: Sequence[Run]) -> None:
