@@ -4,28 +4,23 @@ The random walk is the theory's model of tokens and does not describe trained mo
 position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md` has how well each estimate holds.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.statistics import FIRST_QUERY, NEAR
-from ..errors import refusal
 from ..head import Head
 from ..positions import Rotary
 from ..projections import Projection, widen
 from ..spectra import Grams
+from .direct import EVERY, SEEN, Direct, direct_logits
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
 LENGTH = 256
-# The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
-SEEN = 128
-# The direct path asks every so many positions: its products grow with the number of queries.
-EVERY = 4
 # How far the logits of typical tokens swing over all rotary pairs together, from the middle of the model on. What
 # tokens have in common grows with depth (embeddings have little of it), so the first layer has half of it. Fitted to
 # the mean absolute error on trained decoders.
@@ -35,8 +30,6 @@ FEWEST_TURNING = 4
 # Four in five heads lie within so much of the estimate: the widest of the models at hand, and for rotary positions a
 # third more, for models that are not among them.
 ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
-WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
-POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
 
 @dataclass(frozen=True)
@@ -52,22 +45,6 @@ class Estimate:
     @classmethod
     def of(cls, near: float, margin: float | None) -> "Estimate":
         return cls(near, None if margin is None else (max(0.0, near - margin), min(1.0, near + margin)))
-
-
-class Tensors(Protocol):
-    """Named tensors, stored or live."""
-
-    @property
-    def names(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
-
-
-Direct = Callable[[], Float[Tensor, "tokens d_model"] | None]
-
-
-def nothing() -> None:
-    """No direct path: neither embeddings nor positions are at hand."""
 
 
 @torch.no_grad()
@@ -196,33 +173,8 @@ def _direct(heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"]) -> l
     queries = positions[FIRST_QUERY::EVERY]
     hidden = ~heads[0].admits(queries, positions)
     near = (queries[:, None] - positions).abs() < NEAR
-    p = _direct_logits(heads, direct, queries).masked_fill_(hidden, -torch.inf)[..., 1:].softmax(-1)
+    p = direct_logits(heads, direct, queries).masked_fill_(hidden, -torch.inf)[..., 1:].softmax(-1)
     return _extended((p * near[:, 1:]).sum(-1), both=heads[0].lookahead != 0).tolist()
-
-
-def _direct_logits(
-    heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"], queries: Int[Tensor, " queries"]
-) -> Float[Tensor, "heads queries tokens"]:
-    """`Head.logits`, the input normalised once for all heads that share a norm.
-
-    Where keys are no more than matrices, as (W_K^T q)·x + b_K·q: queries are few and keys are many.
-    """
-    norms = {id(norm): norm for norm in (head.query.input_norm for head in heads)}
-    inputs = {number: direct if norm is None else norm(direct) for number, norm in norms.items()}
-    own = [inputs[id(head.query.input_norm)] for head in heads]
-    if len(inputs) > 1 or not all(map(_is_bilinear, heads)):
-        positions = queries, torch.arange(len(direct))
-        return torch.stack([head.logits(x[queries], x, positions) for head, x in zip(heads, own, strict=True)])
-    x, asking = own[0], own[0][queries]
-    scaled = [head.query(asking) * head.scale for head in heads]
-    reach = torch.stack([query @ head.key.weight.to(x) for head, query in zip(heads, scaled, strict=True)])
-    biases = [head.key.bias for head in heads]
-    constant = [q.new_zeros(len(q)) if bias is None else q @ bias.to(q) for q, bias in zip(scaled, biases, strict=True)]
-    return reach @ x.mT + torch.stack(constant)[..., None]
-
-
-def _is_bilinear(head: Head) -> bool:
-    return head.key.is_linear and head.softcap is None and head.position_bias is None
 
 
 def _extended(near: Float[Tensor, "heads queries"], *, both: bool) -> Float[Tensor, " heads"]:
@@ -244,42 +196,3 @@ def in_texts_of(length: int, near: float, *, both: bool) -> float:
 
 def _mean_far(length: int, *, both: bool) -> float:
     return length - 2 * NEAR if both else (FIRST_QUERY + length) / 2 - NEAR
-
-
-def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
-    """Embeddings of random words plus the position table; None where the words are not found."""
-    words, positions = (_table(tensors, endings) for endings in (WORDS, POSITIONS))
-    if words is None:
-        return None
-    x = _rows(tensors, words, _random_ids(tensors.shape(words)[0]))
-    if positions is not None and tensors.shape(positions)[1] == x.shape[1]:
-        num_rows = tensors.shape(positions)[0]
-        start = num_rows % 64 if num_rows % 64 < 4 else 0  # some tables keep their first two rows for padding
-        if num_rows < start + SEEN:
-            return None
-        x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
-    kinds = _table(tensors, ("token_type_embeddings",))
-    if kinds is not None and tensors.shape(kinds)[1] == x.shape[1]:
-        x = x + widen(tensors.read(kinds, (0, 1)).detach())
-    if not bool(x.isfinite().all()):
-        tables = " and ".join(f"`{name}`" for name in (words, positions, kinds) if name is not None)
-        raise refusal(f"finite numbers in {tables}", "NaN or infinity", "the checkpoint is damaged or diverged")
-    return x
-
-
-def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
-    found = [name for name in tensors.names for end in endings if f".{name}".endswith(f".{end}.weight")]
-    name = min(found, key=len) if found else None
-    return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
-
-
-def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens d_model"]:
-    """The rows of the table among which the words lie, a block that is read once."""
-    start, stop = int(ids.min()), int(ids.max()) + 1
-    return widen(tensors.read(name, (start, stop)).detach()[ids - start])
-
-
-def _random_ids(num_rows: int) -> Int[Tensor, " tokens"]:
-    """Evenly among the first thousand or so beyond special tokens and single characters, where there are as many."""
-    low, high = (1000, 3000) if num_rows > 4000 else (0, num_rows)
-    return torch.randint(low, high, (SEEN,), generator=torch.Generator().manual_seed(0))

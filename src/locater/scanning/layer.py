@@ -20,7 +20,8 @@ from ..theory.rotary import Series
 from .bounds import logit_bounds
 from .curves import curves_of
 from .curves import positions as positions_of
-from .estimate import Direct, estimates, nothing
+from .direct import Direct, nothing
+from .estimate import estimates
 from .products import Linear, chunks, products
 from .rows import HeadRow
 

@@ -14,7 +14,7 @@ from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
 from .curves import distances
-from .estimate import direct_inputs
+from .direct import direct_inputs
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow
 from .source import Opened, Source, open_source

@@ -15,7 +15,7 @@ from ..head import Head
 from ..models import Config, Family, Layer, Model, live, open_model, read_layout, wanted_layers
 from ..models.live.explicit import Explicit
 from ..models.registry import is_in_tables
-from .estimate import Tensors
+from .direct import Tensors
 
 Source = str | PathLike[str] | nn.Module
 
