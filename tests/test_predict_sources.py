@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from locater.cli import app
@@ -190,3 +191,34 @@ def test_command_without_text(tmp_path):
     assert set(document["heads"][0]["probed"]) >= {"near_mass_beyond_first", "sink_mass"}
     refused = CliRunner().invoke(app, ["predict", str(tmp_path), "--no-text", "--text", "x.txt"])
     assert refused.exit_code == 2 or "--no-text goes without" in str(refused.exception)
+
+
+def without_type(folder, name, *, prefix):
+    """A model's folder whose config names no model type, its tensors under this prefix."""
+    save_with_tokenizer(folder, name=name)
+    place = folder / "model.safetensors"
+    tensors = {prefix + key: tensor.clone() for key, tensor in load_file(place).items()}
+    save_file(tensors, place, metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["model_type"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder, tensors
+
+
+def test_a_config_without_a_model_type(tmp_path):
+    """Where the tensors name the type the model is run as it, and says so; else its owner must say."""
+    folder, tensors = without_type(tmp_path / "said", "bert", prefix="bert.")
+    found = predict(folder, tokens=tokens(4), effort=QUICK)
+    live = predict(model("bert"), tokens=tokens(4), effort=QUICK)
+    entropies = ([head.measured.normalised_entropy for head in one.heads] for one in (found, live))
+    assert next(entropies) == pytest.approx(next(entropies), abs=1e-5)
+    assert found.left_out == ("run as bert by its tensor names: the config has no model type",)
+    del tensors["bert.encoder.layer.1.output.dense.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refusal, match="all tensors of bert, got none for `encoder.layer.1.output.dense.weight`"):
+        predict(folder, tokens=tokens(4), effort=QUICK)
+    folder, _ = without_type(tmp_path / "bare", "bert", prefix="")
+    with pytest.raises(
+        Refusal, match='a model type in config.json, for running a model, got none; add "model_type": "'
+    ):
+        predict(folder, tokens=tokens(4), effort=QUICK)

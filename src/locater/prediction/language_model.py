@@ -27,6 +27,7 @@ from ..records import Json
 from ..training.data import vocabulary as own_vocabulary
 from ..training.export import load as load_own
 from ..training.model import LanguageModel
+from .model_type import type_by_names, untyped
 from .windows import Tokenizer
 
 INSTALL = 'install it with: pip install "locater[hf]"'
@@ -53,12 +54,25 @@ def load_model(source: Source) -> nn.Module:
     options[_dtype_option(transformers.__version__)] = torch.float32
     with quiet(transformers):
         try:
+            if (settings := untyped(place)) is not None and "gguf_file" not in options:
+                return _load_untyped(transformers, place, settings, options)
             kind = _fetched(place, lambda: _loader(transformers, place, options))
             return _fetched(place, lambda: kind.from_pretrained(place, trust_remote_code=False, **options)).eval()
         except Refusal:
             raise
         except Exception as reason:
             raise refusal(f"a model that transformers can load from {source}", first_line(reason)) from None
+
+
+def _load_untyped(transformers: Any, place: str, settings: Json, options: Json) -> nn.Module:
+    """As the type that its tensors name; what transformers would make up where one is missing is refused."""
+    config = transformers.AutoConfig.for_model(type_by_names(place, settings), **settings)
+    load = transformers.AutoModel.from_pretrained
+    model, told = load(place, config=config, trust_remote_code=False, output_loading_info=True, **options)
+    missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
+    if missing:
+        raise refusal(f"all tensors of {config.model_type}", f"none for `{missing[0]}`", "name its type in config.json")
+    return model.eval()
 
 
 def _check_pickles(folder: Path) -> None:
@@ -196,8 +210,7 @@ def self_attention(
 ) -> tuple[list[Layer], list[str]]:
     """The layers whose queries and keys come from one input, and why others are left out.
 
-    A model that no table knows shows its heads on `ids`; of those whose projections are named by `heads`, `causal` says
-    what they see.
+    A model that no table knows shows its heads on `ids`; `causal` says what those see that `heads` names.
     """
     found, left_out = [], []
     for layer in _named(model, heads, causal) if heads else _layers(model, ids):

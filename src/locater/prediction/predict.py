@@ -16,6 +16,7 @@ from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
 from .inputs import Inputs, InputsCollector
 from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
+from .model_type import note
 from .numbers import Gatherer
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
@@ -67,6 +68,7 @@ def predict(
         found, left_out = self_attention(model, windows.test[:1], heads=heads, causal=causal)
         chosen = chosen_of(found, layers)
         rows, loss = _compute(model, chosen, windows, effort=effort, terms=terms, progress=progress)
+        left_out += [] if isinstance(source, nn.Module) else note(source)
     name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
     counts = len(windows.calibration), len(windows.test)
     return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
