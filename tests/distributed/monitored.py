@@ -99,8 +99,9 @@ def gap(make, wrap, mesh, *, shares_texts: bool) -> float:
     return max(
         abs(ours - theirs)
         for one, other in pairs
-        for name in one.statistics
-        for ours, theirs in zip(one.statistics[name], other.statistics[name], strict=True)
+        for part in ("statistics", "gates")
+        for name, values in getattr(one, part).items()
+        for ours, theirs in zip(values, getattr(other, part)[name], strict=True)
     )
 
 

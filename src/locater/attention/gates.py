@@ -147,7 +147,8 @@ class Trails:
         if trail is None or not isinstance(output, Tensor):
             return
         for place, one in enumerate(_flat(func, args)):
-            branch = next((b for b in trail.branches if one is not None and b.at() is one), None)
+            own = getattr(one, "_local_tensor", one)  # this process's part of a tensor that is spread over several
+            branch = next((b for b in trail.branches if own is not None and b.at() is own), None)
             if branch is not None:
                 try:
                     further = _step(trail, branch, func, args, kwargs, place, output)

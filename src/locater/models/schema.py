@@ -35,7 +35,7 @@ class Config:
             wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
             if not self.values:
                 remedy = "put the model's config.json beside its weights, or describe the model with --layout"
-                raise refusal(f"a config.json, for {wanted}", "weights alone", remedy)
+                raise refusal(f"a config.json with {wanted}", "none, or an empty one", remedy)
             remedy = "add it to config.json, or describe the model with --layout"
             raise refusal(f"{wanted} in the config", "none", remedy)
         return value

@@ -128,7 +128,7 @@ class Observation:
         call = packed(call)
         if site is None and (site := self._discover(call, run)) is None:
             return False
-        call = whole_call(call, site, self.modules)
+        call, own = whole_call(call, site, self.modules)
         given = read(call, site.num_heads)
         num_texts, num_heads, num_queries, num_keys = given.shape
         if given.logits is not None and not (num_heads == site.num_heads and _fits(given.logits, inputs)):
@@ -152,16 +152,19 @@ class Observation:
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
         self._add(site, statistics, num_texts * num_queries, x, query_valid, call.through)
         if call.segments is None:
-            run.trails.expect(self._trail(site, call, (num_texts, num_heads, num_queries), query_valid))
+            run.trails.expect(self._trail(site, call, own, (num_texts, len(own), num_queries), query_valid))
         return True
 
-    def _trail(self, site: Site, call: AttentionCall, shape: tuple[int, int, int], valid: Tensor | None) -> Trail:
+    def _trail(
+        self, site: Site, call: AttentionCall, own: range, shape: tuple[int, int, int], valid: Tensor | None
+    ) -> Trail:
         """Where the call's output goes: what its gate is there is added to the layer's tally."""
-        tally, indices = self.tallies[self.sites.index(site), self.model.training], self.indices(site)
+        tally = self.tallies[self.sites.index(site), self.model.training]
+        heads = [(row, own.index(head)) for row, head in enumerate(self.indices(site)) if head in own]
 
         def found(gate: Tensor | None) -> None:
             with self.lock:
-                tally.add_gate(gate, indices, shape, valid)
+                tally.add_gate(gate, heads, shape, valid)
 
         heads_first = call.through not in ("flash_attn", "varlen_attn")
         return Trail(shape, heads_first, found, is_weights=call.logits is not None)

@@ -55,17 +55,21 @@ class Tally:
                 self.ranks[index, 1] += (~values.isnan()).sum()
 
     def add_gate(
-        self, gate: Tensor | None, heads: Sequence[int], shape: tuple[int, int, int], valid: Tensor | None
+        self, gate: Tensor | None, heads: Sequence[tuple[int, int]], shape: tuple[int, int, int], valid: Tensor | None
     ) -> None:
-        """What a call's output was multiplied by, per text, head and query; None: by nothing."""
+        """What a call's output was multiplied by, per text, head and query; None: by nothing.
+
+        `heads`: which head of the tally is which of the gate; the others are another process's.
+        """
+        here, there = [row for row, _ in heads], [column for _, column in heads]
         if gate is None:
             number = shape[0] * shape[2] if valid is None else valid.sum().item()
-            self.gates += self.gates.new_tensor([number, 0.0, number])
+            self.gates[here] += self.gates.new_tensor([number, 0.0, number])
             return
-        rows = gate[:, list(heads)].transpose(0, 1).flatten(1)  # (head, queries of all texts)
+        rows = gate[:, there].transpose(0, 1).flatten(1)  # (head, queries of all texts)
         rows = rows if valid is None else rows[:, valid.flatten()]
         parts = rows.sum(1), (rows.abs() < CLOSED).sum(1), torch.full_like(rows[:, 0], rows.shape[1])
-        self.gates += torch.stack([part.to(self.gates) for part in parts], -1)
+        self.gates[here] += torch.stack([part.to(self.gates) for part in parts], -1)
 
     @property
     def has_seen_any(self) -> bool:
