@@ -71,6 +71,16 @@ def against_bare(name: str, folder: Path, repeats: int, *, bounds: tuple[float, 
     return results, full
 
 
+def estimate_share(name: str, folder: Path, repeats: int) -> bool:
+    """What the estimate of behaviour adds to a scan, turn by turn."""
+    costs: dict[str, list[Cost]] = {"locater": [], "locater-without-estimate": []}
+    for _ in range(repeats):
+        for tool, runs in costs.items():
+            runs.append(run(tool, folder))
+    ours, without = (best(runs) for runs in costs.values())
+    return verdict(f"{name}, CPU times the scan without estimates", ours["cpu"] / without["cpu"], 1.15)
+
+
 def against_rival(tool: str, folder: Path, ours: Cost, *, comparable: bool = True) -> list[bool]:
     """A rival that does less than locater is shown, not judged."""
     try:
@@ -96,6 +106,7 @@ def main() -> int:
         root = Path(name)
         models.make_gpt2(root / "gpt2")
         results, _ = against_bare("GPT-2 shape", root / "gpt2", repeats=5, bounds=(1.3, 2.1))
+        results.append(estimate_share("GPT-2 shape", root / "gpt2", repeats=5))
         models.make_grouped(root / "grouped")
         found, ours = against_bare("415M, grouped keys, bfloat16", root / "grouped", repeats=5, bounds=(1.25, 1.8))
         results += found

@@ -24,6 +24,14 @@ def locater(*, eigenvalues: bool = False) -> Callable[[Path], int]:
     return lambda folder: len(scan(folder, eigenvalues=eigenvalues).heads)
 
 
+def without_estimate() -> Callable[[Path], int]:
+    """The same scan, nothing estimated of what heads do."""
+    from locater.scanning import layer
+
+    layer.estimates = lambda groups, *given, **options: [None for group in groups for _ in group]
+    return locater()
+
+
 def bare() -> Callable[[Path], int]:
     """What anyone would write: open, core product, eigenvalues; nothing checked, nothing folded, nothing predicted."""
     import torch
@@ -100,6 +108,7 @@ def transformer_lens(*, fold: bool) -> Callable[[Path], int]:
 TOOLS = {
     "locater": locater,
     "locater-eigenvalues": partial(locater, eigenvalues=True),
+    "locater-without-estimate": without_estimate,
     "bare": bare,
     "weightwatcher": weightwatcher,
     "transformer-lens": partial(transformer_lens, fold=True),
