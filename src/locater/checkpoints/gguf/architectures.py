@@ -8,7 +8,9 @@ from .names import (
     GPT_SETTINGS,
     GPT_TOP,
     HEAD_NORMS,
+    HUNYUAN_NORMS,
     LATENT,
+    LATENT_SETTINGS,
     LLAMA,
     MULTIPLIERS,
     PLAIN_FEEDFORWARD,
@@ -122,16 +124,33 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         "deepseek_v2",
         LATENT | GATED | PRE_NORM,
-        settings={
-            "attention.q_lora_rank": "q_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "attention.head_count_kv": None,
-            "attention.key_length": None,
-            "rope.dimension_count": "qk_rope_head_dim",
-            "expert_count": "n_routed_experts",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
+        settings=LATENT_SETTINGS,
         defaults={"q_lora_rank": None},
+    ),
+    "mistral4": Architecture(
+        "mistral4", LATENT | GATED | PRE_NORM, settings=LATENT_SETTINGS, defaults={"q_lora_rank": None}
+    ),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", LLAMA | HUNYUAN_NORMS),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", LLAMA | HUNYUAN_NORMS, settings={"expert_used_count": "moe_topk"}),
+    "gemma4": Architecture(
+        "gemma4_text",
+        SEPARATE | GATED | SANDWICH | HEAD_NORMS,
+        settings={
+            "attention.key_length": None,
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+    ),
+    "mimo2": Architecture(
+        "mimo_v2_flash",
+        LLAMA | {"attn_sinks": "self_attn.attention_sink_bias"},
+        settings={
+            "attention.value_length": "v_head_dim",
+            "expert_count": "n_routed_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
     ),
     "gpt2": Architecture(
         "gpt2",

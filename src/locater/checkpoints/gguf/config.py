@@ -5,11 +5,17 @@ from collections.abc import Callable, Collection
 
 from ...errors import refusal
 from ...records import Json
+from . import by_layer
 from .architectures import ARCHITECTURES
 from .names import COMMON, Architecture
 
 Settings = Json
 Names = Collection[str]
+YARN = {
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+}
 
 
 def architecture_of(settings: Settings) -> str:
@@ -81,7 +87,8 @@ def _add_rotary(config: Json, own: Settings, row: Architecture) -> None:
     if kind in ("linear", "yarn"):
         original = own.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
-        config["rope_scaling"] = scaling | ({"original_max_position_embeddings": original} if original else {})
+        scaling |= {"original_max_position_embeddings": original} if original else {}
+        config["rope_scaling"] = scaling | {name: own[key] for key, name in YARN.items() if key in own}
 
 
 def _fill_head_dim(config: Json, own: Settings, names: Names) -> None:
@@ -134,8 +141,23 @@ def _latent(config: Json, own: Settings, names: Names) -> None:
     if type(key) is int and type(turned) is int:
         config |= {"qk_nope_head_dim": key - turned, "qk_head_dim": key, "v_head_dim": value}
     config["num_key_value_heads"] = own.get("attention.head_count")
+    weight = own.get("rope.scaling.yarn_log_multiplier")
+    if "rope_scaling" in config and isinstance(weight, float):
+        # The converter writes a tenth of one of the two; llama.cpp takes the other to be equal.
+        config["rope_scaling"] |= {"mscale": 10 * weight, "mscale_all_dim": 10 * weight}
+
+
+def _deepseek(config: Json, own: Settings, names: Names) -> None:
     if own.get("expert_gating_func") == 2:  # sigmoid
         config["model_type"] = "deepseek_v3"
+
+
+def _mistral4(config: Json, own: Settings, names: Names) -> None:
+    """Logits that grow with the position are its own; the converter of its later files does not say how much."""
+    growth = own.get("attention.temperature_scale", 0.1)
+    scaling = config.pop("rope_scaling", {"rope_type": "default"})
+    scaling |= {"mscale": 1.0} if "mscale" in scaling else {}  # as llama.cpp takes it for this architecture
+    config["rope_parameters"] = scaling | {"rope_theta": config.get("rope_theta"), "llama_4_scaling_beta": growth}
 
 
 def _falcon(config: Json, own: Settings, names: Names) -> None:
@@ -168,7 +190,12 @@ FINISH: dict[str, tuple[Callable[[Json, Settings, Names], None], ...]] = {
     "mistral": (_fill_head_dim, _mixtral),
     "gemma2": (_query_scale(46), _attention_bias),
     "gemma3": (_query_scale(62), _attention_bias),
-    "deepseek2": (_latent,),
+    "deepseek2": (_latent, _deepseek),
+    "mistral4": (_latent, _mistral4),
+    "hunyuan-dense": (_attention_bias,),
+    "hunyuan-moe": (_attention_bias,),
+    "gemma4": (by_layer.gemma4, _attention_bias),
+    "mimo2": (by_layer.mimo2, _attention_bias),
     "falcon": (_falcon,),
     "stablelm": (_stablelm,),
     "gptneox": (_neox,),

@@ -36,6 +36,7 @@ GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.
 PLAIN_FEEDFORWARD = {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORM = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HUNYUAN_NORMS = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 SANDWICH = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -120,4 +121,13 @@ LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_output": "self_attn.o_proj",
+}
+LATENT_SETTINGS: dict[str, str | None] = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.head_count_kv": None,
+    "attention.key_length": None,
+    "rope.dimension_count": "qk_rope_head_dim",
+    "expert_count": "n_routed_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
 }

@@ -18,6 +18,12 @@ def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tens
     """Put `rope_scaling` into the configuration where the file holds factors and the settings said nothing."""
     if "rope_scaling" in config:
         return
+    full = (config.get("rope_parameters") or {}).get("full_attention", {})
+    if full.get("rope_type") == "proportional":
+        full["partial_rotary_factor"] = share_that_turns(
+            read("rope_freqs.weight") if "rope_freqs.weight" in names else None
+        )
+        return
     if "rope_freqs.weight" in names:
         factors = read("rope_freqs.weight").float()
         scaling = llama3_settings(factors, theta=config.get("rope_theta", 10_000.0))
@@ -28,6 +34,16 @@ def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tens
     if {"rope_factors_long.weight", "rope_factors_short.weight"} <= set(names):
         long, short = (read(f"rope_factors_{kind}.weight").float().flatten().tolist() for kind in ("long", "short"))
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+
+
+def share_that_turns(factors: Float[Tensor, "..."] | None) -> float:
+    """Gemma 4's full layers: frequencies of the first pairs as they are, those of the rest divided by 1e30."""
+    turns = torch.zeros(0, dtype=torch.bool) if factors is None else factors.flatten() == 1
+    number = int(turns.sum())
+    if factors is None or not number or not turns[:number].all() or bool((factors.flatten()[number:] < 1e29).any()):
+        remedy = "scan the model's safetensors, which say which pairs turn"
+        raise refusal("rope_freqs.weight of ones, then of 1e30", "none" if factors is None else "others", remedy)
+    return number / len(turns)
 
 
 def llama3_settings(factors: Float[Tensor, "..."], *, theta: object) -> Json | None:

@@ -61,7 +61,7 @@ def _translate_one(
         known = f"{prefix}{_attention(row)}.{stored.split('.', 2)[2]}" if ACTING.match(stem) else stored
         return known, (stored,), None
     # Attention sinks are a parameter of their module: nothing follows their name.
-    ending = f".{suffix}" if suffix and not names[stem].endswith("sinks") else ""
+    ending = f".{suffix}" if suffix and stem != "attn_sinks" else ""
     return f"{prefix}{names[stem]}{ending}", (stored,), _change(row, settings, layer, stem, suffix)
 
 
