@@ -96,6 +96,18 @@ def test_nothing_is_said_where_nothing_is_known():
         assert estimated(head(**changed)) == [None]
 
 
+def test_nothing_is_estimated_without_the_positions_of_a_model(tmp_path):
+    """The paper's model, which the demo trains, has sinusoids that are not stored: its words alone know no distance."""
+    from locater.training import run
+    from training_cases import tiny
+
+    (tmp_path / "notes.txt").write_text("".join(f"{n} and {n * 37 % 101} .\n" for n in range(2000)))
+    run.start(tiny(tmp_path / "notes.txt", steps=2), tmp_path / "run", say=lambda sentence: None)
+    found = scan(tmp_path / "run" / "model")
+    assert found.heads and all(row.estimated_near_mass is None for row in found.heads)
+    assert findings.behaviour(found.heads) == ""
+
+
 def test_depth_is_that_of_the_model_not_of_the_layers_that_were_asked_for():
     sizes = dict(vocab_size=60, hidden_size=32, num_attention_heads=2, intermediate_size=48)
     net = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=4, **sizes))

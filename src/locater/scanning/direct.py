@@ -30,10 +30,11 @@ class Tensors(Protocol):
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
 
 
-Direct = Callable[[], Float[Tensor, "tokens d_model"] | None]
+# Asked with whether positions are needed: heads with a bias over distance have theirs already.
+Direct = Callable[[bool], Float[Tensor, "tokens d_model"] | None]
 
 
-def nothing() -> None:
+def nothing(with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are at hand."""
 
 
@@ -105,8 +106,11 @@ def _as_one(weights: Sequence[Tensor], x: Tensor) -> Float[Tensor, "heads d_head
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
-    """Embeddings of random words plus the position table; None where the words are not found."""
+def direct_inputs(tensors: Tensors, with_positions: bool) -> Float[Tensor, "tokens d_model"] | None:
+    """Embeddings of random words plus the position table; None where the words are not found.
+
+    None, too, where positions are needed and not stored, as sinusoids often are: words alone know no distance.
+    """
     words, positions = (_table(tensors, endings) for endings in (WORDS, POSITIONS))
     if words is None:
         return None
@@ -117,6 +121,8 @@ def direct_inputs(tensors: Tensors) -> Float[Tensor, "tokens d_model"] | None:
         if num_rows < start + SEEN:
             return None
         x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
+    elif with_positions:
+        return None
     kinds = _table(tensors, ("token_type_embeddings",))
     if kinds is not None and tensors.shape(kinds)[1] == x.shape[1]:
         x = x + widen(tensors.read(kinds, (0, 1)).detach())
