@@ -116,7 +116,7 @@ class NormedByHand(Separate):
 
 
 class TurnedThenNormed(Separate):
-    """A norm with a gain behind the rotation: no head of ours does this."""
+    """A norm with a gain behind the rotation."""
 
     def __init__(self):
         super().__init__()

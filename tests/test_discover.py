@@ -19,6 +19,7 @@ from locater.stabilisers import QKClip, SpectralInitialisation
 EXPLAINED = [
     own.Separate, own.Both, own.Grouped, own.Repeated, own.Rotary, own.Interleaved, own.Scaled, own.Normed,
     own.NormedByHand, own.Fused, own.PerHead, own.Backwards, own.Bare, own.Tied, own.Alibi, own.Window, own.Cross,
+    own.TurnedThenNormed,
 ]  # fmt: skip
 
 
@@ -109,7 +110,8 @@ def test_frequencies_of_no_known_law_are_measured():
 
 def test_qk_norm_is_read_with_its_gain():
     head = next(layers(decoder(own.NormedByHand), sample=TOKENS)).heads[0]
-    assert head.query.norm.kind == "rms" and head.query.norm.epsilon == 1e-5
+    assert head.query.norm.kind == "rms" and head.query.norm.epsilon == 1e-5 and not head.turns_first
+    assert next(layers(decoder(own.TurnedThenNormed), sample=TOKENS)).heads[0].turns_first
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,6 @@ def test_qk_norm_is_read_with_its_gain():
     [
         (own.WrittenOut, "stack.0.mixer: expected attention through a kernel, got one written out"),
         (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* behind `stack.0.mixer.q_proj`"),
-        (own.TurnedThenNormed, "stack.0.mixer: expected queries that are rows of one product"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_by_name(attention, message):

@@ -10,11 +10,10 @@ from locater.models.live import sites
 
 
 def is_known(draw):
-    """Whether a `Head` can do what was drawn: no norm that a rotation comes before, no key heads out of order."""
+    """Whether a `Head` can do what was drawn: no centred norm behind a rotation, no key heads out of order."""
     turned_first = draw.norm != "none" and draw.rotary != "none" and draw.order == "after"
-    commutes = draw.gain == "none" and not draw.norm.startswith("layer")
     tiled = draw.keys == "tile" and 1 < draw.key_heads < draw.heads
-    return not tiled and (commutes or not turned_first)
+    return not tiled and not (turned_first and draw.norm.startswith("layer"))
 
 
 def apart(model, layers):

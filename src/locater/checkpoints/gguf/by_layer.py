@@ -56,10 +56,11 @@ def _key_heads(config: Json, own: Json) -> dict[str, int]:
     """Key heads of each kind of layer, which must agree within a kind."""
     stored, kinds = own.get("attention.head_count_kv"), config["layer_types"]
     listed = stored if isinstance(stored, list) else [stored] * len(kinds)
-    found = {kind: {heads for heads, one in zip(listed, kinds, strict=False) if one == kind} for kind in kinds}
-    if len(listed) < len(kinds) or any(len(numbers) != 1 or None in numbers for numbers in found.values()):
-        raise refusal("one number of key heads for each kind of layer in the GGUF file", f"{stored!r:.60}")
-    return {kind: numbers.pop() for kind, numbers in found.items()}
+    found: dict[str, int] = {}
+    for kind, number in zip(kinds, [*listed, *[None] * len(kinds)], strict=False):
+        if type(number) is not int or found.setdefault(kind, number) != number:
+            raise refusal("one number of key heads for each kind of layer in the GGUF file", f"{stored!r:.60}")
+    return found
 
 
 def _add_rotary(config: Json, own: Json, fraction: float) -> None:

@@ -6,7 +6,7 @@ the length the epsilon, at every token, for a rotation behind it changes no leng
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -81,6 +81,28 @@ def explain_normed(
             plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
             plain = factor * (plain if made.bias is None else plain + made.bias)
             yield Side(tuple(size * start for start in starts), norm, factor), plain
+
+
+def explain_behind(
+    vectors: Vectors,
+    rows: Float[Tensor, "batch tokens rows"],
+    gains: Sequence[Gain],
+    epsilons: Sequence[float],
+    allowed: float,
+) -> Iterator[tuple[Side, Vectors, Float[Tensor, "#heads d_head"]]]:
+    """Heads whose gain came behind a rotation: divided by it, they are turned rows of a norm without one."""
+    num_heads, size = vectors.shape[-2:]
+    for gain in gains:
+        values, least = gain.values, 1e-3 * gain.values.abs().max()
+        if gain.name is None or gain.bias is not None or len(values) % size or values.abs().min() <= least:
+            continue
+        if num_heads * size % len(values):
+            continue
+        each = values.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0)
+        for side, plain in explain_normed(vectors / each, rows, [Gain(None, torch.ones(1))], epsilons, allowed):
+            if side.norm is not None and side.norm.kind != "layer" and not side.norm.whole:
+                norm = replace(side.norm, gain=gain.name, plus_one=gain.plus_one)
+                yield replace(side, norm=norm), plain, each
 
 
 def _unscaled(rows: Tensor, size: int, num_heads: int, gain: Gain, *, centred: bool, whole: bool) -> Unscaled | None:

@@ -18,7 +18,7 @@ from ...projections import Norm
 from .. import Attention, Config, NormAt, Places, build_layer
 from ..schema import Starts
 from .explain import alike, explain_plain, explain_rotation, tolerance, turned
-from .head_norms import Gain, HeadNorm, Side, Vectors, explain_normed
+from .head_norms import Gain, HeadNorm, Side, Vectors, explain_behind, explain_normed
 from .masks import Reach, reach
 from .tensors import ModuleTensors
 from .watch import Normed, Product, Watch, module_of
@@ -29,11 +29,15 @@ EPSILONS = (1e-5, 1e-6, 1e-8, 0.0)
 
 @dataclass(frozen=True)
 class Made:
-    """One side of a call as a product explains it: `plain` are its vectors before any rotation."""
+    """One side of a call by a product: `plain` before any rotation, `behind` a gain that came after one."""
 
     product: Product
     side: Side
     plain: Vectors
+    behind: Tensor | None = None
+
+    def before(self, vectors: Vectors) -> Vectors:
+        return vectors if self.behind is None else vectors / self.behind
 
 
 class Search:
@@ -55,9 +59,7 @@ class Search:
         where, first = reach(self.call, self.allowed), None
         for query, rotary in self._queries():
             for key in self._made(self.key):
-                if not alike(turned(rotary, key.plain), self.key, self.allowed):
-                    continue
-                if rotary is not None and not self._is_normed_first(key):
+                if not self._is_beside(query, key, rotary):
                     continue
                 try:
                     row = self._row(query, key, rotary, where)
@@ -67,6 +69,12 @@ class Search:
                     first = first or reason
             first = first or self._unexplained("keys")
         raise first or self._unexplained("queries")
+
+    def _is_beside(self, query: Made, key: Made, rotary: Rotary | None) -> bool:
+        """Whether the keys turn by the queries' rotation, on the same side of their gain."""
+        if not alike(turned(rotary, key.plain), key.before(self.key), self.allowed):
+            return False
+        return (key.behind is None) == (query.behind is None) and (rotary is None or self._is_in_order(key))
 
     def _unexplained(self, side: str) -> Refusal:
         names = dict.fromkeys(f"`{one.name}`" for one in self.watch.products[-4:])
@@ -78,8 +86,8 @@ class Search:
 
     def _queries(self) -> Iterator[tuple[Made, Rotary | None]]:
         for made in self._made(self.query):
-            rotation = explain_rotation(self.query, made.plain, self.allowed)
-            if rotation is not None and (rotation[0] is None or self._is_normed_first(made)):
+            rotation = explain_rotation(made.before(self.query), made.plain, self.allowed)
+            if rotation is not None and (made.behind is None if rotation[0] is None else self._is_in_order(made)):
                 yield made, rotation[0]
 
     def _made(self, vectors: Vectors) -> Iterator[Made]:
@@ -89,17 +97,18 @@ class Search:
             for side, plain in explain_plain(vectors, rows, self.allowed):
                 yield Made(product, side, plain)
         gains, epsilons = self._gains(vectors), self._epsilons()
-        for product, rows in products:
-            for side, plain in explain_normed(vectors, rows, gains, epsilons, self.allowed):
-                yield Made(product, side, plain)
+        for explain in (explain_normed, explain_behind):
+            for product, rows in products:
+                for found in explain(vectors, rows, gains, epsilons, self.allowed):
+                    yield Made(product, *found)
 
-    def _is_normed_first(self, made: Made) -> bool:
-        """Whether a gain came before the rotation: as long as its numbers are all alike, the two commute.
+    def _is_in_order(self, made: Made) -> bool:
+        """Whether a gain came before the rotation, if it is said so: while its numbers are all alike, the two commute.
 
         What the norm gave must then be among what was computed from the gain, unless nothing of that size was seen.
         """
         norm, starts = made.side.norm, made.side.starts
-        if norm is None or norm.gain is None:
+        if norm is None or norm.gain is None or made.behind is not None:
             return True
         plain = made.plain[:, :, [starts.index(start) for start in dict.fromkeys(starts)]] / made.side.factor
         seen = [one for one, names in self.watch.marks.values() if norm.gain in map(module_of, names)]
@@ -183,6 +192,7 @@ class Search:
             key_norm=_norm_at(key.side.norm),
             norm_over=_over(query.side.norm, key.side.norm),
             rotary=rotary,
+            turns_first=query.behind is not None,
             alibi=where.alibi,
             scale=query.side.factor * key.side.factor / self.call.temperature,
             softcap=self.call.softcap,
