@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 ALL = "--help-all"
 NARROW = 72
@@ -32,7 +32,7 @@ class Program(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for option in self.params:
-            if option.name in ("install_completion", "show_completion"):
+            if isinstance(option, TyperOption) and option.name in ("install_completion", "show_completion"):
                 option.hidden = True
         super().format_help(ctx, formatter)
 
