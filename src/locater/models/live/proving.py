@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class Search:
         gains, epsilons = self._gains(vectors), self._epsilons()
         for explain in (explain_normed, explain_behind):
             for product, rows in products:
-                for found in explain(vectors, rows, gains, epsilons, self.allowed):
+                for found in cast(Any, explain)(vectors, rows, gains, epsilons, self.allowed):
                     yield Made(product, *found)
 
     def _is_in_order(self, made: Made) -> bool:
