@@ -226,6 +226,8 @@ def test_shared_keys_of_gemma4_are_refused(tmp_path):
         ("gemma4", lambda writer: writer.add_head_count_kv([2, 1, 2, 2]), "one number of key heads"),
         ("mimo2", lambda writer: writer.add_head_count_kv([3, 1, 3, 1, 3]), "twice as many key heads"),
         ("mimo2", lambda writer: writer.add_sliding_window_pattern([True]), "sliding_window_pattern"),
+        ("deepseek2", lambda writer: writer.add_attn_temperature_scale(0.1), "without attention.temperature_scale"),
+        ("gemma4", lambda writer: writer.add_clamp_kqv(8.0), "without attention.clamp_kqv"),
     ],
 )
 def test_settings_that_its_own_code_cannot_have_are_refused(name, change, words, tmp_path):

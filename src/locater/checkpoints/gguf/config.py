@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 from ...errors import refusal
 from ...records import Json
@@ -16,6 +17,25 @@ YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_attn_factor": "attention_factor",
 }
+
+ACTING = ("temperature_scale", "temperature_length", "clamp_kqv", "scale", "max_alibi_bias", "shared_kv_layers")
+ACTING = (*(f"attention.{key}" for key in ACTING), "attn_logit_softcapping")  # what changes logits wherever it stands
+
+
+class _Read(dict[str, Any]):
+    """Settings that know which of them were asked for."""
+
+    def __init__(self, settings: Settings):
+        super().__init__(settings)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
 
 
 def architecture_of(settings: Settings) -> str:
@@ -32,7 +52,7 @@ def make_config(settings: Settings, names: Names) -> Json:
     """Settings by the names of the model's own code; those that tensors imply (biases, tied embeddings) included."""
     name, prefix = architecture_of(settings), f"{settings['general.architecture']}."
     row = ARCHITECTURES.get(name, Architecture(name))
-    own = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    own = _Read({key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)})
     _check_counts(own)
     config: Json = {"model_type": row.model_type, **row.defaults}
     for key, renamed in (COMMON | dict(row.settings)).items():
@@ -44,7 +64,17 @@ def make_config(settings: Settings, names: Names) -> Json:
     _add_rotary(config, own, row)
     for finish in FINISH.get(name, ()):
         finish(config, own, names)
+    if name in ARCHITECTURES:
+        _check_all_that_acts(own, row, name)
     return {key: value for key, value in config.items() if value is not None or key in row.defaults}
+
+
+def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
+    """What changes logits and was not asked for would be lost without a word; rows may say that it does nothing."""
+    lost = [key for key in ACTING if dict.get(own, key) and key not in own.asked | dict(row.settings).keys()]
+    if lost:
+        remedy = "scan the model's safetensors instead, or ask for support with the file's architecture"
+        raise refusal(f"{name} without {lost[0]}, as it is read here", f"{dict.get(own, lost[0])!r:.40}", remedy)
 
 
 def num_heads(settings: Settings, layer: int) -> tuple[int, int]:
