@@ -42,7 +42,12 @@ CASES = [
         SIZES | dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     ),
     Case("seed_oss", "SeedOssConfig", "SeedOssForCausalLM", SIZES | dict(head_dim=16)),
-    Case("hunyuan_v1_dense", "HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", SIZES | dict(head_dim=16)),
+    Case(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        SIZES | dict(head_dim=16, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=1.0, alpha=1000.0)),
+    ),
     Case("nanochat", "NanoChatConfig", "NanoChatForCausalLM", SIZES),
     Case(
         "gemma4_text",

@@ -9,6 +9,7 @@ from ..positions import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rota
 from .schema import Config, RotaryAt, count, optional_count, resolve
 
 PLAIN = ("default", "mrope")
+STRETCHED = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # whose own code takes `dynamic` with an alpha for a longer base
 
 
 def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_head: int) -> Rotary | None:
@@ -28,6 +29,8 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     kind = entries.get("rope_type|type", "default")
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
+    if kind == "dynamic" and config.get("model_type") in STRETCHED and entries.get("alpha"):
+        base, kind = base * entries.positive("alpha") ** (num_dims / (num_dims - 2)), "default"
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
     return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling, row.backward)
 
