@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from locater.errors import Refusal
 from locater.head import Head
-from locater.positions import Alibi, Buckets, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, YaRN
+from locater.positions import NTK, Alibi, Buckets, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, YaRN
 from locater.projections import LowRank, Norm, Projection, Whole
 
 D, H, T = 12, 4, 7
@@ -184,6 +184,14 @@ def test_scaled_frequencies_are_those_of_transformers(name, length):
     ours = Rotary(500.0, 16, scaling=scaling)
     torch.testing.assert_close(ours.frequencies(length), theirs.double(), rtol=1e-5, atol=1e-9)
     assert ours.amplitude == pytest.approx(amplitude)
+
+
+@pytest.mark.parametrize("scaling", [NTK(1000.0), DynamicNTK(4.0, 32)])
+def test_a_base_is_stretched_only_where_there_is_a_slower_pair(scaling):
+    with pytest.raises(Refusal, match="at least 4 rotated dimensions"):
+        Rotary(100.0, 2, scaling=scaling).frequencies(64)
+    with pytest.raises(Refusal, match="a positive stretch"):
+        Rotary(100.0, 16, scaling=replace(scaling, **{next(iter(vars(scaling))): 1e300})).frequencies(64)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -32,6 +32,27 @@ class Linear:
         return plain(base, num_dims) / self.factor
 
 
+def longer(base: float, stretch: float, num_dims: int) -> float:
+    """base · stretch^(d/(d − 2)): the slowest pair turns `stretch` times slower, the fastest as before."""
+    if num_dims < 4:
+        raise refusal("at least 4 rotated dimensions, for a base that is stretched", num_dims)
+    exponent = num_dims / (num_dims - 2)
+    if not 0 < stretch < 1e200 ** (1 / exponent):
+        raise refusal("a positive stretch of the rotary base, within what numbers can hold", stretch)
+    return base * stretch**exponent
+
+
+@dataclass(frozen=True)
+class NTK:
+    """A base that is stretched once and for all, whatever the length."""
+
+    stretch: float
+    amplitude: float = 1.0
+
+    def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
+        return plain(longer(base, self.stretch, num_dims), num_dims)
+
+
 @dataclass(frozen=True)
 class DynamicNTK:
     """The base grows with the length once the text is longer than `original_length`."""
@@ -42,7 +63,7 @@ class DynamicNTK:
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
         stretch = self.factor * max(length, self.original_length) / self.original_length - (self.factor - 1)
-        return plain(base * stretch ** (num_dims / (num_dims - 2)), num_dims)
+        return plain(longer(base, stretch, num_dims), num_dims)
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,7 @@ class Given:
         return torch.tensor(self.values, dtype=torch.float64)
 
 
-Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
+Scaling = Linear | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
 
 
 @dataclass(frozen=True)

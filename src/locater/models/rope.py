@@ -5,11 +5,11 @@ import reprlib
 from collections.abc import Mapping
 
 from ..errors import refusal
-from ..positions import DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
+from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
 from .schema import Config, RotaryAt, count, optional_count, resolve
 
 PLAIN = ("default", "mrope")
-STRETCHED = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # whose own code takes `dynamic` with an alpha for a longer base
+BY_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their own code takes `dynamic` with an alpha for a fixed stretch
 
 
 def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_head: int) -> Rotary | None:
@@ -29,8 +29,6 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     kind = entries.get("rope_type|type", "default")
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
-    if kind == "dynamic" and config.get("model_type") in STRETCHED and entries.get("alpha"):
-        base, kind = base * entries.positive("alpha") ** (num_dims / (num_dims - 2)), "default"
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
     return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling, row.backward)
 
@@ -43,6 +41,8 @@ def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_t
             return Linear(entries.positive("factor"))
         case "proportional":
             return Proportional(num_turning, entries.positive("factor", 1.0))
+        case "dynamic" if entries.get("alpha") and config.get("model_type") in BY_ALPHA:
+            return NTK(entries.positive("alpha"))
         case "dynamic":
             return DynamicNTK(entries.positive("factor"), int(config.positive(longest)))
     both = Config({**entries.values, **config.values})

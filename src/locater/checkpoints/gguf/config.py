@@ -18,8 +18,11 @@ YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
 }
 
-ACTING = ("temperature_scale", "temperature_length", "clamp_kqv", "scale", "max_alibi_bias", "shared_kv_layers")
-ACTING = (*(f"attention.{key}" for key in ACTING), "attn_logit_softcapping")  # what changes logits wherever it stands
+# What changes logits wherever it stands.
+ACTING = tuple(
+    f"attention.{name}"
+    for name in ("temperature_scale", "temperature_length", "clamp_kqv", "scale", "max_alibi_bias", "shared_kv_layers")
+)
 
 
 class _Read(dict[str, Any]):
