@@ -70,6 +70,18 @@ def test_near_mass_keeps_its_digits_beside_a_huge_sink():
     assert gatherer.numbers().near_mass_beyond_first == pytest.approx(float(expected), rel=1e-5)
 
 
+def assert_measured(row, logits, distance):
+    """A head's measured numbers are those of the softmax of these logits, −inf where a key is not admitted."""
+    admitted = logits.isfinite()
+    whole, beyond = materialised(logits, admitted, distance), admitted.clone()
+    beyond[..., 0] = False
+    near = materialised(logits, beyond, distance).near_mass
+    assert row.measured.near_mass_beyond_first == pytest.approx(float(near.mean()), abs=1e-5)
+    assert row.measured.sink_mass == pytest.approx(float(whole.sink_mass.mean()), abs=1e-5)
+    assert row.measured.mean_distance == pytest.approx(float(whole.mean_distance.mean()), rel=1e-4)
+    assert row.measured.normalised_entropy == pytest.approx(float(whole.normalised_entropy.mean()), abs=1e-5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_measured_is_what_the_model_itself_does(name):
     """Against `output_attentions`, on the windows that predict measures; every family runs, whatever its positions."""
@@ -83,15 +95,7 @@ def test_measured_is_what_the_model_itself_does(name):
     distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH))[None, None, FIRST_QUERY:]
     for row in found.heads:
         p = (attentions[row.block] if attentions else out.attentions)[row.layer][:, row.head, FIRST_QUERY:]
-        logits, admitted = p.log()[:, None], (p > 0)[:, None]
-        whole = materialised(logits, admitted, distance)
-        admitted = admitted.clone()
-        admitted[..., 0] = False
-        near = materialised(logits, admitted, distance).near_mass
-        assert row.measured.near_mass_beyond_first == pytest.approx(float(near.mean()), abs=1e-4)
-        assert row.measured.sink_mass == pytest.approx(float(whole.sink_mass.mean()), abs=1e-5)
-        assert row.measured.mean_distance == pytest.approx(float(whole.mean_distance.mean()), rel=1e-4)
-        assert row.measured.normalised_entropy == pytest.approx(float(whole.normalised_entropy.mean()), abs=1e-4)
+        assert_measured(row, p.log()[:, None], distance)
     assert len(found.heads) == (16 if name == "t5" else 8)
     assert bool(found.left_out) == (name == "t5")
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from locater.attention.statistics import materialised
 from locater.errors import Refusal
 from locater.prediction.numbers import first_query
 from locater.prediction.predict import Effort, predict
 from locater.prediction.probe import probe
 from locater.prediction.windows import given
+from test_predict import assert_measured
 from written_models import (
     HEADS,
     Einsum,
@@ -32,7 +32,7 @@ def tokens():
     return torch.randint(50, (8, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
-def assert_measured(net, found):
+def assert_all_measured(net, found):
     """Against the softmax of the logits that the modules themselves keep."""
     start = first_query(LENGTH)
     with torch.no_grad():
@@ -41,21 +41,14 @@ def assert_measured(net, found):
     assert [(row.layer, row.head) for row in found.heads] == [(n, h) for n in range(2) for h in range(HEADS)]
     for row in found.heads:
         logits = net.blocks[row.layer].attn.kept[:, row.head, None, start:]
-        admitted = logits.isfinite()
-        whole = materialised(logits, admitted, distance)
-        beyond = admitted.clone()
-        beyond[..., 0] = False
-        near = materialised(logits, beyond, distance).near_mass
-        assert row.measured.near_mass_beyond_first == pytest.approx(float(near.mean()), abs=1e-5)
-        assert row.measured.sink_mass == pytest.approx(float(whole.sink_mass.mean()), abs=1e-5)
-        assert row.measured.normalised_entropy == pytest.approx(float(whole.normalised_entropy.mean()), abs=1e-5)
+        assert_measured(row, logits, distance)
 
 
 @pytest.mark.parametrize("kind", [Separate, Fused, Interleaved, Grouped, NormThenRotary, NotCausal, Window, Own])
 def test_own_attention_is_found_on_the_windows(kind):
     net = Net(kind)
     found = predict(net, tokens=tokens(), effort=QUICK)
-    assert_measured(net, found)
+    assert_all_measured(net, found)
     for name in ("normalised_entropy", "sink_mass"):
         assert found.calibration_error[name] < 0.1
     assert net.training and not any(module._forward_pre_hooks for module in net.modules())
@@ -70,7 +63,17 @@ def test_named_projections(kind):
     named = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", HEADS, HEADS) for n in range(2)]
     with pytest.raises(Refusal, match="causal=True or causal=False beside heads="):
         predict(net, tokens=tokens(), heads=named, effort=QUICK)
-    assert_measured(net, predict(net, tokens=tokens(), heads=named, causal=True, effort=QUICK))
+    found = predict(net, tokens=tokens(), heads=named, causal=True, effort=QUICK)
+    assert_all_measured(net, found)
+    assert any("without positions" in note for note in found.left_out)
+
+
+@pytest.mark.parametrize("kind", [Separate, NormThenRotary])
+def test_projections_are_not_named_where_a_kernel_shows_more(kind):
+    """By hand a rotary model would be measured without its rotation."""
+    named = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", HEADS, HEADS) for n in range(2)]
+    with pytest.raises(Refusal, match="a call of scaled_dot_product_attention; leave heads=… out"):
+        predict(Net(kind), tokens=tokens(), heads=named, causal=True, effort=QUICK)
 
 
 def test_torch_layers_with_the_batch_second():

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
@@ -28,6 +27,7 @@ from ..training.data import vocabulary as own_vocabulary
 from ..training.export import load as load_own
 from ..training.model import LanguageModel
 from .model_type import type_by_names, untyped
+from .named import TAKEN, named
 from .windows import Tokenizer
 
 INSTALL = 'install it with: pip install "locater[hf]"'
@@ -213,7 +213,11 @@ def self_attention(
     A model that no table knows shows its heads on `ids`; `causal` says what those see that `heads` names.
     """
     found, left_out = [], []
-    for layer in _named(model, heads, causal) if heads else _layers(model, ids):
+
+    def once(layers: Sequence[Layer]) -> Any:
+        return None if ids is None else run(model, layers, ids, lambda number, x: None)
+
+    for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
         left_out += layer.refused
         if layer.block in ("cross", "vision"):
             left_out.append(f"{layer.block} layer {layer.number}: its queries and keys are not tokens of one text")
@@ -221,7 +225,7 @@ def self_attention(
             found.append(layer)
     if not found:
         raise Refusal(left_out[0]) if left_out else refusal("self-attention layers", "none")
-    return found, left_out
+    return found, [*left_out, *([TAKEN] if heads else [])]
 
 
 def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[Layer]:
@@ -236,14 +240,6 @@ def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[Layer]:
         if sample is None:
             raise
         return live.layers(model, sample=sample)
-
-
-def _named(model: nn.Module, heads: Sequence[Explicit], causal: bool | None) -> Iterator[Layer]:
-    if causal is None:
-        raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
-    for layer in live.layers(model, heads=heads):
-        own = tuple(replace(head, lookahead=0 if causal else None) for head in layer.heads)
-        yield replace(layer, heads=own)
 
 
 @torch.no_grad()

@@ -52,10 +52,10 @@ def predict(
     `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
     the first tokens are a window; `tokens` are windows that were cut already, of which a share is
     measured, with special tokens at the positions `special` (from the end where
-    negative). The heads of a live module that no table knows are found in one pass over a window; or `heads` names
-    their projections, as for `locater.heads`, without positions: then `causal` must be said. `timeout` is the number
-    of seconds after which files from elsewhere are given up. Cost: one forward pass per window, and per layer one d×d
-    eigenvalue problem; memory per layer O(d²).
+    negative). The heads of a live module that no table knows are found in one pass over a window; where it calls no
+    attention kernel, `heads` names their projections, as for `locater.heads`, without positions, and `causal` must be
+    said. `timeout` is the number of seconds after which files from elsewhere are given up. Cost: one forward pass per
+    window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
     """
     effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
     with at_door(source, timeout):
