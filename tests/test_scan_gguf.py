@@ -11,18 +11,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from locater.scanning.scan import scan
 from saved_models import by_place
-from test_checkpoints_gguf import MODELS, write_model
+from test_checkpoints_gguf import MODELS, load, write_model
 
 READABLE = [name for name, row in MODELS.items() if row[3]]
 OTHERS = [name for name, row in MODELS.items() if not row[3] and name != "nemotron"]  # which has no family row
-# What the files say and transformers' loader leaves at its default.
-FORGOTTEN = {
-    "qwen3": dict(head_dim=32),
-    "gemma2": dict(query_pre_attn_scalar=32),
-    "gemma3_text": dict(query_pre_attn_scalar=32),
-    "starcoder2": dict(rope_parameters=dict(rope_type="default", rope_theta=12345.0)),
-    "stablelm": dict(rope_parameters=dict(rope_type="default", rope_theta=12345.0, partial_rotary_factor=0.5)),
-}
 
 
 def moments_of(row):
@@ -42,12 +34,9 @@ def assert_same(found, expected, *, settings: bool = True):
 @pytest.mark.parametrize("name", READABLE)
 def test_the_scan_is_that_of_transformers_loader(name, tmp_path):
     write_model(name, tmp_path / "x.gguf")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
-    for setting, value in FORGOTTEN.get(name, {}).items():
-        setattr(loaded.config, setting, value)
     found = scan(tmp_path / "x.gguf", length=64, eigenvalues=True)
     assert found.format == "gguf"
-    assert_same(found, scan(loaded, length=64, eigenvalues=True))
+    assert_same(found, scan(load(name, tmp_path), length=64, eigenvalues=True))
 
 
 @pytest.mark.parametrize("name", OTHERS)

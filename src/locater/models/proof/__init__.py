@@ -92,7 +92,7 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     except Refusal as reason:
         return replace(known, reason=str(reason))
     except Exception as reason:  # a config that transformers itself cannot read
-        return replace(known, reason=f"{type(reason).__name__}: {reason}".splitlines()[0][:200])
+        return replace(known, reason=twin.first_line(reason))
 
 
 @dataclass(frozen=True)

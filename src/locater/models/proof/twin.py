@@ -144,16 +144,18 @@ def run(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple
             try:
                 model = build(config, model_class, sizes)
             except Exception as reason:  # whatever transformers raises: the next sizes may do
-                failures.append(f"{model_class.__name__} could not be built: {_line(reason)}")
+                failures.append(f"{model_class.__name__} could not be built: {first_line(reason)}")
                 continue
             for inputs in inputs_of(model):
                 try:
                     with torch.no_grad():
                         return model, watch(model, inputs)
                 except Exception as reason:
-                    failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {_line(reason)}")
+                    failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {first_line(reason)}")
     raise Refusal(failures[0] if failures else "expected a model class in transformers, got none")
 
 
-def _line(reason: Exception) -> str:
-    return f"{type(reason).__name__}: {reason}".splitlines()[0][:160]
+def first_line(reason: BaseException) -> str:
+    """Of its cause, where the line would end in a colon: the check of a config names itself before what is wrong."""
+    line = f"{type(reason).__name__}: {reason}".splitlines()[0]
+    return first_line(reason.__cause__) if line.endswith(":") and reason.__cause__ else line[:160]
