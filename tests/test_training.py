@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from command import locater
 from locater.errors import Refusal
 from locater.models.live import layers
+from locater.prediction.language_model import load_tokenizer
+from locater.prediction.probe import probe
 from locater.training import loop, run, validation
 from locater.training.config import Config, OptimiserOptions, make_config
 from locater.training.data.sources import open_data
@@ -196,6 +198,10 @@ def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     again = json.loads(locater("scan", checkpoint, "--json", "-", "--length", 16).out)
     assert (again["format"], again["heads"]) == ("distributed", found["heads"])
+    assert len(probe(model).heads) == 4
+    assert [head.numbers for head in probe(checkpoint).heads] == [head.numbers for head in probe(model).heads]
+    with pytest.raises(Refusal, match=r"got neither; .* go without a text \(--no-text\)"):
+        load_tokenizer(checkpoint)
     logged = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]["heads"]
     for row, head in zip(logged, found["heads"], strict=True):
         assert row["xi"] == pytest.approx(head["xi"], rel=1e-5) and row["regime"] == head["regime"]

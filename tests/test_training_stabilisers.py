@@ -122,6 +122,12 @@ def test_the_export_computes_what_was_trained(text, tmp_path, name):
     tokens, _ = data.batches.validation(0, 4)
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "run" / "model")(tokens), trained(tokens), atol=1e-5, rtol=1e-5)
+        (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+        if name in ("sigma-reparam", "spectral-norm"):
+            with pytest.raises(Refusal, match="name the folder `model` of a finished run"):
+                load(checkpoint)
+        else:
+            torch.testing.assert_close(load(checkpoint)(tokens), trained(tokens), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qk-norm", "soft-cap", "sigma-reparam"])

@@ -47,7 +47,7 @@ def load_model(source: Source) -> nn.Module:
     if isinstance(source, nn.Module):
         return source
     if is_own(source):
-        return load_own(Path(source))
+        return load_own(Path(source).expanduser())
     transformers = transformers_here()
     place, options = _place(source)
     _check_pickles(Path(place))
@@ -122,7 +122,7 @@ def load_tokenizer(source: Source) -> Tokenizer:
     if isinstance(source, nn.Module):
         raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
     if is_own(source):
-        return OwnTokenizer(own_vocabulary.load(Path(source)))
+        return OwnTokenizer(own_vocabulary.load(Path(source).expanduser()))
     transformers = transformers_here()
     place, options = _place(source)
     with quiet(transformers):

@@ -5,10 +5,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .. import checkpoints
+from ..errors import refusal
 from ..records import Json, write, write_json
 from ..stabilisers.rivals.reparametrisation import remove
 from .config import StabiliserOptions
@@ -59,7 +61,7 @@ def model_settings(model: nn.Module, stabiliser: StabiliserOptions | None = None
 
 
 def load(folder: Path) -> LanguageModel | WalkModel:
-    """What `export` wrote, ready for inference; with the stabiliser that it was trained to have."""
+    """What `export` wrote, or a checkpoint of a run, ready for inference; with the stabiliser that stays with it."""
     document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))
     if document["positions"] == "none":
@@ -68,7 +70,10 @@ def load(folder: Path) -> LanguageModel | WalkModel:
     else:
         model = LanguageModel(Shape.from_dict(document))
     attach(model, stays)
+    with checkpoints.open(folder) as stored:
+        missing, unexpected = model.load_state_dict({name: stored.read(name) for name in stored.names}, strict=False)
     # A tied output layer is stored once, as the embedding.
-    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
-    assert not unexpected and set(missing) <= {"output.weight"}, (missing, unexpected)
+    if odd := [*unexpected, *(name for name in missing if name != "output.weight")]:
+        remedy = "name the folder `model` of a finished run" if unexpected else ""
+        raise refusal(f"the weights that {folder / 'config.json'} tells of", f"{odd[0]} beyond or missing", remedy)
     return model.eval()

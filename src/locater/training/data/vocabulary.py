@@ -101,6 +101,9 @@ def load(folder: Path) -> Vocabulary:
     if (folder / "vocabulary.txt").exists():
         text = (folder / "vocabulary.txt").read_text(encoding="utf-8")
         return Words(tuple(text.removesuffix("\n").split("\n")))
+    if not (folder / "tokenizer.json").exists():
+        remedy = "a run writes it beside its model at the end; name that folder, or go without a text (--no-text)"
+        raise refusal(f"vocabulary.txt or tokenizer.json in {folder}", "neither", remedy)
     from tokenizers import Tokenizer
 
     return BytePairs(Tokenizer.from_file(str(folder / "tokenizer.json")))
