@@ -24,7 +24,9 @@ D_MODEL, D_HEAD, NUM_LAYERS = 24, 16, 8
 
 def head(**changed) -> Head:
     parts = dict(bias=0.3 * torch.randn(D_HEAD), input_norm=Norm("rms", torch.rand(D_MODEL), torch.randn(D_MODEL)))
-    query, key = (Projection(torch.randn(D_HEAD, D_MODEL), **parts) for _ in range(2))
+    # Rows that differ as those of trained heads do.
+    rows = torch.linspace(0.2, 2, D_HEAD)[torch.randperm(D_HEAD // 2).repeat_interleave(2) * 2][:, None]
+    query, key = (Projection(rows * torch.randn(D_HEAD, D_MODEL), **parts) for _ in range(2))
     rotary = Rotary(10_000.0, D_HEAD)  # four of its eight pairs turn within a text
     return Head(0, 0, query, key, **dict(scale=0.3, rotary=rotary, lookahead=0) | changed)
 
@@ -105,12 +107,14 @@ def test_nothing_is_estimated_without_the_positions_of_a_model(tmp_path):
     run.start(tiny(tmp_path / "notes.txt", steps=2), tmp_path / "run", say=lambda sentence: None)
     found = scan(tmp_path / "run" / "model")
     assert found.heads and all(row.estimated_near_mass is None for row in found.heads)
-    assert findings.behaviour(found.heads) == ""
+    assert findings.behaviour(found.heads) == []
 
 
 def test_depth_is_that_of_the_model_not_of_the_layers_that_were_asked_for():
     sizes = dict(vocab_size=60, hidden_size=32, num_attention_heads=2, intermediate_size=48)
     net = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=4, **sizes))
+    for layer in net.layers:
+        layer.self_attn.q_proj.weight.data *= 200 * torch.linspace(0.1, 2, 8).repeat(4)[:, None]
     rows = {(row.layer, row.head): row for row in scan(net).heads}
     assert all(row.estimated_near_mass is not None for row in rows.values())
     for row in scan(net, layers=[1]).heads:
@@ -119,6 +123,30 @@ def test_depth_is_that_of_the_model_not_of_the_layers_that_were_asked_for():
         layer.load_state_dict(net.layers[0].state_dict())
     near = [row.estimated_near_mass for row in scan(net).heads if row.head == 0]
     assert near[0] < near[1] < near[2] == pytest.approx(near[3])
+
+
+def test_nothing_is_estimated_where_logits_are_small():
+    """As early in training; how large they are under QK-norm is the norm's affair."""
+    trained = [head(), head()]
+    assert None not in estimated(*trained)
+    early = [replace(one, scale=one.scale / 1000) for one in trained]
+    assert estimated(*early) == [None, None]
+    norm = Norm("rms", torch.ones(D_HEAD))
+    normed = [replace(one, query=replace(one.query, norm=norm), key=replace(one.key, norm=norm))
+              for one in early]  # fmt: skip
+    assert None not in estimated(*normed)
+
+
+@pytest.mark.parametrize("start", ["normal_", "uniform_", "orthogonal_", "xavier_uniform_"])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_nothing_is_estimated_from_fresh_weights(start, heads):
+    """Their pairs are equally strong but for chance, which reads as near; tokens have no part in common yet."""
+    sizes = dict(vocab_size=60, hidden_size=64, num_attention_heads=heads, head_dim=16, intermediate_size=48)
+    net = transformers.LlamaModel(transformers.LlamaConfig(num_hidden_layers=4, **sizes))
+    for layer in net.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            getattr(torch.nn.init, start)(linear.weight)
+    assert all(row.estimated_near_mass is None for row in scan(net).heads)
 
 
 def test_direct_path_is_the_first_layer_s_attention():
@@ -155,7 +183,7 @@ def test_positions_that_were_not_measured_get_no_words():
     found = scan(model("t5"))
     rows = [replace(row, estimated_near_mass=0.9) for row in found.heads if row.block == "encoder"]
     assert rows and all(row.estimated_near_mass_interval is None for row in rows)
-    assert findings.behaviour(rows) == "" and not any(map(findings.looks, rows))
+    assert findings.behaviour(rows) == [] and not any(map(findings.looks, rows))
     assert not [one for one in findings.outstanding(rows) if "looks" in one.sentence]
     said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
     assert not [sentence for sentence in said if "nearest tokens" in sentence]
@@ -180,13 +208,26 @@ def test_words_of_behaviour_come_from_the_estimate_only():
                  for n, v in enumerate((0.9, 0.1)))  # fmt: skip
     unsure, unknown = replace(near, head=2, estimated_near_mass=0.5), replace(near, head=3, estimated_near_mass=None)
     assert [findings.looks(row) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
-    words = findings.behaviour([near, far, unsure, unknown])
-    assert words == "1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way"
+    words = "1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way"
+    assert findings.behaviour([near, far, unsure, unknown]) == [f"estimated from the weights: {words}"]
     for finding in findings.outstanding([near, far, unsure, unknown]):
         assert "looks" not in finding.sentence or "probably looks mostly" in finding.sentence
         assert findings.THEORY in finding.sentence or "estimated near mass" in finding.sentence
         assert "recent" not in finding.sentence
-    assert findings.behaviour([unknown]) == ""
+    assert findings.behaviour([unknown]) == []
+
+
+def test_what_was_measured_on_random_ids_goes_before_an_estimate():
+    (row, *_) = scan(model("llama")).heads
+    row = replace(row, estimated_near_mass=0.9, estimated_near_mass_interval=(0.6, 1.0))
+    measured = [replace(row, head=n, probed_near_mass_beyond_first=mass) for n, mass in enumerate((0.1, 0.5, 0.8))]
+    assert [findings.looks(one) for one in (*measured, row)] == ["far", None, "near", "near"]
+    assert findings.behaviour([*measured, row]) == [
+        "measured on random ids: 1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way",
+        "estimated from the weights: 1 look mostly at near tokens",
+    ]
+    said = [one.sentence for one in findings.outstanding(measured) if "looks" in one.sentence]
+    assert said and all("on random ids" in sentence and "probably" not in sentence for sentence in said)
 
 
 def test_layers_that_share_their_weights_are_one_finding():

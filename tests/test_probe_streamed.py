@@ -126,6 +126,7 @@ def test_command(tmp_path):
     save(model, "qwen3")
     shown = locater("scan", model, "--probe", "--layers", "1", "--json", out)
     assert shown.code == 0 and "random ids, not on text" in shown.out
+    assert "measured on random ids: " in shown.out and "near?" not in shown.out and "estimated" not in shown.out
     heads = json.loads(out.read_text())["heads"]
     assert len(heads) == 4 and all(0 < head["probed_normalised_entropy"] < 1 for head in heads)
     refused = locater("scan", model, "--fail-on", "probed_sink_mass>0.1")

@@ -124,8 +124,8 @@ def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bo
     if found.normalised:
         console.print(NORMALISED)
     console.print(f"regimes {THEORY}: {regimes(found.heads)}")
-    if behaviour(found.heads):
-        console.print(f"estimated from the weights: {behaviour(found.heads)}")
+    for sentence in behaviour(found.heads):
+        console.print(sentence)
     for finding in outstanding(found.heads):
         mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
         print_bullet(console, mark, f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
@@ -138,7 +138,7 @@ def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bo
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     """Medians of each layer, and how many of its heads are of each regime that the model has at all."""
-    present = [regime for regime in WORDS if any(row.regime == regime for row in rows)]
+    present, near = [regime for regime in WORDS if any(row.regime == regime for row in rows)], _near_column(rows)
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
         of_layer = list(group)
@@ -152,7 +152,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
                 f"{median(ratios):.2f}",
                 f"{min(ratios):.1f} … {max(ratios):.1f}",
                 f"{median(row.localisation for row in of_layer):.2f}",
-                _near(of_layer),
+                *(_near(of_layer) for _ in near),
                 *(str(count or "") for count in counts),
             ]
         )
@@ -163,7 +163,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
         "ξ",
         "ξ range",
         "local",
-        "near?",
+        *near,
         *(WORDS[regime].short for regime in present),
     ]
     return table(headings, body, words=["layer"])
@@ -172,6 +172,7 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
 def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     from ..scanning.findings import name
 
+    near = _near_column(rows)
     body = [
         [
             name(row),
@@ -182,12 +183,17 @@ def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
             f"{row.xi:.2f}",
             f"{row.localisation:.2f}",
             row.regime,
-            _near([row]),
+            *(_near([row]) for _ in near),
         ]
         for row in rows
     ]
-    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime", "near?"]
+    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime", *near]
     return table(headings, body, words=["head", "regime"])
+
+
+def _near_column(rows: "tuple[HeadRow, ...]") -> list[str]:
+    """No estimates where all heads were measured on random ids: those have a table of their own."""
+    return ["near?"] if any(row.probed_near_mass_beyond_first is None for row in rows) else []
 
 
 def _near(rows: "list[HeadRow]") -> str:

@@ -58,7 +58,7 @@ def _drop_estimates(view: View, views: list[View]) -> None:
     measured = {name for other in views if other.heads == view.heads for name in other.columns}
     for name in [name for name in view.columns if name.startswith(ESTIMATED)]:
         plain = name.removeprefix(ESTIMATED)
-        if measured & {side + plain + rest for side in ("", "measured_") for rest in ("", "_beyond_first")}:
+        if measured & {side + plain + rest for side in ("", "measured_", "probed_") for rest in ("", "_beyond_first")}:
             del view.columns[name]
 
 

@@ -27,6 +27,10 @@ LENGTH = 256
 SWING, FIRST_SWING = 14.0, 0.5
 # Fewer pairs that turn within LENGTH make waves, not a decay: in a decoder with two the estimate ran against attention.
 FEWEST_TURNING = 4
+# The estimate is of trained models. In every layer of those at hand the median head's pairs differ in strength by 0.15
+# of it or more, where fresh weights differ by chance, 1/√(2 d_model); and logits of tokens that have nothing in common
+# would swing by 3.5 or more (from the second layer on), where in a small decoder after 500 steps it is 0.3 to 0.6.
+LEAST_VARIED, BY_CHANCE, LEAST_LOGITS = 0.1, 2.0, 3.0
 # Four in five heads lie within so much of the estimate: the widest of the models at hand, and for rotary positions a
 # third more, for models that are not among them.
 ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
@@ -53,7 +57,7 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct, *, num_la
 
     `acting` are the Gram products with all gains and norms in them; `direct` gives what embeddings and positions make
     of a text of random words, and is asked when a head wants it; `num_layers` are those of the model, for its depth.
-    Two-sided rotary heads, heads of few pairs, cross-attention and heads without any positions have none.
+    Two-sided rotary heads, heads of few pairs, untrained ones, cross-attention and heads without positions have none.
     """
     heads = [head for group in groups for head in group]
     first = heads[0]
@@ -84,7 +88,7 @@ def swing(layer: int, num_layers: int) -> float:
     return SWING * min(1.0, FIRST_SWING + 2 * (1 - FIRST_SWING) * layer / max(1, num_layers))
 
 
-def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> list[Estimate]:
+def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> Sequence[Estimate | None]:
     """softmax over Δ of `swing` · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
 
     Strength is ‖q rows‖‖k rows‖. Fast pairs tell near from far, slow ones tell nothing: typical tokens have a part in
@@ -93,6 +97,8 @@ def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> list[Estim
     rotary = heads[0].rotary
     assert rotary is not None
     strength = _strengths(acting, rotary)
+    if not _is_trained(heads[0], strength):
+        return [None] * len(heads)
     still = _still(acting, rotary)
     cosines, sines = _turns(rotary)
     share = strength / (strength.sum(-1, keepdim=True) + still[:, None]).clamp(min=torch.finfo(strength.dtype).tiny)
@@ -105,6 +111,16 @@ def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> list[Estim
     if window is not None and window + 1 < LENGTH:
         logits[:, window + 1 :] = -torch.inf
     return [Estimate.of(near, ROTARY_MARGIN) for near in near_by_distance(logits).tolist()]
+
+
+def _is_trained(head: Head, strength: Float[Tensor, "heads pairs"]) -> bool:
+    """Whether the heads of a layer, of which this is one, are like those that the constants were fitted to."""
+    tiny = torch.finfo(strength.dtype).tiny
+    varied = float((strength.std(-1) / strength.mean(-1).clamp(min=tiny)).median())
+    if varied < max(LEAST_VARIED, BY_CHANCE / (2 * head.d_model) ** 0.5):
+        return False
+    logits = head.scale * float(strength.sum(-1).median())
+    return logits > LEAST_LOGITS or not (head.query.is_linear and head.key.is_linear)  # a norm sets their size
 
 
 def near_by_distance(logits: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"]:

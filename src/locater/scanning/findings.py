@@ -1,7 +1,7 @@
 """A scan in plain words, of two kinds that are never mixed.
 
-Spectra and regimes are of the random-walk theory and say so. What a head does is said from the estimate of its
-behaviour only, with how often such words were right (docs/evidence.md).
+Spectra and regimes are of the random-walk theory and say so. What a head does is said as measured on random ids where
+it was, else from the estimate of its behaviour only, with how often such words were right (docs/evidence.md).
 """
 
 from collections import Counter
@@ -54,29 +54,38 @@ def regimes(rows: Iterable[HeadRow]) -> str:
 
 
 def looks(row: HeadRow) -> str | None:
-    """`near` or `far`: where the head probably looks mostly; None where the estimate does not tell.
-
-    Nor where it has no interval: words are kept from positions of a kind that was not measured (docs/evidence.md).
-    """
-    near = row.estimated_near_mass
-    if near is None or row.estimated_near_mass_interval is None or MOSTLY_FAR < near < MOSTLY_NEAR:
+    """`near` or `far`: where the head looks mostly; None where its near mass is not known or tells neither."""
+    near = _near_mass(row)
+    if near is None or MOSTLY_FAR < near < MOSTLY_NEAR:
         return None
     return "near" if near >= MOSTLY_NEAR else "far"
 
 
-def behaviour(rows: Iterable[HeadRow]) -> str:
-    """How many heads probably look where; nothing where no head could be estimated.
+def _near_mass(row: HeadRow) -> float | None:
+    """As measured on random ids; else as estimated, where a trained model with such positions was measured."""
+    if row.probed_near_mass_beyond_first is not None:
+        return row.probed_near_mass_beyond_first
+    return None if row.estimated_near_mass_interval is None else row.estimated_near_mass
+
+
+def behaviour(rows: Iterable[HeadRow]) -> list[str]:
+    """How many heads look where: of those that were measured, and of those that could only be estimated.
 
     >>> behaviour([])
-    ''
+    []
     """
-    known = (row for row in rows if row.estimated_near_mass is not None)
-    estimated = [row for row in known if row.estimated_near_mass_interval is not None]
-    counts = Counter(filter(None, map(looks, estimated)))
+    known = [row for row in rows if _near_mass(row) is not None]
+    measured = [row for row in known if row.probed_near_mass_beyond_first is not None]
+    estimated = [row for row in known if row.probed_near_mass_beyond_first is None]
+    kinds = {"measured on random ids": measured, "estimated from the weights": estimated}
+    return [f"{kind}: {_where(of_kind)}" for kind, of_kind in kinds.items() if of_kind]
+
+
+def _where(rows: Sequence[HeadRow]) -> str:
+    counts = Counter(filter(None, map(looks, rows)))
     parts = [f"{counts[word]} look {meaning}" for word, meaning in LOOKS.items() if counts[word]]
-    unsure = len(estimated) - sum(counts.values())
-    parts += [f"{unsure} either way"] if unsure else []
-    return ", ".join(parts)
+    unsure = len(rows) - sum(counts.values())
+    return ", ".join([*parts, *([f"{unsure} either way"] if unsure else [])])
 
 
 def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
@@ -88,7 +97,7 @@ def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
     hottest = sorted(rows, key=lambda row: -scales[row])
     kinds.append([_hot(row, scales[row] / usual) for row in hottest if scales[row] > HOT * usual > 0])
     kinds.append([_cold(row) for row in reversed(hottest) if scales[row] * COLD < usual])
-    surest = sorted((row for row in rows if looks(row)), key=lambda row: -(row.estimated_near_mass or 0))
+    surest = sorted((row for row in rows if looks(row)), key=lambda row: -(_near_mass(row) or 0))
     kinds.append([_looking(row) for row in surest if looks(row) == "near"])
     kinds.append([_looking(row) for row in reversed(surest) if looks(row) == "far"])
     found = [finding for kind in kinds for finding in kind[:MOST_OF_A_KIND]]
@@ -134,8 +143,11 @@ def _cold(row: HeadRow) -> Finding:
 
 
 def _looking(row: HeadRow) -> Finding:
-    low, high = row.estimated_near_mass_interval or (0.0, 1.0)
     where = LOOKS[looks(row) or "far"]
+    if row.probed_near_mass_beyond_first is not None:
+        sentence = f"looks {where} on random ids (near mass {row.probed_near_mass_beyond_first:.2f})"
+        return Finding(row, sentence, healthy=True)
+    low, high = row.estimated_near_mass_interval or (0.0, 1.0)
     sentence = f"probably looks {where} (estimated near mass {row.estimated_near_mass:.2f}, {low:.2f} to {high:.2f})"
     return Finding(row, sentence, healthy=True)
 
@@ -146,7 +158,7 @@ def summarise(scan: "Scan") -> str:
         f"{scan.source}: {scan.family}, {counted(len(scan.heads), 'head')}, {scan.coverage}",
         *([NORMALISED] if scan.normalised else []),
         f"regimes {THEORY}: {regimes(scan.heads)}",
-        *([f"estimated from the weights: {behaviour(scan.heads)}"] if behaviour(scan.heads) else []),
+        *behaviour(scan.heads),
         *(f"{name(finding.row)} {finding.sentence}." for finding in outstanding(scan.heads)),
         *(f"not read: {sentence}" for sentence in scan.refused),
     ]
