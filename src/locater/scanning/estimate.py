@@ -97,11 +97,11 @@ def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> Sequence[E
     rotary = heads[0].rotary
     assert rotary is not None
     strength = _strengths(acting, rotary)
-    if not _is_trained(heads[0], strength):
+    total = (strength.sum(-1) + _still(acting, rotary)).clamp(min=torch.finfo(strength.dtype).tiny)
+    if not _is_trained(heads[0], strength, total):
         return [None] * len(heads)
-    still = _still(acting, rotary)
     cosines, sines = _turns(rotary)
-    share = strength / (strength.sum(-1, keepdim=True) + still[:, None]).clamp(min=torch.finfo(strength.dtype).tiny)
+    share = strength / total[:, None]
     logits = swing(heads[0].layer, num_layers) * share @ cosines
     biases = [_bias_terms(head) for head in heads]
     if any(term is not None for term in biases):
@@ -113,13 +113,13 @@ def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> Sequence[E
     return [Estimate.of(near, ROTARY_MARGIN) for near in near_by_distance(logits).tolist()]
 
 
-def _is_trained(head: Head, strength: Float[Tensor, "heads pairs"]) -> bool:
+def _is_trained(head: Head, strength: Float[Tensor, "heads pairs"], total: Float[Tensor, " heads"]) -> bool:
     """Whether the heads of a layer, of which this is one, are like those that the constants were fitted to."""
     tiny = torch.finfo(strength.dtype).tiny
     varied = float((strength.std(-1) / strength.mean(-1).clamp(min=tiny)).median())
     if varied < max(LEAST_VARIED, BY_CHANCE / (2 * head.d_model) ** 0.5):
         return False
-    logits = head.scale * float(strength.sum(-1).median())
+    logits = head.scale * float(total.median())
     return logits > LEAST_LOGITS or not (head.query.is_linear and head.key.is_linear)  # a norm sets their size
 
 
