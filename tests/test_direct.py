@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from locater.head import Head
+from locater.positions import Alibi
 from locater.projections import Norm, Projection
-from locater.scanning.direct import direct_logits
+from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits
 
-NUM_HEADS, D_HEAD, D_MODEL, TOKENS = 3, 4, 16, 24
+NUM_HEADS, D_HEAD, D_MODEL = 3, 4, 16
 
 
 def split(stored: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -24,15 +25,31 @@ def split(stored: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("stored", ["rows", "transposed", "apart", "backward", "one key"])
 @pytest.mark.parametrize("norm", [None, "layer", "rms"])
-def test_all_heads_at_once_are_each_head(stored, dtype, norm):
+@pytest.mark.parametrize(
+    "changed", [dict(), dict(position_bias=Alibi(0.2)), dict(softcap=1.0)], ids=["", "alibi", "cap"]
+)
+def test_all_heads_at_once_are_each_head(stored, dtype, norm, changed):
     torch.manual_seed(0)
     norm = norm and Norm(norm, torch.rand(D_MODEL), torch.randn(D_MODEL))
     heads = [
-        Head(0, index, *(Projection(part, torch.randn(D_HEAD), norm) for part in parts), scale=0.2 + index)
+        Head(0, index, *(Projection(part, torch.randn(D_HEAD), norm) for part in parts), scale=0.2, **changed)
         for index, parts in enumerate(zip(*split(stored, dtype), strict=True))
     ]
-    x, queries = torch.randn(TOKENS, D_MODEL), torch.arange(8, TOKENS, 3)
+    x = torch.randn(SEEN, D_MODEL)
     inputs = x if norm is None else norm(x)
-    positions = queries, torch.arange(TOKENS)
-    expected = torch.stack([head.logits(inputs[queries], inputs, positions) for head in heads])
-    torch.testing.assert_close(direct_logits(heads, x, queries), expected, rtol=1e-4, atol=1e-4)
+    positions = QUERIES, torch.arange(SEEN)
+    expected = torch.stack([head.logits(inputs[QUERIES], inputs, positions).mT for head in heads]).softmax(-2)
+    torch.testing.assert_close(direct_logits(heads, DirectInputs(x)).softmax(-2), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_heads_of_different_scales_and_biases_are_each_head():
+    torch.manual_seed(0)
+    whole, x = torch.randn(2 * NUM_HEADS * D_HEAD, D_MODEL), torch.randn(SEEN, D_MODEL)
+    parts = whole.split(D_HEAD)
+    heads = [
+        Head(0, n, Projection(parts[n], None if n else torch.randn(D_HEAD)), Projection(parts[n + 3]), scale=0.2 + n)
+        for n in range(NUM_HEADS)
+    ]
+    positions = QUERIES, torch.arange(SEEN)
+    expected = torch.stack([head.logits(x[QUERIES], x, positions).mT for head in heads]).softmax(-2)
+    torch.testing.assert_close(direct_logits(heads, DirectInputs(x)).softmax(-2), expected, rtol=1e-4, atol=1e-6)

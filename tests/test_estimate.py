@@ -13,7 +13,7 @@ from locater.positions import Rotary
 from locater.projections import Norm, Projection
 from locater.report.headline import headline
 from locater.report.views import views_of
-from locater.scanning import estimate, findings
+from locater.scanning import direct, estimate, findings
 from locater.scanning.conditions import failures, parse
 from locater.scanning.direct import nothing
 from locater.scanning.products import products
@@ -152,13 +152,13 @@ def test_nothing_is_estimated_from_fresh_weights(start, heads):
 def test_direct_path_is_the_first_layer_s_attention():
     """Layer 0 of GPT-2 sees exactly embedding plus position through its norm; the model's own attention says so."""
     net = model("gpt2")
-    ids = torch.randint(0, 60, (estimate.SEEN,), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 60, (direct.SEEN,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         attention = net(ids[None], output_attentions=True).attentions[0][0]
     near = []
     for own in attention:
-        others = own[FIRST_QUERY :: estimate.EVERY, 1:] / own[FIRST_QUERY :: estimate.EVERY, 1:].sum(-1, keepdim=True)
-        distance = torch.arange(FIRST_QUERY, estimate.SEEN, estimate.EVERY)[:, None] - torch.arange(1, estimate.SEEN)
+        others = own[FIRST_QUERY :: direct.EVERY, 1:] / own[FIRST_QUERY :: direct.EVERY, 1:].sum(-1, keepdim=True)
+        distance = torch.arange(FIRST_QUERY, direct.SEEN, direct.EVERY)[:, None] - torch.arange(1, direct.SEEN)
         share = (others * ((distance < NEAR) & (distance >= 0))).sum(-1)
         far = (1 - share) * (160 - NEAR) / (96 - NEAR)  # keys beyond 128 weigh as the far ones seen
         near.append(float((share / (share + far)).mean()))

@@ -119,13 +119,7 @@ class Head:
         self, query_positions: Int[Tensor, " queries"], key_positions: Int[Tensor, " keys"]
     ) -> Bool[Tensor, "queries keys"]:
         """Which keys a query may see: causality and window, not padding."""
-        distance = _distance(query_positions, key_positions)
-        admitted = torch.ones_like(distance, dtype=torch.bool)
-        if self.lookback is not None:
-            admitted &= distance <= self.lookback
-        if self.lookahead is not None:
-            admitted &= -distance <= self.lookahead
-        return admitted
+        return admitted(_distance(query_positions, key_positions), lookback=self.lookback, lookahead=self.lookahead)
 
     def attention(
         self,
@@ -166,6 +160,16 @@ def _even(gain: Tensor, rotary: Rotary) -> Tensor:
     """The two gains of each pair that turns replaced by their mean; at frequency 0 it stands still."""
     pairs = rotary.pairs[rotary.frequencies(1) != 0].to(gain.device)
     return gain.index_put((pairs,), gain[pairs].mean(-1, keepdim=True).expand(pairs.shape))
+
+
+def admitted(distance: Int[Tensor, "*pairs"], *, lookback: int | None, lookahead: int | None) -> Bool[Tensor, "*pairs"]:
+    """At which distances of a query from a key it may see it, within the bounds that `Head` has."""
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if lookback is not None:
+        seen &= distance <= lookback
+    if lookahead is not None:
+        seen &= -distance <= lookahead
+    return seen
 
 
 def _distance(query_positions: Tensor, key_positions: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """The direct path: embeddings and positions straight into the heads of a layer, and the logits that they make there."""
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
+from ..attention.statistics import FIRST_QUERY
 from ..errors import refusal
 from ..head import Head
 from ..projections import Norm, widen
@@ -18,6 +18,7 @@ SEEN = 128
 # The direct path asks every so many positions: its products grow with the number of queries.
 EVERY = 4
 WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
+QUERIES = torch.arange(FIRST_QUERY, SEEN, EVERY)
 POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
 
@@ -30,70 +31,94 @@ class Tensors(Protocol):
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
 
 
+@dataclass(frozen=True, eq=False)
+class DirectInputs:
+    """Embeddings of random words plus their positions, as they come into every layer, and normalised once for all."""
+
+    x: Float[Tensor, "tokens d_model"]
+    normalised: dict[tuple[str, float], Tensor] = field(default_factory=dict)
+
+    def behind(self, norm: Norm | None) -> Float[Tensor, "tokens d_model"]:
+        """What the norm makes of them before its gain and bias, in which layers differ."""
+        if norm is None:
+            return self.x
+        kind = norm.kind, norm.epsilon
+        if kind not in self.normalised:
+            self.normalised[kind] = replace(norm, gain=None, bias=None)(self.x)
+        return self.normalised[kind]
+
+
 # Asked with whether positions are needed: heads with a bias over distance have theirs already.
-Direct = Callable[[bool], Float[Tensor, "tokens d_model"] | None]
+Direct = Callable[[bool], DirectInputs | None]
 
 
 def nothing(with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are at hand."""
 
 
-def direct_logits(
-    heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"], queries: Int[Tensor, " queries"]
-) -> Float[Tensor, "heads queries tokens"]:
-    """`Head.logits` of what comes into a layer, through its norm: normalised once for all heads that share one.
+def direct_logits(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "heads tokens queries"]:
+    """`Head.logits` of every EVERY-th query for all tokens, behind the layer's norm.
 
-    Heads that are no more than matrices are taken together where their weights lie evenly in memory.
+    But for a number per query, the same for all keys, which no softmax sees. Heads that are no more than matrices are
+    taken together where their weights lie evenly in memory.
     """
-    norms = {id(norm): norm for norm in (head.query.input_norm for head in heads)}
-    inputs = {number: _normalised(direct, norm) for number, norm in norms.items()}
-    own = [inputs[id(head.query.input_norm)] for head in heads]
-    if len(inputs) > 1 or not all(map(_is_bilinear, heads)):
-        positions = queries, torch.arange(len(direct))
-        return torch.stack([head.logits(x[queries], x, positions) for head, x in zip(heads, own, strict=True)])
+    if not all(_is_bilinear(head, heads[0].query.input_norm) for head in heads):
+        return torch.stack([_one_by_one(head, inputs) for head in heads])
     sides = [[head.query.weight for head in heads], [head.key.weight for head in heads]]
-    together = all(_lie_evenly(weights, own[0].dtype) for weights in sides)
-    parts = [heads] if together else [[head] for head in heads]
-    return torch.cat([_bilinear(part, own[0], queries) for part in parts])
+    together = len({head.scale for head in heads}) == 1 and all(_lie_evenly(side, inputs.x.dtype) for side in sides)
+    logits = _bilinear(heads, inputs) if together else torch.cat([_bilinear([head], inputs) for head in heads])
+    return logits if heads[0].position_bias is None else logits + _position_biases(heads, logits)
 
 
-def _normalised(x: Float[Tensor, "tokens d_model"], norm: Norm | None) -> Float[Tensor, "tokens d_model"]:
-    if norm is None or norm.kind != "layer":
-        return x if norm is None else norm(x)
-    gain, bias = (None if part is None else part.to(x) for part in (norm.gain, norm.bias))
-    return layer_norm(x, x.shape[-1:], gain, bias, norm.epsilon)
+def _one_by_one(head: Head, inputs: DirectInputs) -> Float[Tensor, "tokens queries"]:
+    x = inputs.x if head.query.input_norm is None else head.query.input_norm(inputs.x)
+    return head.logits(x[QUERIES], x, (QUERIES, torch.arange(SEEN))).mT
 
 
-def _bilinear(
-    heads: Sequence[Head], x: Float[Tensor, "tokens d_model"], queries: Int[Tensor, " queries"]
-) -> Float[Tensor, "heads queries tokens"]:
-    """(W_K^T q)·x + b_K·q, since queries are few and keys are many; of heads whose weights lie evenly, or of one."""
+def _bilinear(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "heads tokens queries"]:
+    """x·(W_K^T q) of heads whose weights lie evenly, or of one: queries are few, keys many.
+
+    A bias of keys, the norm's own too, adds one number to all keys of a query, and is left out.
+    """
+    norm, scale = heads[0].query.input_norm, heads[0].scale
+    gain, shift = (None, None) if norm is None else (norm.gain, norm.bias)
+    x = inputs.behind(norm)
+    x = x if gain is None else x * gain.to(x)
+    asking = x[QUERIES] if shift is None else x[QUERIES] + shift.to(x)
     weight, key = (_as_one([getattr(head, side).weight for head in heads], x) for side in ("query", "key"))
-    size = weight.shape[1]
-    query = (x[queries] @ weight.flatten(0, 1).mT).unflatten(-1, (-1, size)).transpose(0, 1)
-    bias, key_bias = (
-        torch.stack([x.new_zeros(size) if one is None else one.to(x) for one in biases])
-        for biases in zip(*((head.query.bias, head.key.bias) for head in heads), strict=True)
-    )
-    query = (query + bias[:, None]) * x.new_tensor([head.scale for head in heads])[:, None, None]
-    reach = (query @ key).flatten(0, 1) @ x.mT
-    return reach.unflatten(0, (len(heads), -1)) + query @ key_bias[..., None]
+    query = torch.addmm(_biases(heads, x), asking, weight.flatten(0, 1).mT, beta=scale, alpha=scale)
+    return x @ (key.mT @ query.unflatten(-1, weight.shape[:2]).permute(1, 2, 0))
 
 
-def _is_bilinear(head: Head) -> bool:
-    return head.query.is_linear and head.key.is_linear and head.softcap is None and head.position_bias is None
+def _biases(heads: Sequence[Head], x: Tensor) -> Float[Tensor, " rows"]:
+    """Those of the queries, one head after the other."""
+    biases = [head.query.bias for head in heads]
+    if all(bias is None for bias in biases):
+        return x.new_zeros(1)
+    return torch.cat([x.new_zeros(heads[0].d_head) if bias is None else bias for bias in biases]).to(x)
+
+
+def _position_biases(heads: Sequence[Head], logits: Tensor) -> Float[Tensor, "heads tokens queries"]:
+    distance = QUERIES - torch.arange(SEEN)[:, None]
+    return torch.stack([head.position_bias(distance) for head in heads if head.position_bias]).to(logits)
+
+
+def _is_bilinear(head: Head, norm: Norm | None) -> bool:
+    """Whether its logits are x_K^T W x_Q behind this norm, but for biases."""
+    return head.query.input_norm is norm and head.query.is_linear and head.key.is_linear and head.softcap is None
 
 
 def _lie_evenly(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether they are views of one memory, each as far from the one before, in a precision that need not change."""
-    first, steps = weights[0], {b.storage_offset() - a.storage_offset() for a, b in pairwise(weights)}
-    kinds = {(type(one.data), one.dtype, one.shape, one.stride(), one.untyped_storage().data_ptr()) for one in weights}
+    first = weights[0]
+    starts = [one.storage_offset() for one in weights]
+    step = starts[1] - starts[0] if len(starts) > 1 else 0
     return (
-        len(kinds) == 1
-        and type(first.data) is Tensor
-        and first.dtype == dtype
-        and len(steps) < 2
-        and min(steps, default=0) >= 0
+        first.dtype == dtype
+        and step >= 0
+        and starts == [starts[0] + number * step for number in range(len(starts))]
+        and len({(type(one), one.untyped_storage().data_ptr(), one.stride(), one.shape) for one in weights}) == 1
+        and type(first) is Tensor
     )
 
 
@@ -106,7 +131,7 @@ def _as_one(weights: Sequence[Tensor], x: Tensor) -> Float[Tensor, "heads d_head
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_inputs(tensors: Tensors, with_positions: bool) -> Float[Tensor, "tokens d_model"] | None:
+def direct_inputs(tensors: Tensors, with_positions: bool) -> DirectInputs | None:
     """Embeddings of random words plus the position table; None where the words are not found.
 
     None, too, where positions are needed and not stored, as sinusoids often are: words alone know no distance.
@@ -129,7 +154,7 @@ def direct_inputs(tensors: Tensors, with_positions: bool) -> Float[Tensor, "toke
     if not bool(x.isfinite().all()):
         tables = " and ".join(f"`{name}`" for name in (words, positions, kinds) if name is not None)
         raise refusal(f"finite numbers in {tables}", "NaN or infinity", "the checkpoint is damaged or diverged")
-    return x
+    return DirectInputs(x.cpu())
 
 
 def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
@@ -146,6 +171,8 @@ def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Ten
 
 
 def _random_ids(num_rows: int) -> Int[Tensor, " tokens"]:
-    """Evenly among the first thousand or so beyond special tokens and single characters, where there are as many."""
-    low, high = (1000, 3000) if num_rows > 4000 else (0, num_rows)
-    return torch.randint(low, high, (SEEN,), generator=torch.Generator().manual_seed(0))
+    """Beyond special tokens and single bytes, where there are as many; neighbours, so that few rows are read."""
+    generator = torch.Generator().manual_seed(0)
+    if num_rows > 4000:
+        return 1000 + torch.randperm(SEEN, generator=generator)
+    return torch.randint(0, num_rows, (SEEN,), generator=generator)

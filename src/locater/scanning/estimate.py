@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.statistics import FIRST_QUERY, NEAR
-from ..head import Head
+from ..head import Head, admitted
 from ..positions import Rotary
 from ..projections import Projection, widen
 from ..spectra import Grams
-from .direct import EVERY, SEEN, Direct, direct_logits
+from .direct import QUERIES, SEEN, Direct, DirectInputs, direct_logits
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
 LENGTH = 256
@@ -66,11 +66,11 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct, *, num_la
     if first.rotary is not None:
         known = first.lookahead == 0 and _num_turning(first.rotary) >= FEWEST_TURNING
         return [*_rotary(heads, acting, num_layers)] if known else [None] * len(heads)
-    x = direct(first.position_bias is None)
-    if x is None or x.shape[1] != first.d_model:
+    inputs = direct(first.position_bias is None)
+    if inputs is None or inputs.x.shape[1] != first.d_model:
         return [None] * len(heads)
     margin = DIRECT_MARGIN if first.position_bias is None else None
-    return [Estimate.of(near, margin) for near in _direct(heads, x)]
+    return [Estimate.of(near, margin) for near in _direct(heads, inputs)]
 
 
 @lru_cache(maxsize=8)
@@ -180,24 +180,31 @@ def _bias(projection: Projection) -> Float[Tensor, " d_head"] | None:
     return None if bias is None else bias.double()
 
 
-def _direct(heads: Sequence[Head], direct: Float[Tensor, "tokens d_model"]) -> list[float]:
-    """The near mass of each head when embeddings and positions come straight into its layer, through its norm.
+def _direct(heads: Sequence[Head], inputs: DirectInputs) -> list[float]:
+    """The near mass of each head when embeddings and positions come straight into its layer, through its norm."""
+    hidden, near = _masks(heads[0].lookback, heads[0].lookahead)
+    p = direct_logits(heads, inputs).add_(hidden).softmax(-2)
+    return _extended(p.mul_(near).sum(-2), both=heads[0].lookahead != 0).tolist()
 
-    What is masked and which keys are near is one for all heads of a layer.
+
+@lru_cache(maxsize=8)
+def _masks(lookback: int | None, lookahead: int | None) -> tuple[Tensor, Tensor]:
+    """What is added to the logits of keys that are not counted, and which keys are near: one for all heads of a kind.
+
+    The first token is not counted: what it gets beyond others is a sink.
     """
-    positions = torch.arange(len(direct))
-    queries = positions[FIRST_QUERY::EVERY]
-    hidden = ~heads[0].admits(queries, positions)
-    near = (queries[:, None] - positions).abs() < NEAR
-    p = direct_logits(heads, direct, queries).masked_fill_(hidden, -torch.inf)[..., 1:].softmax(-1)
-    return _extended((p * near[:, 1:]).sum(-1), both=heads[0].lookahead != 0).tolist()
+    distance = QUERIES - torch.arange(SEEN)[:, None]
+    counted = admitted(distance, lookback=lookback, lookahead=lookahead)
+    counted[0] = False
+    hidden = torch.zeros(counted.shape).masked_fill_(~counted, -torch.inf)
+    return hidden, (distance.abs() < NEAR).float()
 
 
 def _extended(near: Float[Tensor, "heads queries"], *, both: bool) -> Float[Tensor, " heads"]:
     """From SEEN tokens to LENGTH: farther keys weigh as the far ones that were seen."""
     seen, whole = (_mean_far(length, both=both) for length in (SEEN, LENGTH))
-    far = (1 - near) * whole / seen
-    return (near / (near + far)).mean(-1)
+    farther = whole / seen
+    return (near / (near * (1 - farther) + farther)).mean(-1)
 
 
 def in_texts_of(length: int, near: float, *, both: bool) -> float:
