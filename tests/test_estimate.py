@@ -208,7 +208,7 @@ def test_words_of_behaviour_come_from_the_estimate_only():
                  for n, v in enumerate((0.9, 0.1)))  # fmt: skip
     unsure, unknown = replace(near, head=2, estimated_near_mass=0.5), replace(near, head=3, estimated_near_mass=None)
     assert [findings.looks(row) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
-    words = "1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way"
+    words = "1 looks mostly at near tokens, 1 looks mostly beyond the nearest tokens, 1 either way"
     assert findings.behaviour([near, far, unsure, unknown]) == [f"estimated from the weights: {words}"]
     for finding in findings.outstanding([near, far, unsure, unknown]):
         assert "looks" not in finding.sentence or "probably looks mostly" in finding.sentence

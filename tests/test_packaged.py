@@ -38,7 +38,11 @@ def test_all_else_stays_as_it_is(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("pip:no-such-package", "install it first"), ("pip:../etc", "check the spelling"), ("pip:", "check the spelling")],
+    [
+        ("pip:no-such-package", "; pip install --no-deps no-such-package"),
+        ("pip:../etc", "check the spelling"),
+        ("pip:", "check the spelling"),
+    ],
 )
 def test_what_is_not_installed_is_refused(name, words):
     with pytest.raises(Refusal, match=words):

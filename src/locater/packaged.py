@@ -35,6 +35,7 @@ def _places(text: str) -> list[Path]:
     name = text.removeprefix(PREFIX).replace("-", "_")
     spec = find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        remedy = "install it first" if name.isidentifier() else "check the spelling"
+        install = f"pip install --no-deps {name.replace('_', '-')[:120]}"  # what else it wants is not needed to read it
+        remedy = install if name.isidentifier() else "check the spelling"
         raise refusal("the name of an installed package", f"{name[:120]!r}, which is not installed", remedy)
     return [Path(place) for place in spec.submodule_search_locations]

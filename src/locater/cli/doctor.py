@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..errors import counted
 from ..records import Json
 from .options import JsonPath
 from .output import console_for, table
@@ -78,7 +79,7 @@ def devices() -> list[str]:
         import torch
     except ImportError:
         return []
-    names = [f"cpu, {torch.get_num_threads()} threads"]
+    names = [f"cpu, {counted(torch.get_num_threads(), 'thread')}"]
     names += [f"cuda:{n}, {torch.cuda.get_device_name(n)}" for n in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
         names.append("mps")

@@ -83,7 +83,8 @@ def behaviour(rows: Iterable[HeadRow]) -> list[str]:
 
 def _where(rows: Sequence[HeadRow]) -> str:
     counts = Counter(filter(None, map(looks, rows)))
-    parts = [f"{counts[word]} look {meaning}" for word, meaning in LOOKS.items() if counts[word]]
+    verb = {1: "looks"}
+    parts = [f"{counts[word]} {verb.get(counts[word], 'look')} {told}" for word, told in LOOKS.items() if counts[word]]
     unsure = len(rows) - sum(counts.values())
     return ", ".join([*parts, *([f"{unsure} either way"] if unsure else [])])
 

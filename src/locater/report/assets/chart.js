@@ -99,7 +99,10 @@ function drawAxes(element, x, y, box) {
   }
   for (const value of x.marks) {
     element.append(svg("line", { x1: x.place(value), x2: x.place(value), y1: box.height - box.bottom, y2: box.height - box.bottom + 4, stroke: soft }));
-    element.append(text(x.name(value), x.place(value), box.height - box.bottom + 16, { "text-anchor": "middle", fill: soft }));
+    // About 3.3 is half a letter: a model's name at the right end would be cut.
+    const beyond = x.place(value) + 3.3 * x.name(value).length > box.width;
+    const [at, anchor] = beyond ? [box.width - 1, "end"] : [x.place(value), "middle"];
+    element.append(text(x.name(value), at, box.height - box.bottom + 16, { "text-anchor": anchor, fill: soft }));
   }
   const most = Math.floor((box.width - box.left + box.right) / 7.4);
   element.append(text(x.label.length > most ? `${x.label.slice(0, most - 1)}…` : x.label, (box.left + box.width - box.right) / 2, box.height - 6, { "text-anchor": "middle", fill: look("ink") }));
