@@ -96,7 +96,7 @@ def test_under_adam_the_decoupled_step_has_the_optimisers_own_unit(name):
         torch.testing.assert_close(rows.view(weight.detach()), rows.view(old) - 1e-2 * by / unit)
 
 
-@pytest.mark.parametrize("strength", [0.03, 0.3, 3.0])
+@pytest.mark.parametrize("strength", [0.03, 3.0])
 def test_one_strength_shrinks_alike_in_the_loss_and_decoupled(strength):
     """Under Adam, beside gradients that are noise; a step of −lr·κ∇ in any other unit would end elsewhere."""
 
