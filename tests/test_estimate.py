@@ -223,8 +223,8 @@ def test_what_was_measured_on_random_ids_goes_before_an_estimate():
     measured = [replace(row, head=n, probed_near_mass_beyond_first=mass) for n, mass in enumerate((0.1, 0.5, 0.8))]
     assert [findings.looks(one) for one in (*measured, row)] == ["far", None, "near", "near"]
     assert findings.behaviour([*measured, row]) == [
-        "measured on random ids: 1 look mostly at near tokens, 1 look mostly beyond the nearest tokens, 1 either way",
-        "estimated from the weights: 1 look mostly at near tokens",
+        "measured on random ids: 1 looks mostly at near tokens, 1 looks mostly beyond the nearest tokens, 1 either way",
+        "estimated from the weights: 1 looks mostly at near tokens",
     ]
     said = [one.sentence for one in findings.outstanding(measured) if "looks" in one.sentence]
     assert said and all("on random ids" in sentence and "probably" not in sentence for sentence in said)
