@@ -136,8 +136,8 @@ def traces(
 
 
 def interpolate(
-    values: Float[Tensor, "lags *shape"], lags: Int[Tensor, " lags"], at: Int[Tensor, " distances"]
-) -> Float[Tensor, "distances *shape"]:
+    values: Float[Tensor, " lags *shape"], lags: Int[Tensor, " lags"], at: Int[Tensor, " distances"]
+) -> Float[Tensor, " distances *shape"]:
     """Linear between the lags, constant beyond the last.
 
     >>> interpolate(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 1, 5]), torch.tensor([0, 1, 3, 9])).tolist()
