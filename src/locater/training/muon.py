@@ -3,11 +3,9 @@
 from collections import defaultdict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
-from ..errors import refusal
 from ..records import State
 
 
@@ -20,14 +18,8 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, matrices: list[Tensor], others: list[State], *, momentum: float, weight_decay: float, **adamw: Any
     ):
-        if not hasattr(torch.optim, "Muon"):
-            raise refusal(
-                "torch 2.9 or newer, which has Muon", torch.__version__, "upgrade torch, or --optimizer adamw"
-            )
         rate = adamw["lr"]
-        muon = torch.optim.Muon(
-            matrices, lr=rate, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-        )
+        muon = Muon(matrices, lr=rate, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self.parts = [muon, AdamW(others, **adamw)]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         # The same dictionaries, not copies: who sets a learning rate here sets it there.
