@@ -9,6 +9,7 @@ import transformers
 from locater import scan
 from locater.attention.statistics import FIRST_QUERY, NEAR
 from locater.head import Head
+from locater.models import embeddings
 from locater.positions import Rotary
 from locater.projections import Norm, Projection
 from locater.report.headline import headline
@@ -149,21 +150,66 @@ def test_nothing_is_estimated_from_fresh_weights(start, heads):
     assert all(row.estimated_near_mass is None for row in scan(net).heads)
 
 
-def test_direct_path_is_the_first_layer_s_attention():
-    """Layer 0 of GPT-2 sees exactly embedding plus position through its norm; the model's own attention says so."""
-    net = model("gpt2")
-    ids = torch.randint(0, 60, (direct.SEEN,), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        attention = net(ids[None], output_attentions=True).attentions[0][0]
-    near = []
+def near_of(attention: torch.Tensor) -> list[float]:
+    """Of the heads of a layer (heads, queries, keys), in the words of the estimate; keys farther off weigh as those."""
+    near, both = [], bool(attention.triu(1).any())
+    far_keys = (direct.SEEN - 2 * NEAR, 256 - 2 * NEAR) if both else (96 - NEAR, 160 - NEAR)
     for own in attention:
         others = own[FIRST_QUERY :: direct.EVERY, 1:] / own[FIRST_QUERY :: direct.EVERY, 1:].sum(-1, keepdim=True)
         distance = torch.arange(FIRST_QUERY, direct.SEEN, direct.EVERY)[:, None] - torch.arange(1, direct.SEEN)
-        share = (others * ((distance < NEAR) & (distance >= 0))).sum(-1)
-        far = (1 - share) * (160 - NEAR) / (96 - NEAR)  # keys beyond 128 weigh as the far ones seen
+        share = (others * (distance.abs() < NEAR)).sum(-1)
+        far = (1 - share) * far_keys[1] / far_keys[0]
         near.append(float((share / (share + far)).mean()))
+    return near
+
+
+IDS = torch.randint(0, 60, (direct.SEEN,), generator=torch.Generator().manual_seed(0))
+
+
+def test_direct_path_is_the_first_layer_s_attention():
+    """Layer 0 of GPT-2 sees exactly embedding plus position through its norm; the model's own attention says so."""
+    net = model("gpt2")
+    with torch.no_grad():
+        near = near_of(net(IDS[None], output_attentions=True).attentions[0][0])
     rows = [row for row in scan(net).heads if row.layer == 0]
     assert [row.estimated_near_mass for row in rows] == pytest.approx(near, rel=1e-4)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("name", ["Bart", "PLBart", "Pegasus", "Marian", "Blenderbot"])
+def test_direct_path_scales_embeddings_as_the_model_does(name, scaled, tmp_path):
+    """Encoder and decoder of each, which have tables of their own, in a file as in memory."""
+    torch.manual_seed(1)
+    sides = {f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in
+             (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=60, d_model=32, max_position_embeddings=128, scale_embedding=scaled, pad_token_id=1, **sides
+    )
+    net = getattr(transformers, f"{name}Model")(config).eval()
+    net.set_attn_implementation("eager")
+    for part, weight in net.named_parameters():
+        if weight.dim() == 2 and ("embed" in part or "shared" in part or "q_proj" in part or "k_proj" in part):
+            weight.data = torch.randn_like(weight) * (0.1 if "embed" in part or "shared" in part else 0.5)
+    with torch.no_grad():
+        found = net(IDS[None], decoder_input_ids=IDS[None], output_attentions=True)
+    near = {"encoder": near_of(found.encoder_attentions[0][0]), "decoder": near_of(found.decoder_attentions[0][0])}
+    net.save_pretrained(tmp_path)
+    for source in (net, tmp_path):
+        rows = {block: [row for row in scan(source).heads if row.block == block] for block in near}
+        assert {block: [row.estimated_near_mass for row in own] for block, own in rows.items()} == {
+            block: pytest.approx(own, rel=1e-3) for block, own in near.items()
+        }
+
+
+@pytest.mark.parametrize("name", embeddings.SCALED)
+def test_types_that_scale_embeddings_by_default(name):
+    assert transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]().scale_embedding is True
+
+
+def test_nothing_is_estimated_behind_a_norm_of_embeddings_that_is_not_read():
+    sizes = dict(encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    net = transformers.MBartModel(transformers.MBartConfig(vocab_size=60, d_model=32, **sizes))
+    assert all(row.estimated_near_mass is None for row in scan(net).heads)
 
 
 @pytest.mark.parametrize(("name", "known"), [("llama", False), ("qwen3", False), ("bert", True), ("t5", None)])

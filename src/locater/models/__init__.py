@@ -1,5 +1,6 @@
 """Families of models as tables: from a config and tensor names to heads, for files and live modules alike."""
 
+from .embeddings import embedding_scale
 from .layout import read_layout
 from .model import Model, open_model, spans, wanted_layers
 from .places import Places, Tensors
@@ -18,6 +19,7 @@ __all__ = [
     "Tensors",
     "build",
     "build_layer",
+    "embedding_scale",
     "find_family",
     "open_model",
     "read_layout",

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..attention.statistics import FIRST_QUERY
 from ..errors import refusal
-from ..head import Head
+from ..head import Block, Head
+from ..models import Config, embedding_scale
 from ..projections import Norm, widen
 
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
@@ -48,11 +49,11 @@ class DirectInputs:
         return self.normalised[kind]
 
 
-# Asked with whether positions are needed: heads with a bias over distance have theirs already.
-Direct = Callable[[bool], DirectInputs | None]
+# Asked for a block, and whether positions are needed: heads with a bias over distance have theirs already.
+Direct = Callable[[Block, bool], DirectInputs | None]
 
 
-def nothing(with_positions: bool) -> None:
+def nothing(block: Block, with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are at hand."""
 
 
@@ -131,15 +132,15 @@ def _as_one(weights: Sequence[Tensor], x: Tensor) -> Float[Tensor, "heads d_head
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_inputs(tensors: Tensors, with_positions: bool) -> DirectInputs | None:
-    """Embeddings of random words plus the position table; None where the words are not found.
+def direct_inputs(tensors: Tensors, config: Config, block: Block, with_positions: bool) -> DirectInputs | None:
+    """Embeddings of random words, as the model scales them, plus the position table; None where either is not known.
 
-    None, too, where positions are needed and not stored, as sinusoids often are: words alone know no distance.
+    Positions that are needed are often not stored, as sinusoids are not: words alone know no distance.
     """
-    words, positions = (_table(tensors, endings) for endings in (WORDS, POSITIONS))
-    if words is None:
+    words, positions = (_table(tensors, endings, block) for endings in (WORDS, POSITIONS))
+    if words is None or (scale := embedding_scale(config, tensors.shape(words)[1])) is None:
         return None
-    x = _rows(tensors, words, _random_ids(tensors.shape(words)[0]))
+    x = scale * _rows(tensors, words, _random_ids(tensors.shape(words)[0]))
     if positions is not None and tensors.shape(positions)[1] == x.shape[1]:
         num_rows = tensors.shape(positions)[0]
         start = num_rows % 64 if num_rows % 64 < 4 else 0  # some tables keep their first two rows for padding
@@ -148,7 +149,7 @@ def direct_inputs(tensors: Tensors, with_positions: bool) -> DirectInputs | None
         x = x + widen(tensors.read(positions, (start, start + SEEN)).detach())
     elif with_positions:
         return None
-    kinds = _table(tensors, ("token_type_embeddings",))
+    kinds = _table(tensors, ("token_type_embeddings",), block)
     if kinds is not None and tensors.shape(kinds)[1] == x.shape[1]:
         x = x + widen(tensors.read(kinds, (0, 1)).detach())
     if not bool(x.isfinite().all()):
@@ -157,9 +158,11 @@ def direct_inputs(tensors: Tensors, with_positions: bool) -> DirectInputs | None
     return DirectInputs(x.cpu())
 
 
-def _table(tensors: Tensors, endings: Sequence[str]) -> str | None:
+def _table(tensors: Tensors, endings: Sequence[str], block: Block) -> str | None:
+    """The shortest of such names; encoder and decoder may each have a table of their own."""
     ends = tuple(f".{end}.weight" for end in endings)
     found = [name for name in tensors.names if f".{name}".endswith(ends)]
+    found = [name for name in found if f".{block}." in f".{name}"] or found
     name = min(found, key=len) if found else None
     return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
 

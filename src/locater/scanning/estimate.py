@@ -66,7 +66,7 @@ def estimates(groups: list[list[Head]], acting: Grams, direct: Direct, *, num_la
     if first.rotary is not None:
         known = first.lookahead == 0 and _num_turning(first.rotary) >= FEWEST_TURNING
         return [*_rotary(heads, acting, num_layers)] if known else [None] * len(heads)
-    inputs = direct(first.position_bias is None)
+    inputs = direct(first.block, first.position_bias is None)
     if inputs is None or inputs.x.shape[1] != first.d_model:
         return [None] * len(heads)
     margin = DIRECT_MARGIN if first.position_bias is None else None

@@ -100,7 +100,7 @@ def scan(
     with open_source(source, **options) as opened:
         settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
-            settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors)))
+            settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors, opened.config)))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
     rows = tuple(sorted(whole.rows, key=HeadRow.order))
     facts = opened.source, opened.family, opened.format, opened.coverage

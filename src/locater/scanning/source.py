@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -32,6 +32,7 @@ class Opened:
     num_layers: int  # of the whole model, stored here or not
     read: Callable[[frozenset[int]], Iterator[Layer]]
     tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
+    config: Config = field(default_factory=Config)
 
     def wanted(self, layers: Iterable[int] | None) -> frozenset[int]:
         """The numbers of the layers asked for; refused where the model has no such layer."""
@@ -63,8 +64,9 @@ def open_source(
             checkpoint = checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle)
         with checkpoint:
             with net(place):
-                opened = _of_model(open_model(Config(checkpoint.config), checkpoint, family=family), place)
-            yield replace(opened, format=checkpoint.format, tensors=checkpoint)
+                config = Config(checkpoint.config)
+                opened = _of_model(open_model(config, checkpoint, family=family), place)
+            yield replace(opened, format=checkpoint.format, tensors=checkpoint, config=config)
 
 
 def heads(
@@ -117,7 +119,7 @@ def _open_live(
     known = family is not None or (config.get("model_type") is not None and sample is None)
     if not heads and (known or is_in_tables(str(config.get("model_type")))):
         tensors = live.ModuleTensors(module)
-        return replace(_of_model(open_model(config, tensors, family=family), name), tensors=tensors)
+        return replace(_of_model(open_model(config, tensors, family=family), name), tensors=tensors, config=config)
     sites = live.sites(module, sample=sample, heads=heads)
     missing = [site.query_name for site in sites if site.num_heads == 0]
     coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
