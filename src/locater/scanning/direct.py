@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -132,7 +133,14 @@ def _as_one(weights: Sequence[Tensor], x: Tensor) -> Float[Tensor, "heads d_head
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_inputs(tensors: Tensors, config: Config, block: Block, with_positions: bool) -> DirectInputs | None:
+def direct_of(tensors: Tensors, config: Config) -> Direct:
+    """The direct path of a model, read when it is asked for; words that blocks share are read once."""
+    return cache(partial(direct_inputs, tensors, config, cache(partial(_words, tensors))))
+
+
+def direct_inputs(
+    tensors: Tensors, config: Config, read_words: Callable[[str], Tensor], block: Block, with_positions: bool
+) -> DirectInputs | None:
     """Embeddings of random words, as the model scales them, plus the position table; None where either is not known.
 
     Positions that are needed are often not stored, as sinusoids are not: words alone know no distance.
@@ -140,7 +148,7 @@ def direct_inputs(tensors: Tensors, config: Config, block: Block, with_positions
     words, positions = (_table(tensors, endings, block) for endings in (WORDS, POSITIONS))
     if words is None or (scale := embedding_scale(config, tensors.shape(words)[1])) is None:
         return None
-    x = scale * _rows(tensors, words, _random_ids(tensors.shape(words)[0]))
+    x = scale * read_words(words)
     if positions is not None and tensors.shape(positions)[1] == x.shape[1]:
         num_rows = tensors.shape(positions)[0]
         start = num_rows % 64 if num_rows % 64 < 4 else 0  # some tables keep their first two rows for padding
@@ -167,8 +175,9 @@ def _table(tensors: Tensors, endings: Sequence[str], block: Block) -> str | None
     return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
 
 
-def _rows(tensors: Tensors, name: str, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens d_model"]:
+def _words(tensors: Tensors, name: str) -> Float[Tensor, "tokens d_model"]:
     """The rows of the table among which the words lie, a block that is read once."""
+    ids = _random_ids(tensors.shape(name)[0])
     start, stop = int(ids.min()), int(ids.max()) + 1
     return widen(tensors.read(name, (start, stop)).detach()[ids - start])
 

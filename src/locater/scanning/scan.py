@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
 from .curves import distances
-from .direct import direct_inputs
+from .direct import direct_of
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow
 from .source import Opened, Source, open_source
@@ -100,7 +99,7 @@ def scan(
     with open_source(source, **options) as opened:
         settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
-            settings = replace(settings, direct=cache(partial(direct_inputs, opened.tensors, opened.config)))
+            settings = replace(settings, direct=direct_of(opened.tensors, opened.config))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
     rows = tuple(sorted(whole.rows, key=HeadRow.order))
     facts = opened.source, opened.family, opened.format, opened.coverage
