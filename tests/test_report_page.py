@@ -80,6 +80,29 @@ def test_an_estimate_of_what_was_measured_is_not_on_the_page():
     assert "estimated_near_mass" not in probed.columns and "probed_near_mass_beyond_first" in probed.columns
 
 
+def test_a_model_of_the_same_shape_keeps_its_estimates():
+    """Two models with the same heads, of which one is measured: by the record of its run, or on a text."""
+    one, other = (
+        scanned(head(0, 0, estimated_near_mass=0.1), source=f"demo/{name}/model") for name in ("with", "without")
+    )
+    seen = dict(layer=0, head=0, near_mass=0.8)
+    for place in ("demo/with", "demo/with/metrics.jsonl"):
+        steps = {"schema": "locater.steps/1", "source": place, "steps": [{"step": n, "heads": [seen]} for n in (1, 2)]}
+        first, second, *_ = views_of([one, other, steps])
+        assert "estimated_near_mass" not in first.columns and "estimated_near_mass" in second.columns
+    elsewhere = steps | {"source": "monitor"}  # it may be either's
+    first, second, *_ = views_of([one, other, elsewhere])
+    assert "estimated_near_mass" in first.columns and "estimated_near_mass" in second.columns
+    masses = dict(near_mass_beyond_first=0.8)
+    measured = {
+        "schema": "locater.predict/1", "source": "demo/with/model", "text": "t", "window": 8, "distance_bins": [[0, 1]],
+        "heads": [{"block": "decoder", "layer": 0, "head": 0, "predicted": masses, "measured": masses,
+                   "attention_profile": [1.0], "logit_profile": [0.0]}],
+    }  # fmt: skip
+    first, second, *_ = views_of([one, other, measured])
+    assert "estimated_near_mass" not in first.columns and "estimated_near_mass" in second.columns
+
+
 def test_an_estimate_is_not_said_beside_a_measurement():
     guess = dict(estimated_near_mass=0.1, estimated_near_mass_interval=[0, 0.4])
     (estimated,), (plain,) = views_of([scanned(head(0, 0, **guess))]), views_of([scanned(head(0, 0))])

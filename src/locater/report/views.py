@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..errors import refusal
 from ..records import Json
@@ -48,18 +49,37 @@ def views_of(documents: Sequence[Document]) -> list[View]:
         reader = READERS.get(document["schema"])
         if reader is not None:
             _join(views, reader(document))
-    for view in views:
-        _drop_estimates(view, views)
+    measured = [{name for other in views if _is_of(other, view, views) for name in other.columns} for view in views]
+    for view, names in zip(views, measured, strict=True):
+        _drop_estimates(view, names)
     return [*views, *_pairs(views)]
 
 
-def _drop_estimates(view: View, views: list[View]) -> None:
-    """Of what a view of the same heads has measured, no estimate stands beside it."""
-    measured = {name for other in views if other.heads == view.heads for name in other.columns}
-    for name in [name for name in view.columns if name.startswith(ESTIMATED)]:
+def _drop_estimates(view: View, measured: set[str]) -> None:
+    """Of what is measured of the same heads of the same model, no estimate stands beside it."""
+    for name in filter(_is_estimate, [*view.columns]):
         plain = name.removeprefix(ESTIMATED)
         if measured & {side + plain + rest for side in ("", "measured_", "probed_") for rest in ("", "_beyond_first")}:
             del view.columns[name]
+
+
+def _is_of(other: View, view: View, views: list[View]) -> bool:
+    """Whether the other is of the view's heads: by source, or as the record of a run that holds the model.
+
+    A record that holds none of the models (a monitor's, say) is taken to be of the only one with such heads.
+    """
+    if other.heads != view.heads or other.source == view.source:
+        return other.heads == view.heads
+    if other.facts.keys() - {"source", "step"}:  # no record of a run but another model
+        return False
+    folder = Path(other.source).parent if Path(other.source).suffix else Path(other.source)
+    alike = {one.source for one in views if one.heads == view.heads and any(map(_is_estimate, one.columns))}
+    held = {source for source in alike if Path(source).is_relative_to(folder)}
+    return view.source in held if held else len(alike) == 1
+
+
+def _is_estimate(column: str) -> bool:
+    return column.startswith(ESTIMATED)
 
 
 def _pairs(views: list[View]) -> list[View]:
