@@ -6,37 +6,26 @@ Usage: python bench/prediction.py [SOURCE [TEXT]]; by default the MiniLM that pi
 import importlib.util
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from locater.prediction.inputs import InputsCollector
-from locater.prediction.language_model import load_model, load_tokenizer, run, self_attention
+from locater.prediction.language_model import load_model, load_tokenizer, self_attention
 from locater.prediction.numbers import NAMES
-from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, measure
+from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, calibrate, measure
 from locater.prediction.sampling import predict_layer
 from locater.prediction.windows import cut
 from locater.training.data.embedded_text import embedded_text
 
-NOTHING = Terms(first=False, echoes=False, positions=False, lags=False)
+NOTHING = Terms(first=False, positions=False, sinks=False, lags=False)
 VARIANTS = {
-    "one Gaussian": NOTHING,
-    "+ first token": Terms(echoes=False, positions=False, lags=False),
-    "+ echoes": Terms(positions=False, lags=False),
-    "+ positions": Terms(lags=False),
+    "tokens from anywhere": NOTHING,
+    "+ first token": replace(NOTHING, first=True),
+    "+ positions": Terms(sinks=False, lags=False),
+    "+ sinks": Terms(lags=False),
     "+ lags = all": Terms(),
-    "all but first token": Terms(first=False),
-    "all but echoes": Terms(echoes=False),
     "all but positions": Terms(positions=False),
+    "all but sinks": Terms(sinks=False),
 }
-
-
-def collect(model, layers, windows, effort):
-    """One forward pass over the calibration windows for all variants."""
-    rank, lag_rank = effort.ranks(layers[0].heads[0].d_model, len(windows.calibration))
-    sizes = dict(alone=windows.alone, rank=rank, lag_rank=lag_rank, length=windows.length)
-    collectors = {name: [InputsCollector(terms=t, **sizes) for _ in layers] for name, t in VARIANTS.items()}
-    for ids in windows.calibration.split(effort.batch):
-        run(model, layers, ids, lambda number, x: [of[number].add(x) for of in collectors.values()])
-    return collectors
 
 
 def main(source: str, text: str | None) -> None:
@@ -46,7 +35,6 @@ def main(source: str, text: str | None) -> None:
     sizes = dict(length=effort.window, num_calibration=effort.calibration, num_test=effort.test)
     windows = cut(content, tokenizer, **sizes)
     layers, _ = self_attention(model)
-    collectors = collect(model, layers, windows, effort)
     gathered, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
     measured = [[gatherer.numbers() for gatherer in gatherers] for gatherers in gathered]
     name = "/".join(Path(source).parts[-2:])
@@ -55,8 +43,9 @@ def main(source: str, text: str | None) -> None:
     print("Spearman / mean absolute error".ljust(30), *(name.rjust(18) for name in NAMES))
     for name, terms in VARIANTS.items():
         rows = []
-        for layer, collector, numbers in zip(layers, collectors[name], measured, strict=True):
-            predicted = predict_layer(layer, collector.inputs(), effort=effort, terms=terms)
+        collected = calibrate(model, layers, windows, effort=effort, terms=terms, step=lambda count: None)
+        for layer, inputs, numbers in zip(layers, collected, measured, strict=True):
+            predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
             pairs = zip(layer.heads, predicted, numbers, strict=True)
             rows += [HeadPrediction(layer.block, layer.number, head.index, *pair) for head, *pair in pairs]
         found = Prediction(source, "", windows.length, effort.calibration, effort.test, tuple(rows))

@@ -5,7 +5,7 @@ import sys
 import numpy
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from typer.testing import CliRunner
 
 from locater.attention.layers import observe
@@ -18,7 +18,7 @@ from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bi
 from locater.prediction.predict import Effort, Terms, predict
 from locater.prediction.probe import probe
 from locater.prediction.windows import given
-from predict_cases import LENGTH, MODELS, WORDS, model, save_with_tokenizer, tokens
+from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)
 
@@ -102,7 +102,7 @@ def test_measured_is_what_the_model_itself_does(name):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "qwen3"])
 def test_prediction_meets_measurement_on_random_models(name):
-    """Random heads on random tokens: the moments say nearly all there is to say."""
+    """Random heads on random tokens: single tokens say nearly all there is to say."""
     found = predict(model(name), tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
     for number in ("near_mass_beyond_first", "normalised_entropy"):
         predicted, measured = found.pairs(number)
@@ -122,6 +122,56 @@ def test_terms_matter_where_positions_do():
     assert errors[0] < 0.5 * errors[1]
 
 
+SINK = 7
+
+
+def sinks_inside(*, strength: float, bunched: bool = False):
+    """A model and windows with a token, never the first, whose key is `strength` above the others' for every query.
+
+    One token in 12 of all windows, or `bunched`, one in 6 of every fourth.
+    """
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=4, n_positions=128)
+    net = GPT2Model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    far = torch.tensor([1.0, -1.0] * 16) / 32**0.5
+    net.wpe.weight.data *= 0
+    net.wte.weight.data = torch.randn(VOCABULARY, 32)
+    net.wte.weight.data -= (net.wte.weight.data @ far)[:, None] * far
+    net.wte.weight.data[SINK] = 30 * far
+    attention = net.h[0].attn.c_attn
+    attention.bias.data[:32] = 1.0  # what all queries have in common
+    attention.weight.data[:, 32:64] += strength / 32**0.5 / 8**0.5 * far[:, None]
+    rate = torch.tensor([1 / 6, 0, 0, 0] * 16 if bunched else [1 / 12] * 64)[:, None]
+    rate = rate[torch.randperm(64)]
+    ids = torch.where(torch.rand(64, LENGTH) < rate, SINK, torch.randint(8, VOCABULARY, (64, LENGTH)))
+    ids[:, 0] = 8
+    return net, dict(tokens=ids, effort=Effort(window=LENGTH, calibration=32, test=32, texts=32))
+
+
+@pytest.mark.parametrize("strength", [6.0, 0.0, -6.0], ids=["sinks", "outliers that no head reads", "avoided"])
+def test_sinks_unlike_the_first_token_are_predicted(strength):
+    """A kind of token far from all others: it takes most of the mass, or none, as its keys have it.
+
+    All windows have it, so none is kept where it was, and the term for those is off.
+    """
+    net, options = sinks_inside(strength=strength)
+    found = predict(net, **options)
+    mean_entropy = sum(head.measured.normalised_entropy for head in found.heads) / 4
+    assert (mean_entropy < 0.6) is (strength > 0)
+    # Near mass is noisy: the few sinks of a window lie near a query, or not.
+    for number, most in {"near_mass_beyond_first": 0.1, "normalised_entropy": 0.04, "sink_mass": 0.01}.items():
+        assert found.calibration_error[number] < most
+    assert found.heads == predict(net, **options, terms=Terms(sinks=False)).heads
+
+
+def test_sinks_that_few_windows_have_stay_in_them():
+    """Shared out, they would be in every text; one window in four has them."""
+    net, options = sinks_inside(strength=9.0, bunched=True)
+    with_it, without = (predict(net, **options, terms=Terms(sinks=sinks)) for sinks in (True, False))
+    assert with_it.calibration_error["normalised_entropy"] < 0.04
+    assert without.calibration_error["normalised_entropy"] > 0.2
+
+
 def test_prediction_is_reproducible_and_leaves_the_model_as_it_was():
     net = model("llama").train()
     first, second = (predict(net, tokens=tokens(8), effort=QUICK).to_json() for _ in range(2))
@@ -130,10 +180,10 @@ def test_prediction_is_reproducible_and_leaves_the_model_as_it_was():
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
-def test_ranks_bound_what_is_kept():
+def test_a_rank_bounds_what_is_kept_of_lags():
     options = dict(tokens=tokens(8))
     whole = predict(model("llama"), **options, effort=QUICK)
-    cheap = predict(model("llama"), **options, effort=Effort(window=LENGTH, calibration=6, test=2, rank=24, lag_rank=8))
+    cheap = predict(model("llama"), **options, effort=Effort(window=LENGTH, calibration=6, test=2, texts=4, lag_rank=8))
     assert [head.measured for head in whole.heads] == [head.measured for head in cheap.heads]
     assert cheap.spearman["near_mass_beyond_first"] > 0.7
     assert cheap.heads[0].predicted != whole.heads[0].predicted
@@ -174,8 +224,8 @@ def test_refusals():
         predict(net, tokens=tokens(4, length=16))
     with pytest.raises(Refusal, match="at least one window"):
         Effort(test=0)
-    with pytest.raises(Refusal, match="ranks of at least 1"):
-        Effort(rank=0)
+    with pytest.raises(Refusal, match="a rank of at least 1"):
+        Effort(lag_rank=0)
     with pytest.raises(Refusal, match="at most 128 tokens, the model's longest, got 200"):
         predict(net, tokens=tokens(4, length=200))
 
@@ -214,7 +264,7 @@ def test_command(folder, text, tmp_path):
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "moments from 576 tokens (6 windows of 96)" in result.output
+    assert "predicted from 576 tokens (6 windows of 96)" in result.output
     assert "measured on 192 others" in result.output
     assert not [line for line in result.output.splitlines() if "/" not in line and len(line) > 80]
     document = json.loads(json_path.read_text())

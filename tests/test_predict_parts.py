@@ -1,14 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from locater.attention.input_moments import MomentsCollector
 from locater.head import Head
-from locater.positions import Rotary
-from locater.prediction.gaussian import around_offsets, lags_around_offsets, of_moments, of_tokens, position_offsets
-from locater.prediction.inputs import InputsCollector, echoes
+from locater.positions import Alibi, Rotary
+from locater.prediction.inputs import LAGS, Inputs, InputsCollector, kept_windows
 from locater.prediction.numbers import NAMES, Gatherer
 from locater.prediction.result import bias, ceiling, mean_absolute_error, spearman
-from locater.prediction.sampling import draw_texts, effective, lag_shift
+from locater.prediction.sampling import draw_texts, effective, lag_shift, takes_all
 from locater.prediction.settings import Terms
 from locater.prediction.windows import Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
@@ -80,94 +81,95 @@ def test_effective_weight_of_a_norm_is_its_slope():
     torch.testing.assert_close(effective(Projection(weight), sample), weight.double())
 
 
-def test_gaussians_have_the_moments_they_were_made_from():
-    x = dependent_texts(8, 50).float()
-    tokens = x.flatten(0, 1)
-    collector = MomentsCollector()
-    collector.add(x)
-    few, many = of_tokens(tokens), of_moments(collector.moments())
-    covariance = torch.cov(tokens.mT, correction=0)
-    for one in (few, many):
-        torch.testing.assert_close(one.mean, tokens.mean(0), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.root @ one.root.mT, covariance, rtol=1e-4, atol=1e-4)
-        drawn = one.draw(40_000, torch.Generator().manual_seed(0))
-        torch.testing.assert_close(torch.cov(drawn.mT), covariance, rtol=0.1, atol=0.1)
-
-
-def test_gaussian_of_low_rank_keeps_the_variance_outside():
-    x = dependent_texts(8, 50).float()
-    collector = MomentsCollector(rank=4)
-    collector.add(x)
-    one = of_moments(collector.moments())
-    assert one.residual is not None
-    variances = one.root.square().sum(1) + one.residual.square()
-    torch.testing.assert_close(variances, x.flatten(0, 1).var(0, correction=0), rtol=0.05, atol=0.05)
-
-
-def planted(count: int = 16) -> torch.Tensor:
-    """White tokens; the first far away, and copies of it at 5 and 9."""
-    x = torch.randn(count, LENGTH, D_MODEL)
-    x[:, 0] = 20 + 0.1 * torch.randn(count, D_MODEL)
-    x[:, [5, 9]] = x[:, :1] + 0.5 * torch.randn(count, 2, D_MODEL)
-    return x
-
-
-def test_echoes_are_found_and_nothing_else():
-    found = echoes(planted())
-    assert found.sum() == 32
-    assert bool(found[:, [5, 9]].all())
-    assert not echoes(torch.randn(16, LENGTH, 64)).any()
-
-
-def collect(x: torch.Tensor, terms: Terms | None = None, alone: tuple[int, ...] = (0,)):
-    collector = InputsCollector(alone=alone, terms=terms or Terms(), rank=None, lag_rank=None, length=LENGTH)
+def collect(x: torch.Tensor, *, kept: int, terms: Terms | None = None, alone: tuple[int, ...] = (0,)) -> Inputs:
+    sizes = dict(length=x.shape[1], kept=kept_windows(len(x), length=x.shape[1], texts=kept))
+    collector = InputsCollector(alone=alone, terms=terms or Terms(), lag_rank=None, **sizes)
     for batch in x.split(4):
         collector.add(batch)
     return collector.inputs()
 
 
-def test_what_is_apart_is_drawn_apart():
-    inputs = collect(planted())
-    assert inputs.echo is not None
-    assert float(inputs.echo_rate.sum()) == pytest.approx(2, abs=1e-5)
-    assert inputs.ordinary.mean.abs().max() < 0.1
-    x, ordinary = draw_texts(
-        inputs, of_moments(inputs.ordinary), offsets=None, count=200, generator=torch.Generator().manual_seed(0)
-    )
-    assert x[:, 0].mean() == pytest.approx(20, abs=0.1)
-    assert not ordinary[:, 0].any()
-    apart = ~ordinary[:, 1:]
-    assert apart.sum() / 200 == pytest.approx(2, abs=0.4)
-    assert not apart[:, 15:].any()  # echoes stood in positions 4 to 7 and 8 to 15 only
-    assert x[:, 1:][apart].mean() == pytest.approx(20, abs=0.5)
-    assert x[ordinary].mean() == pytest.approx(0, abs=0.05)
+def drawn(inputs: Inputs, count: int, terms: Terms, stay: torch.Tensor | None = None) -> torch.Tensor:
+    stay = torch.zeros(inputs.windows.shape[:2], dtype=torch.bool) if stay is None else stay
+    return draw_texts(inputs, stay, terms=terms, count=count, generator=torch.Generator().manual_seed(0))
 
 
-def test_terms_left_out_leave_everything_ordinary():
-    inputs = collect(planted(), Terms(first=False, echoes=False, lags=False))
-    assert inputs.echo is None and not inputs.alone and inputs.lagged is None
-    torch.testing.assert_close(inputs.ordinary.mean.float(), torch.cat(planted().split(4)).mean((0, 1)), rtol=1, atol=1)
-    assert inputs.ordinary.mean.mean() > 0.3
+def test_drawn_texts_have_each_token_once_at_its_position():
+    """Tokens carry the number of their window and their position; two rounds of five windows, of ten."""
+    x = torch.stack(torch.meshgrid(torch.arange(10.0), torch.arange(LENGTH * 1.0), indexing="ij"), -1)
+    texts = drawn(collect(x, kept=5, terms=Terms(lags=False)), 10, Terms())
+    assert bool((texts[..., 1] == torch.arange(LENGTH)).all())
+    windows = texts[..., 0].reshape(2, 5, LENGTH).sort(1).values
+    assert bool((windows == torch.tensor([1.0, 3, 5, 7, 9])[:, None]).all())
+    assert int(texts[0, :, 0].unique().numel()) == 5  # of one text, from all windows
 
 
-def test_positions_are_told_from_noise():
-    torch.manual_seed(4)
-    noise = torch.randn(32, LENGTH, D_MODEL)
-    curve = torch.sin(torch.arange(LENGTH) / 9)[:, None] * torch.randn(D_MODEL)
-    inputs = collect(noise)
-    assert position_offsets(inputs.by_position, inputs.counts, of_moments(inputs.ordinary)) is None
-    inputs = collect(noise + curve)
-    ordinary = of_moments(inputs.ordinary)
-    offsets = position_offsets(inputs.by_position, inputs.counts, ordinary)
-    assert offsets is not None
-    error = (offsets - (curve - curve[1:].mean(0)))[1:].square().mean().sqrt()
-    raw = (inputs.by_position - inputs.ordinary.mean - (curve - curve[1:].mean(0)))[1:].square().mean().sqrt()
-    assert error < 0.6 * raw
-    rest = around_offsets(ordinary, offsets)
-    torch.testing.assert_close(rest.root @ rest.root.mT, torch.eye(D_MODEL), atol=0.15, rtol=0)
-    assert inputs.lagged is not None
-    left = lags_around_offsets(inputs.lagged, offsets).core[1:6].abs().max()
-    assert left < 0.2 * inputs.lagged.core[1:6].abs().max()
+@pytest.mark.parametrize("positions", [True, False])
+def test_what_stays_does_not_move(positions):
+    x = torch.stack(torch.meshgrid(torch.arange(5.0), torch.arange(LENGTH * 1.0), indexing="ij"), -1)
+    inputs, stay = collect(x, kept=5, terms=Terms(lags=False)), torch.rand(5, LENGTH) < 0.3
+    texts = drawn(inputs, 5, Terms(positions=positions), stay)
+    torch.testing.assert_close(texts[stay], x[stay])
+    assert float((texts[~stay] == x[~stay]).all(-1).float().mean()) < 0.4
+    assert sorted(texts.flatten(0, 1).tolist()) == sorted(x.flatten(0, 1).tolist())
+
+
+def test_tokens_that_outweigh_a_typical_window_are_found():
+    """Planted in one window of five; in four of five they are typical; and those near the query are not meant."""
+    torch.manual_seed(0)
+    weight = torch.zeros(1, D_MODEL, dtype=torch.float64)
+    weight[0, 0] = 1
+    one = Head(0, 0, Projection(weight, bias=torch.ones(1)), Projection(weight), scale=1.0)
+    x = 0.1 * torch.randn(5, LENGTH, D_MODEL, dtype=torch.float64)
+    x[3, [20, 40, LENGTH - 2], 0] = 12.0
+    near = replace(one, position_bias=Alibi(1.0))
+    for heads in ([one], [near, one]):
+        assert takes_all(heads, Inputs(x, (0,), None)).nonzero().tolist() == [[3, 20], [3, 40], [3, LENGTH - 2]]
+    x[:4, 50:53, 0] = 12.0
+    assert not takes_all([one], Inputs(x, (0,), None)).any()
+    assert not takes_all([one], Inputs(x[:, :, torch.arange(D_MODEL).roll(1)], (0,), None)).any()  # not read
+
+
+def test_without_positions_tokens_come_from_anywhere_but_special_ones_stay():
+    x = torch.stack(torch.meshgrid(torch.arange(4.0), torch.arange(LENGTH * 1.0), indexing="ij"), -1)
+    inputs = collect(x, kept=4, terms=Terms(lags=False), alone=(0, LENGTH - 1))
+    for first, stay in ((True, True), (False, False)):
+        texts = drawn(inputs, 4, Terms(first=first, positions=False))
+        assert bool((texts[:, [0, -1], 1] == torch.tensor([0.0, LENGTH - 1])).all()) is stay
+        assert int((texts[:, 1:-1, 1] == torch.arange(1, LENGTH - 1)).sum()) < 40  # of 376: they have moved
+        assert sorted(texts.flatten(0, 1).tolist()) == sorted(x.flatten(0, 1).tolist())
+
+
+@pytest.mark.parametrize("kept", [1, 3, 8])
+def test_draws_with_their_shift_have_the_mean_logit_of_the_windows(kept):
+    """Slow path: logits of all pairs in one window and in two, mixed as a draw of `kept` windows mixes them."""
+    torch.manual_seed(0)
+    drift = torch.sin(torch.arange(40) / 9)[:, None] * torch.randn(D_MODEL)
+    x, one = dependent_texts(8) + drift, head(lookahead=0, rotary=Rotary(100.0, 8))
+    lagged = collect(x, kept=kept).lagged
+    assert lagged is not None
+    shift = lag_shift(one, lagged, x[0], length=40)
+    places = (torch.arange(40), torch.arange(40))
+    pairs = torch.stack([torch.stack([one.logits(query, key, places) for key in x]) for query in x])
+    same, all_pairs = pairs.diagonal().mean(-1), pairs.mean((0, 1))
+    different = (all_pairs - same / len(x)) / (1 - 1 / len(x))
+    together = same / kept + different * (1 - 1 / kept)
+    for distance in LAGS[:8]:
+        expected, found = (logits[1:, 1:].diagonal(-distance).mean() for logits in (same, together))
+        assert float(found + shift[39 + distance]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+def test_a_single_window_is_predicted_as_it_is():
+    """Nothing can be exchanged, and nothing is added."""
+    x = dependent_texts(1).float()
+    inputs = collect(x, kept=16)
+    assert inputs.lagged is not None and float(inputs.lagged.core.abs().max()) < 1e-6
+    torch.testing.assert_close(drawn(inputs, 2, Terms()), x.expand(2, -1, -1))
+
+
+def test_long_windows_are_kept_in_small_number():
+    assert [int(kept_windows(24, length=n, texts=16).sum()) for n in (256, 512, 1024, 2048, 9000)] == [16, 16, 8, 4, 4]
+    assert kept_windows(2, length=9000, texts=16).all()
 
 
 class Words:
@@ -233,17 +235,3 @@ def test_halves_of_the_windows_make_the_whole():
     for name in NAMES:
         parts = 2 * getattr(odd, name) + getattr(even, name)  # the first and the third window, and the second
         assert getattr(whole, name) == pytest.approx(parts / 3, rel=1e-5)
-
-
-def test_a_kind_that_is_not_rare_is_no_echo():
-    """Where a third of the tokens are like the first one, one Gaussian describes them better than two."""
-    torch.manual_seed(0)
-    x = 3 * torch.randn(4, LENGTH, D_MODEL)
-    x[:, 0] = 40.0
-    for share, expected in ((0.03, True), (0.33, False)):
-        some = x.clone()
-        some[torch.rand(4, LENGTH) < share] = 39.0
-        some[:, 0] = 40.0
-        collector = InputsCollector(alone=[0], terms=Terms(), rank=None, lag_rank=None, length=LENGTH)
-        collector.add(some)
-        assert (collector.inputs().echo is not None) is expected

@@ -87,7 +87,7 @@ def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, begins):
     assert begins_with_bos(path) is begins
 
 
-def test_special_positions_of_given_tokens_have_moments_of_their_own():
+def test_special_positions_of_given_tokens_are_apart():
     assert given(tokens(4), num_test=1, special=[0, 40, -1]).alone == (0, 40, LENGTH - 1)
     with pytest.raises(Refusal, match="special positions within windows of 96 tokens"):
         given(tokens(4), num_test=1, special=[LENGTH])

@@ -40,18 +40,17 @@ def predict(
     timeout: Timeout = None,
     heads: Heads = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Rank of the covariance, for wide models.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the texts drawn from the moments.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the texts that are drawn.")] = 0,
     plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:
-    """Where each head looks, predicted from weights and moments of its inputs, and measured on other text."""
+    """Where each head looks, predicted from its weights and single tokens, and measured on other text."""
     from ..errors import Refusal
     from ..prediction.predict import Effort
 
     try:
-        effort = Effort(window=window, calibration=calibration, test=test, rank=rank, seed=seed)
+        effort = Effort(window=window, calibration=calibration, test=test, seed=seed)
     except Refusal as reason:
         raise BadArguments(str(reason)) from None
     console = console_for(json)
@@ -93,7 +92,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     tokens = found.tokens
     console.print(f"[bold]{escape(shown(found.source))}[/bold], {counted(len(found.heads), 'head')}", soft_wrap=True)
     console.print(
-        f"text: {escape(shown(found.text))}; moments from {tokens['calibration']} tokens "
+        f"text: {escape(shown(found.text))}; predicted from {tokens['calibration']} tokens "
         f"({found.calibration_windows} windows of {found.length}),\n"
         f"measured on {tokens['test']} others ({found.test_windows} windows)",
         soft_wrap=True,

@@ -1,1 +1,1 @@
-"""What each head will do, from its weights and the moments of its inputs, held against what it does."""
+"""What each head will do, from its weights and single tokens of its inputs, held against what it does."""

@@ -1,11 +1,11 @@
-"""What the inputs of one layer are like, in moments: collected over the calibration windows in one pass.
+"""What is kept of one layer's inputs, in one pass over the calibration windows.
 
-Ordinary tokens have a mean, a covariance, lagged covariances and a mean by position; the first token, special tokens
-and *echoes* of the first one are kept apart, because no Gaussian with one mean has them.
+Some of the windows as they are, for single tokens at their positions; and lagged covariances over all windows, for what
+tokens of one window have to do with each other.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,63 +13,65 @@ from torch import Tensor
 
 from ..attention.input_moments import InputMoments, MomentsCollector
 from ..projections import widen
-from .gaussian import Gaussian, of_tokens
 from .settings import Terms
+from .windows import spread
 
 # Distances at which lagged covariances are collected; beyond the last they are taken to stay as they are.
 LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# Ordinary tokens are farther from the first token than their mean is: their own spread comes on top.
-REACH = 0.8
-# A kind this frequent is no rare one, and taking it out of the Gaussian does harm: then there are no echoes.
-MOST_ECHOES = 0.1
-# Tokens of one rare kind that are kept for its moments, which they have no more directions than.
-MOST = 512
+# Tokens of a layer that are kept: memory grows neither with the text nor, down to a few windows, with their length.
+MOST_TOKENS = 8192
+FEWEST_WINDOWS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The moments of one layer's inputs, for texts of one length.
+    """Windows of one layer's inputs, and Γ(Δ): what the product of two tokens Δ apart has more in one window.
 
-    `alone` holds those of single positions (the first token's, special ones'), `echo` those of tokens that repeat the
-    first one, `echo_rate` how often one stands at each position. `by_position` is the mean of the ordinary tokens that
-    `counts` windows had at each position.
+    More, that is, than in texts whose tokens come from different windows. `alone` are the positions of the first token
+    and of special ones, which Γ leaves out.
     """
 
-    ordinary: InputMoments
+    windows: Float[Tensor, "windows tokens d_model"]
+    alone: tuple[int, ...]
     lagged: InputMoments | None
-    alone: dict[int, Gaussian]
-    echo: Gaussian | None
-    echo_rate: Float[Tensor, " tokens"]
-    by_position: Float[Tensor, "tokens d_model"]
-    counts: Float[Tensor, " tokens"]
 
     @property
     def length(self) -> int:
-        return len(self.counts)
+        return self.windows.shape[1]
+
+    @property
+    def ordinary(self) -> Bool[Tensor, " tokens"]:
+        """Which positions have tokens of the text."""
+        return ordinary_positions(self.length, self.alone)
 
 
-def echoes(x: Float[Tensor, "batch tokens d_model"]) -> Bool[Tensor, "batch tokens"]:
-    """Tokens nearer to their text's first token than 0.8 of its distance to the mean token; never the first itself."""
-    first, rest = x[:, :1], x[:, 1:]
-    reach = REACH * (rest.mean(1, keepdim=True) - first).norm(dim=-1)
-    found = (x - first).norm(dim=-1) < reach
-    found[:, 0] = False
-    return found
+def ordinary_positions(length: int, alone: Sequence[int]) -> Bool[Tensor, " tokens"]:
+    ordinary = torch.ones(length, dtype=torch.bool)
+    ordinary[list(alone)] = False
+    return ordinary
+
+
+def kept_windows(total: int, *, length: int, texts: int) -> Bool[Tensor, " windows"]:
+    """Which windows are kept: one for each text that will be drawn, fewer where they are long, evenly.
+
+    >>> kept_windows(6, length=256, texts=3).int().tolist(), int(kept_windows(24, length=4096, texts=16).sum())
+    ([0, 1, 0, 1, 0, 1], 4)
+    """
+    return spread(total, min(total, texts, max(FEWEST_WINDOWS, MOST_TOKENS // length)))
 
 
 class InputsCollector:
-    """Sums over windows, one `add` per batch; memory O(d²), plus O(r²) for each lag and O(T d) for the positions.
+    """Sums over windows, one `add` per batch; memory O(T d) for each window in `kept`, and O(r²) for each lag.
 
-    `rank` bounds the covariance's rank, `lag_rank` that of the lagged ones (a basis of principal directions).
+    `lag_rank` bounds the rank r of the lagged covariances (a basis of principal directions).
     """
 
-    def __init__(self, *, alone: Sequence[int], terms: Terms, rank: int | None, lag_rank: int | None, length: int):
+    def __init__(self, *, alone: Sequence[int], terms: Terms, lag_rank: int | None, length: int, kept: Tensor):
+        self.alone, self.terms, self.kept = tuple(alone), terms, kept
+        self.ordinary = ordinary_positions(length, alone)
         lags = [lag for lag in LAGS if lag < length - 1]
-        self.ordinary = MomentsCollector(rank=rank)
         self.lagged = MomentsCollector(lags=lags, rank=lag_rank) if terms.lags else None
-        self.alone: dict[int, list[Tensor]] = {position: [] for position in (alone if terms.first else ())}
-        self.finds_echoes, self.echo = terms.echoes, []
-        self.echo_counts, self.counts = torch.zeros(2, length)
+        self.windows: list[Tensor] = []
         self.sums: Tensor | float = 0.0
         self.num_windows = 0
 
@@ -77,41 +79,33 @@ class InputsCollector:
     def add(self, x: Float[Tensor, "batch tokens d_model"]) -> None:
         """Take in the inputs of some windows."""
         x = widen(x).cpu()
-        ordinary = torch.ones(x.shape[:2], dtype=torch.bool)
-        for position, kept in self.alone.items():
-            kept.append(x[: MOST - self.num_windows, position])
-            ordinary[:, position] = False
-        if self.finds_echoes:
-            repeated = echoes(x) & ordinary
-            if not self.num_windows and float(repeated.float().mean()) > MOST_ECHOES:
-                self.finds_echoes, repeated = False, torch.zeros_like(repeated)
-            ordinary &= ~repeated
-            self.echo_counts += repeated.sum(0)
-            self.echo.append(x[repeated][: MOST - sum(map(len, self.echo))])
-        self.ordinary.add(x, valid=ordinary)
+        self.windows.append(x[self.kept[self.num_windows : self.num_windows + len(x)]])
         if self.lagged is not None:
-            self.lagged.add(x, valid=ordinary)
-        self.sums += (x * ordinary[..., None]).sum(0)
-        self.counts += ordinary.sum(0)
+            self.lagged.add(x, valid=self.ordinary.expand(x.shape[:2]))
+            self.sums += x.sum(0)
         self.num_windows += len(x)
 
     def inputs(self) -> Inputs:
         """What the sums say."""
-        return Inputs(
-            self.ordinary.moments(),
-            self.lagged and self.lagged.moments(),
-            {position: of_tokens(torch.cat(kept)) for position, kept in self.alone.items()},
-            of_tokens(torch.cat(self.echo)) if bool(self.echo_counts.any()) else None,
-            _smooth(self.echo_counts / self.num_windows),
-            self.sums / self.counts.clamp(min=1)[:, None],
-            self.counts,
-        )
+        windows = torch.cat(self.windows)
+        lagged = None if self.lagged is None else self.lagged.moments()
+        if lagged is not None and self.terms.positions:
+            lagged = beyond_positions(lagged, self.sums / self.num_windows, self.ordinary)
+            # Means over all W windows have both tokens of one window once in W, a draw of k windows once in k.
+            share = (1 - 1 / len(windows)) * self.num_windows / max(self.num_windows - 1, 1)
+            lagged = replace(lagged, core=lagged.core * share)
+        return Inputs(windows, self.alone, lagged)
 
 
-def _smooth(rate: Tensor) -> Tensor:
-    """The mean over spans of positions that double: single positions are seen too rarely."""
-    smoothed, start = rate.clone(), 1
-    while start < len(rate):
-        smoothed[start : 2 * start] = rate[start : 2 * start].mean()
-        start *= 2
-    return smoothed
+def beyond_positions(
+    lagged: InputMoments, by_position: Float[Tensor, "tokens d_model"], ordinary: Bool[Tensor, " tokens"]
+) -> InputMoments:
+    """The lagged covariances around the mean m_t of each position: Γ(Δ) − mean of (m_t − m)(m_{t−Δ} − m)ᵀ."""
+    inside = (by_position.double() - lagged.mean) * ordinary[:, None]
+    inside = inside if lagged.basis is None else inside @ lagged.basis
+    parts = []
+    for lag in lagged.lags:
+        later, earlier = slice(lag, None), slice(len(inside) - lag)
+        num_pairs = (ordinary[later] & ordinary[earlier]).sum()
+        parts.append(inside[later].mT @ inside[earlier] / num_pairs)
+    return replace(lagged, core=lagged.core - torch.stack(parts))

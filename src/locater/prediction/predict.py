@@ -1,4 +1,4 @@
-"""`predict`: what each head will do, from its weights and the moments of its inputs, held against what it does."""
+"""`predict`: what each head will do, from its weights and single tokens of its inputs, held against what it does."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ..models import Layer, wanted_layers
 from ..models.live.explicit import Explicit
 from ..packaged import packaged
 from ..training.data.embedded_text import embedded_text
-from .inputs import Inputs, InputsCollector
+from .inputs import Inputs, InputsCollector, kept_windows
 from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
 from .model_type import note
 from .numbers import Gatherer
@@ -47,7 +47,7 @@ def predict(
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
-    """Predict every head's attention from the moments of its inputs on one part of a text; measure it on the other.
+    """Predict every head's attention from its inputs on one part of a text, taken apart; measure it on the other.
 
     `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
     the first tokens are a window; `tokens` are windows that were cut already, of which a share is
@@ -55,7 +55,7 @@ def predict(
     negative). The heads of a live module that no table knows are found in one pass over a window; where it calls no
     attention kernel, `heads` names their projections, as for `locater.heads`, without positions, and `causal` must be
     said. `timeout` is the number of seconds after which files from elsewhere are given up. Cost: one forward pass per
-    window, and per layer one d×d eigenvalue problem; memory per layer O(d²).
+    window, and a few drawn texts per head; memory per layer: a few windows of its inputs.
     """
     effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
     with at_door(source, timeout):
@@ -104,13 +104,12 @@ def _compute(
 def calibrate(
     model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
 ) -> list[Inputs]:
-    """The moments of every layer's inputs over the calibration windows."""
+    """What is kept of every layer's inputs over the calibration windows."""
     length, num_windows = windows.length, len(windows.calibration)
-    collectors = []
-    for layer in layers:
-        rank, lag_rank = effort.ranks(layer.heads[0].d_model, num_windows)
-        alone = windows.alone
-        collectors.append(InputsCollector(alone=alone, terms=terms, rank=rank, lag_rank=lag_rank, length=length))
+    kept = kept_windows(num_windows, length=length, texts=effort.texts)
+    sizes = dict(alone=windows.alone, terms=terms, length=length, kept=kept)
+    ranks = (effort.lag_rank_of(layer.heads[0].d_model, num_windows) for layer in layers)
+    collectors = [InputsCollector(lag_rank=rank, **sizes) for rank in ranks]
     for ids in windows.calibration.split(effort.batch):
         run(model, layers, ids, lambda number, x: collectors[number].add(x))
         step(len(ids))

@@ -28,7 +28,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class HeadPrediction:
-    """One head: what its weights and the moments of its inputs predict, and what it does on text not seen before."""
+    """One head: what its weights and single tokens of its inputs predict, and what it does on text not seen before."""
 
     block: str
     layer: int

@@ -1,81 +1,98 @@
-"""What heads do on texts drawn from the moments of a layer's inputs.
+"""What heads do on texts of tokens that were seen, each at its position, but taken from different windows.
 
-Tokens are Gaussian and independent, with what is kept apart put in its place; what independence lacks in the mean
-logit, tr(W(Δ) Γ(Δ))/λ at the distance Δ, is added to it.
+So every kind of token is there as often as it was: sinks, separators, repetitions of the first token. What independent
+tokens lack in the mean logit, tr(W(Δ) Γ(Δ))/λ at the distance Δ, is added to it.
 """
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..attention.input_moments import InputMoments
+from ..attention.statistics import NEAR
 from ..head import Head
 from ..models import Layer
 from ..projections import Projection
-from .gaussian import Gaussian, around_offsets, lags_around_offsets, of_moments, position_offsets
 from .inputs import Inputs
 from .numbers import Gatherer, Numbers
 from .settings import Effort, Terms
 
 EVERY = 4  # queries of a drawn text that are looked at: every fourth
+NUM_ASKED = 8  # queries, spread over the windows, that say which tokens take all attention
 
 
 @torch.no_grad()
 def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
-    """What each head of a layer does on texts drawn from the moments of its inputs."""
+    """What each head of a layer does on texts drawn from its inputs."""
     # Layers must not share their luck: it would not average out over the model.
     generator = torch.Generator().manual_seed(effort.seed + layer.number)
-    ordinary, lagged, offsets = of_moments(inputs.ordinary), inputs.lagged, None
-    if terms.positions:
-        offsets = position_offsets(inputs.by_position, inputs.counts, ordinary)
-    if offsets is not None:
-        ordinary = around_offsets(ordinary, offsets)
-        lagged = lagged and lags_around_offsets(lagged, offsets)
-    x, plain = draw_texts(inputs, ordinary, offsets=offsets, count=effort.texts, generator=generator)
+    ordinary = inputs.ordinary
+    stay = takes_all(layer.heads, inputs) if terms.sinks else torch.zeros(inputs.windows.shape[:2], dtype=torch.bool)
+    x = draw_texts(inputs, stay, terms=terms, count=effort.texts, generator=generator)
+    sample = x[:, ordinary].flatten(0, 1)
     found = []
     for head in layer.heads:
-        gatherer = Gatherer(head, inputs.length, every=EVERY)
-        shift = None if lagged is None else lag_shift(head, lagged, x[plain], length=inputs.length)
-        for text, is_ordinary in zip(x.split(1), plain, strict=True):
-            logits = gatherer.logits(head, text)
-            gatherer.add(logits if shift is None else logits + between(shift, is_ordinary, gatherer.queries))
+        gatherer, added = Gatherer(head, inputs.length, every=EVERY), torch.zeros(())
+        if inputs.lagged is not None:
+            shift = lag_shift(head, inputs.lagged, sample, length=inputs.length)
+            added = between(shift, ordinary, gatherer.queries)
+        for text in x.split(1):
+            gatherer.add(gatherer.logits(head, text) + added)
         found.append(gatherer.numbers())
     return found
 
 
 def between(
-    shift: Float[Tensor, " distances"], ordinary: Tensor, queries: Int[Tensor, " queries"]
+    shift: Float[Tensor, " distances"], ordinary: Bool[Tensor, " tokens"], queries: Int[Tensor, " queries"]
 ) -> Float[Tensor, "queries keys"]:
-    """The shift of every pair of ordinary tokens; others are drawn from moments of their own and have no lags."""
+    """The shift of every pair of ordinary positions; the lags leave the others out."""
     positions = torch.arange(len(ordinary))
     by_distance = shift[queries[:, None] - positions + len(ordinary) - 1]
     return by_distance * (ordinary[queries, None] & ordinary)
 
 
-def draw_texts(
-    inputs: Inputs,
-    ordinary: Gaussian,
-    *,
-    offsets: Float[Tensor, "tokens d_model"] | None,
-    count: int,
-    generator: torch.Generator,
-) -> tuple[Float[Tensor, "count tokens d_model"], Bool[Tensor, "count tokens"]]:
-    """Texts, and which of their tokens are ordinary.
+def takes_all(heads: Sequence[Head], inputs: Inputs) -> Bool[Tensor, "windows tokens"]:
+    """Ordinary tokens that alone draw more than a typical window, of most queries of some head.
 
-    Tokens are independent of each other, which `lag_shift` makes up for in the mean of the logits.
+    More than the median over windows of Σ exp(logit). Queries ask from different places behind the text: no token
+    draws most of them by its own place. Where most windows have such tokens there are none by this measure. Those that
+    few windows have must not be shared out among all texts: a text that has one is another kind of text.
     """
-    length = inputs.length
-    x = ordinary.draw(count * length, generator).unflatten(0, (count, length))
-    x = x if offsets is None else x + offsets
-    is_ordinary = torch.ones(count, length, dtype=torch.bool)
-    if inputs.echo is not None:
-        repeated = torch.rand(count, length, generator=generator) < inputs.echo_rate
-        x[repeated] = inputs.echo.draw(int(repeated.sum()), generator)
-        is_ordinary &= ~repeated
-    for position, tokens in inputs.alone.items():
-        x[:, position] = tokens.draw(count, generator)
-        is_ordinary[:, position] = False
-    return x, is_ordinary
+    x, sample = inputs.windows, inputs.windows[:, inputs.ordinary].flatten(0, 1)
+    asked = sample[torch.linspace(0, len(sample) - 1, NUM_ASKED).long()].expand(len(x), -1, -1)
+    places = inputs.length + NEAR * torch.arange(1, 1 + NUM_ASKED), torch.arange(inputs.length)
+    found = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for head in heads:
+        logits = head.logits(asked, x, places)
+        typical = logits.logsumexp(-1, keepdim=True).median(0).values
+        found |= (logits > typical).float().mean(1) > 1 / 2
+    return found & inputs.ordinary
+
+
+def draw_texts(
+    inputs: Inputs, stay: Bool[Tensor, "windows tokens"], *, terms: Terms, count: int, generator: torch.Generator
+) -> Float[Tensor, "count tokens d_model"]:
+    """Texts whose tokens come from different windows; each token of each window is used as often as any other.
+
+    Those that `stay` do not move. Without the term `positions` tokens come from different positions too, but for the
+    first and special ones.
+    """
+    rounds = -(-count // len(inputs.windows))
+    return torch.cat([_round(inputs, stay, terms, generator) for _ in range(rounds)])[:count]
+
+
+def _round(inputs: Inputs, stay: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
+    """Every window once: at each position, an order of the windows that leaves some of them in their places."""
+    x, windows = inputs.windows, torch.arange(len(inputs.windows))[:, None].expand_as(stay)
+    if not terms.positions:
+        free = ~stay & (inputs.ordinary | torch.tensor(not terms.first))
+        tokens = x[free]
+        x = x.masked_scatter(free[..., None], tokens[torch.randperm(len(tokens), generator=generator)])
+    order = torch.rand(stay.shape, generator=generator).masked_scatter(stay, 2.0 + windows[stay]).argsort(0)
+    places = torch.where(stay, 2.0 + windows, windows / len(x)).argsort(0)
+    return x[torch.empty_like(order).scatter(0, places, order), torch.arange(inputs.length)]
 
 
 def lag_shift(

@@ -1,25 +1,22 @@
-"""How much text a prediction reads, how closely the moments are kept, and which terms of the theory it uses."""
+"""How much text a prediction reads, how much of it is kept, and which terms of the theory it uses."""
 
 from dataclasses import dataclass
 
 from ..attention.statistics import NEAR
 from ..errors import refusal
 
-WIDEST = 1024  # inputs wider than this get a covariance of this rank, unless told otherwise
-
 
 @dataclass(frozen=True)
 class Effort:
-    """Windows of `window` tokens: `calibration` of them for the moments, `test` others to measure.
+    """Windows of `window` tokens: `calibration` of them to predict from, `test` others to measure.
 
-    `rank` bounds the rank of the covariance, `lag_rank` that of each lagged one: O(rank²) numbers per layer, and
-    O(lag_rank²) per lag. `texts` are drawn from the moments for each layer. `batch` windows are run at once.
+    `texts` are drawn for each layer, from as many of its calibration windows. `lag_rank` bounds the rank of each lagged
+    covariance: O(lag_rank²) numbers per lag and layer. `batch` windows are run at once.
     """
 
     window: int = 256
     calibration: int = 24
     test: int = 8
-    rank: int | None = None
     lag_rank: int = 128
     texts: int = 16
     batch: int = 4
@@ -29,16 +26,13 @@ class Effort:
         check_window(self.window)
         if min(self.calibration, self.test, self.texts, self.batch) < 1:
             raise refusal("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
-        if self.lag_rank < 1 or (self.rank is not None and self.rank < 1):
-            raise refusal("ranks of at least 1", f"{self.rank} and {self.lag_rank}")
+        if self.lag_rank < 1:
+            raise refusal("a rank of at least 1", self.lag_rank)
 
-    def ranks(self, d_model: int, num_windows: int) -> tuple[int | None, int | None]:
-        """Ranks for inputs this wide, None for full; a basis needs more tokens than its rank in the first batch."""
+    def lag_rank_of(self, d_model: int, num_windows: int) -> int | None:
+        """The rank for inputs this wide, None for full; a basis needs more tokens than its rank in the first batch."""
         most = max(1, min(self.batch, num_windows) * self.window // 2)
-        rank = min(self.rank or WIDEST, most)
-        lag_rank = min(self.lag_rank, most)
-        full = d_model <= (self.rank or WIDEST)
-        return (None if full else rank), (None if d_model <= self.lag_rank else lag_rank)
+        return None if d_model <= self.lag_rank else min(self.lag_rank, most)
 
 
 def check_window(length: int) -> None:
@@ -48,15 +42,15 @@ def check_window(length: int) -> None:
 
 @dataclass(frozen=True)
 class Terms:
-    """Each term can be left out, to see what it adds.
+    """Each term can be left out, to see what it adds to tokens from anywhere.
 
-    `first`: the first token, and special tokens at the end, have a mean and covariance of their own.
-    `echoes`: later tokens whose input is that of the first one (sinks inside the text) are drawn apart too.
-    `positions`: the mean input depends on the position, as far as it stands out of the noise.
+    `first`: the first token, and special tokens, stay in their places; so they do where `positions` are kept.
+    `positions`: every token stays at its position.
+    `sinks`: tokens that alone would draw more than the whole of a typical window stay in their windows too.
     `lags`: the expected logit takes the lagged covariances, tr W(Δ)Γ(Δ)/λ.
     """
 
     first: bool = True
-    echoes: bool = True
     positions: bool = True
+    sinks: bool = True
     lags: bool = True

@@ -37,7 +37,7 @@ class Windows:
 
     @property
     def alone(self) -> tuple[int, ...]:
-        """Positions whose tokens have moments of their own: the first, and special tokens."""
+        """Positions of the first token and of special ones."""
         ends = (*range(max(1, self.num_prefix)), *range(self.length - self.num_suffix, self.length))
         return tuple(sorted({*ends, *self.special}))
 

@@ -8,7 +8,7 @@ from ..records import Json
 THEORY = "the paper's random walk of tokens, not a text"
 WEIGHTS = "the weights alone"
 ESTIMATE = "an estimate from the weights, not a measurement"
-PREDICTED = "a prediction from weights and moments of a text"
+PREDICTED = "a prediction from weights and single tokens of a text"
 MEASURED = "a measurement on text"
 STEPS = "the weights at two reports"
 
