@@ -6,7 +6,8 @@ import torch
 from locater.head import Head
 from locater.positions import Alibi
 from locater.projections import Norm, Projection
-from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits
+from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits, wanted_queries
+from locater.scanning.products import Asked, products
 
 NUM_HEADS, D_HEAD, D_MODEL = 3, 4, 16
 
@@ -20,6 +21,16 @@ def split(stored: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[tor
         parts = [part.clone() for part in parts]
     queries, keys = parts[:NUM_HEADS], parts[NUM_HEADS:]
     return (queries[::-1] if stored == "backward" else queries), (keys[:1] * NUM_HEADS if stored == "one key" else keys)
+
+
+def found(heads: list[Head], x: torch.Tensor) -> torch.Tensor:
+    """The queries by their folded weights, as a scan makes them."""
+    inputs = DirectInputs(x)
+    wanted = wanted_queries(heads, inputs)
+    if wanted is None:
+        return direct_logits(heads, inputs, None)
+    sides = [head.folded().query for head in heads]
+    return direct_logits(heads, inputs, torch.stack([side(wanted).mT for side in sides]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -39,7 +50,7 @@ def test_all_heads_at_once_are_each_head(stored, dtype, norm, changed):
     inputs = x if norm is None else norm(x)
     positions = QUERIES, torch.arange(SEEN)
     expected = torch.stack([head.logits(inputs[QUERIES], inputs, positions).mT for head in heads]).softmax(-2)
-    torch.testing.assert_close(direct_logits(heads, DirectInputs(x)).softmax(-2), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found(heads, x).softmax(-2), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_heads_of_different_scales_and_biases_are_each_head():
@@ -52,4 +63,26 @@ def test_heads_of_different_scales_and_biases_are_each_head():
     ]
     positions = QUERIES, torch.arange(SEEN)
     expected = torch.stack([head.logits(x[QUERIES], x, positions).mT for head in heads]).softmax(-2)
-    torch.testing.assert_close(direct_logits(heads, DirectInputs(x)).softmax(-2), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found(heads, x).softmax(-2), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads_per_key", [1, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_queries_on_the_way_are_those_of_folded_weights(heads_per_key, transposed):
+    """And the Gram products are what they are without."""
+    torch.manual_seed(0)
+    norm = Norm("layer", torch.rand(D_MODEL), torch.randn(D_MODEL))
+
+    def weight() -> torch.Tensor:
+        return torch.randn(D_MODEL, D_HEAD).T if transposed else torch.randn(D_HEAD, D_MODEL)
+
+    keys = [Projection(weight(), input_norm=norm) for _ in range(2)]
+    groups = [
+        [Head(0, n, Projection(weight(), input_norm=norm), key, 0.2) for n in range(heads_per_key)] for key in keys
+    ]
+    asked = Asked(torch.randn(5, D_MODEL))
+    for own, other in zip(products(groups, raw=False, asked=asked), products(groups, raw=False), strict=True):
+        torch.testing.assert_close(own, other)
+    heads = [head for group in groups for head in group]
+    expected = torch.stack([head.folded().query.weight @ asked.x.mT for head in heads])
+    torch.testing.assert_close(asked.queries, expected)

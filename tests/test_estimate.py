@@ -16,7 +16,6 @@ from locater.report.headline import headline
 from locater.report.views import views_of
 from locater.scanning import direct, estimate, findings
 from locater.scanning.conditions import failures, parse
-from locater.scanning.direct import nothing
 from locater.scanning.products import products
 from predict_cases import model
 
@@ -56,7 +55,7 @@ def slow_near(one: Head, *, swing: float) -> float:
 
 def estimated(*heads: Head) -> list[estimate.Estimate | None]:
     groups = [[one] for one in heads]
-    return estimate.estimates(groups, products(groups, raw=False), nothing, num_layers=NUM_LAYERS)
+    return estimate.estimates(groups, products(groups, raw=False), None, num_layers=NUM_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,15 @@ from ..positions import Alibi
 from ..projections import Norm, Projection, widen
 from ..spectra import Grams, side_norms
 
+Biases = list[tuple[Tensor | None, Tensor | None]]
 
-def logit_bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, *, temperature: float) -> list[float | None]:
+
+def logit_bounds(
+    groups: list[list[Head]], grams: Grams, sigma: Tensor, biases: Biases, *, temperature: float
+) -> list[float | None]:
     """max |ω| of each head over all inputs and distances; None where nothing bounds it.
 
-    With inputs of length r = √d behind their norm (gain folded):
+    `biases` are those of `folded_biases`. With inputs of length r = √d behind their norm (gain folded):
     (σ₁(W) r² + ‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K|)/λ, and under rotary positions
     (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
     """
@@ -24,7 +28,7 @@ def logit_bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, *, tempe
     elif not _is_bounded(first.query) or not _is_bounded(first.key):
         products = [math.inf for group in groups for _ in group]
     else:
-        products = _by_input(groups, grams, sigma)
+        products = _by_input(groups, grams, sigma, biases)
     heads = [head for group in groups for head in group]
     return [_finished(head, product / temperature) for head, product in zip(heads, products, strict=True)]
 
@@ -33,11 +37,16 @@ def _is_bounded(projection: Projection) -> bool:
     return projection.input_norm is not None and projection.is_linear
 
 
-def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor) -> list[float]:
+def folded_biases(groups: list[list[Head]]) -> Biases:
+    """What is added to every query and key of the normalised input, by head."""
     heads = [head for group in groups for head in group]
     sides = {id(side): side for head in heads for side in (head.query, head.key)}  # a group's key once
     biases = {number: _bias(side) for number, side in sides.items()}
-    own = [(biases[id(head.query)], biases[id(head.key)]) for head in heads]
+    return [(biases[id(head.query)], biases[id(head.key)]) for head in heads]
+
+
+def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor, own: Biases) -> list[float]:
+    heads = [head for group in groups for head in group]
     radii = _radius(heads[0].query.input_norm, heads[0].d_model), _radius(heads[0].key.input_norm, heads[0].d_model)
     if heads[0].rotary is None:
         through = sigma.flatten().double() * radii[0] * radii[1]
@@ -48,9 +57,6 @@ def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor) -> list[flo
         (of_query * radii[0] + query_bias) * (of_key * radii[1] + key_bias)
         for of_query, of_key, (query_bias, key_bias) in zip(*norms, lengths, strict=True)
     ]
-
-
-Biases = list[tuple[Tensor | None, Tensor | None]]
 
 
 def _any(biases: Biases) -> bool:

@@ -58,17 +58,28 @@ def nothing(block: Block, with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are at hand."""
 
 
-def direct_logits(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "heads tokens queries"]:
+def wanted_queries(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "queries d_model"] | None:
+    """The inputs, normalised and before gain and bias, of which `direct_logits` wants the queries; of most heads."""
+    norm = heads[0].query.input_norm
+    return inputs.behind(norm)[QUERIES] if all(_is_bilinear(head, norm) for head in heads) else None
+
+
+def direct_logits(
+    heads: Sequence[Head], inputs: DirectInputs, queries: Float[Tensor, "heads d_head queries"] | None
+) -> Float[Tensor, "heads tokens queries"]:
     """`Head.logits` of every EVERY-th query for all tokens, behind the layer's norm.
 
-    But for a number per query, the same for all keys, which no softmax sees. Heads that are no more than matrices are
-    taken together where their weights lie evenly in memory.
+    But for a number per query, the same for all keys, which no softmax sees. `queries` are those of `wanted_queries`,
+    biases included. Keys are taken together where their weights lie evenly in memory.
     """
-    if not all(_is_bilinear(head, heads[0].query.input_norm) for head in heads):
+    if queries is None:
         return torch.stack([_one_by_one(head, inputs) for head in heads])
-    sides = [[head.query.weight for head in heads], [head.key.weight for head in heads]]
-    together = len({head.scale for head in heads}) == 1 and all(_lie_evenly(side, inputs.x.dtype) for side in sides)
-    logits = _bilinear(heads, inputs) if together else torch.cat([_bilinear([head], inputs) for head in heads])
+    queries = queries * queries.new_tensor([head.scale for head in heads])[:, None, None]
+    together = _lie_evenly([head.key.weight for head in heads], inputs.x.dtype)
+    parts = [heads] if together else [[head] for head in heads]
+    logits = torch.cat(
+        [_bilinear(part, inputs, own) for part, own in zip(parts, queries.split(len(parts[0])), strict=True)]
+    )
     return logits if heads[0].position_bias is None else logits + _position_biases(heads, logits)
 
 
@@ -77,27 +88,17 @@ def _one_by_one(head: Head, inputs: DirectInputs) -> Float[Tensor, "tokens queri
     return head.logits(x[QUERIES], x, (QUERIES, torch.arange(SEEN))).mT
 
 
-def _bilinear(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "heads tokens queries"]:
-    """x·(W_K^T q) of heads whose weights lie evenly, or of one: queries are few, keys many.
+def _bilinear(
+    heads: Sequence[Head], inputs: DirectInputs, queries: Float[Tensor, "heads d_head queries"]
+) -> Float[Tensor, "heads tokens queries"]:
+    """x·(W_K^T q) of heads whose keys lie evenly, or of one: queries are few, keys many.
 
     A bias of keys, the norm's own too, adds one number to all keys of a query, and is left out.
     """
-    norm, scale = heads[0].query.input_norm, heads[0].scale
-    gain, shift = (None, None) if norm is None else (norm.gain, norm.bias)
+    norm = heads[0].query.input_norm
     x = inputs.behind(norm)
-    x = x if gain is None else x * gain.to(x)
-    asking = x[QUERIES] if shift is None else x[QUERIES] + shift.to(x)
-    weight, key = (_as_one([getattr(head, side).weight for head in heads], x) for side in ("query", "key"))
-    query = torch.addmm(_biases(heads, x), asking, weight.flatten(0, 1).mT, beta=scale, alpha=scale)
-    return x @ (key.mT @ query.unflatten(-1, weight.shape[:2]).permute(1, 2, 0))
-
-
-def _biases(heads: Sequence[Head], x: Tensor) -> Float[Tensor, " rows"]:
-    """Those of the queries, one head after the other."""
-    biases = [head.query.bias for head in heads]
-    if all(bias is None for bias in biases):
-        return x.new_zeros(1)
-    return torch.cat([x.new_zeros(heads[0].d_head) if bias is None else bias for bias in biases]).to(x)
+    x = x if norm is None or norm.gain is None else x * norm.gain.to(x)
+    return x @ (_as_one([head.key.weight for head in heads], x).mT @ queries.to(x))
 
 
 def _position_biases(heads: Sequence[Head], logits: Tensor) -> Float[Tensor, "heads tokens queries"]:

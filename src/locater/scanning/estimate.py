@@ -51,26 +51,42 @@ class Estimate:
         return cls(near, None if margin is None else (max(0.0, near - margin), min(1.0, near + margin)))
 
 
+def direct_into(groups: list[list[Head]], direct: Direct) -> DirectInputs | None:
+    """What comes into these heads by the direct path; None where it tells nothing of them.
+
+    Rotary heads have their positions in themselves; what cross-attention and pictures look at is no text.
+    """
+    first = groups[0][0]
+    if first.block in ("cross", "vision") or first.rotary is not None:
+        return None
+    inputs = direct(first.block, first.position_bias is None)
+    return inputs if inputs is not None and inputs.x.shape[1] == first.d_model else None
+
+
 @torch.no_grad()
-def estimates(groups: list[list[Head]], acting: Grams, direct: Direct, *, num_layers: int) -> list[Estimate | None]:
+def estimates(
+    groups: list[list[Head]],
+    acting: Grams,
+    inputs: DirectInputs | None,
+    queries: Float[Tensor, "heads d_head queries"] | None = None,
+    *,
+    num_layers: int,
+) -> list[Estimate | None]:
     """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
 
-    `acting` are the Gram products with all gains and norms in them; `direct` gives what embeddings and positions make
-    of a text of random words, and is asked when a head wants it; `num_layers` are those of the model, for its depth.
-    Two-sided rotary heads, heads of few pairs, untrained ones, cross-attention and heads without positions have none.
+    `acting` are the Gram products with all gains and norms in them; `inputs` and `queries` are of the direct path,
+    where there is one; `num_layers` are those of the model, for its depth. Two-sided rotary heads, heads of few pairs,
+    cross-attention and heads without any positions have none.
     """
     heads = [head for group in groups for head in group]
     first = heads[0]
-    if first.block in ("cross", "vision"):
+    if inputs is not None:
+        margin = DIRECT_MARGIN if first.position_bias is None else None
+        return [Estimate.of(near, margin) for near in _direct(heads, inputs, queries)]
+    rotary = None if first.block in ("cross", "vision") or first.lookahead != 0 else first.rotary
+    if rotary is None or _num_turning(rotary) < FEWEST_TURNING:
         return [None] * len(heads)
-    if first.rotary is not None:
-        known = first.lookahead == 0 and _num_turning(first.rotary) >= FEWEST_TURNING
-        return [*_rotary(heads, acting, num_layers)] if known else [None] * len(heads)
-    inputs = direct(first.block, first.position_bias is None)
-    if inputs is None or inputs.x.shape[1] != first.d_model:
-        return [None] * len(heads)
-    margin = DIRECT_MARGIN if first.position_bias is None else None
-    return [Estimate.of(near, margin) for near in _direct(heads, inputs)]
+    return [*_rotary(heads, acting, num_layers)]
 
 
 @lru_cache(maxsize=8)
@@ -180,10 +196,10 @@ def _bias(projection: Projection) -> Float[Tensor, " d_head"] | None:
     return None if bias is None else bias.double()
 
 
-def _direct(heads: Sequence[Head], inputs: DirectInputs) -> list[float]:
+def _direct(heads: Sequence[Head], inputs: DirectInputs, queries: Tensor | None) -> list[float]:
     """The near mass of each head when embeddings and positions come straight into its layer, through its norm."""
     hidden, near = _masks(heads[0].lookback, heads[0].lookahead)
-    p = direct_logits(heads, inputs).add_(hidden).softmax(-2)
+    p = direct_logits(heads, inputs, queries).add_(hidden).softmax(-2)
     return _extended(p.mul_(near).sum(-2), both=heads[0].lookahead != 0).tolist()
 
 

@@ -17,12 +17,12 @@ from ..positions import Rotary
 from ..spectra import Grams, Moments, largest_singular_value, moments_of, spread
 from ..theory import closed_form, regimes
 from ..theory.rotary import Series
-from .bounds import logit_bounds
+from .bounds import Biases, folded_biases, logit_bounds
 from .curves import curves_of
 from .curves import positions as positions_of
-from .direct import Direct, nothing
-from .estimate import estimates
-from .products import Linear, chunks, products
+from .direct import Direct, DirectInputs, nothing, wanted_queries
+from .estimate import direct_into, estimates
+from .products import Asked, Linear, chunks, products
 from .rows import HeadRow
 
 Item = TypeVar("Item")
@@ -120,18 +120,21 @@ def _rows(stored: list[list[Head]], settings: Settings) -> list[HeadRow]:
     groups = [[head.anywhere() for head in group] for group in stored]
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
     is_linear = settings.raw or all(side.is_linear for side in (groups[0][0].query, groups[0][0].key))
-    grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False))
+    biases = folded_biases(groups) if is_linear and not settings.raw else []
+    inputs = None if settings.raw else direct_into(groups, settings.direct)
+    asked = None if inputs is None else _asked(groups, inputs)
+    grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False), asked=asked)
     spectrum = moments_of(grams, d_model=groups[0][0].d_model)
     sigma = largest_singular_value(grams)
     values = _eigenvalues(grams.core).flatten(0, 1) if settings.keep_eigenvalues else None
     profiles = _profiles(groups, grams, spectrum, settings)
-    columns = _columns(spectrum) | _estimated(groups, grams, settings)
+    columns = _columns(spectrum) | _estimated(groups, grams, settings, inputs, _queries(asked, biases))
     columns |= {
         "spread": [None] * len(sigma.flatten()) if values is None else spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
         "sigma": sigma.flatten().tolist(),
-        "logit_bound": _bounds(stored, grams, sigma, settings),
+        "logit_bound": _bounds(stored, grams, sigma, biases, settings),
     }
     _check_finite(columns)
     heads = [head for group in groups for head in group]
@@ -162,11 +165,13 @@ def _check_finite(columns: dict[str, list]) -> None:
             raise refusal(f"a finite {name.replace('_', ' ')}", "NaN or infinity", "the weights are too large")
 
 
-def _bounds(groups: list[list[Head]], grams: Grams, sigma: Tensor, settings: Settings) -> list[float | None]:
+def _bounds(
+    groups: list[list[Head]], grams: Grams, sigma: Tensor, biases: Biases, settings: Settings
+) -> list[float | None]:
     """None for weights as stored: what multiplies them between the norm and the logit is left out there."""
     if settings.raw:
         return [None for group in groups for _ in group]
-    return logit_bounds(groups, grams, sigma, temperature=settings.temperature_of(groups[0][0]))
+    return logit_bounds(groups, grams, sigma, biases, temperature=settings.temperature_of(groups[0][0]))
 
 
 def _eigenvalues(core: Tensor) -> Tensor:
@@ -176,11 +181,26 @@ def _eigenvalues(core: Tensor) -> Tensor:
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
 
 
-def _estimated(groups: list[list[Head]], grams: Grams, settings: Settings) -> dict[str, list]:
+def _asked(groups: list[list[Head]], inputs: DirectInputs) -> Asked | None:
+    x = wanted_queries([head for group in groups for head in group], inputs)
+    return None if x is None else Asked(x)
+
+
+def _queries(asked: Asked | None, biases: Biases) -> Tensor | None:
+    """With their biases, which the products leave out."""
+    if asked is None or all(own is None for own, _ in biases):
+        return asked and asked.queries
+    none = asked.queries.new_zeros(asked.queries.shape[1])
+    return asked.queries + torch.stack([none if own is None else own.to(none) for own, _ in biases])[..., None]
+
+
+def _estimated(
+    groups: list[list[Head]], grams: Grams, settings: Settings, inputs: DirectInputs | None, queries: Tensor | None
+) -> dict[str, list]:
     """What the heads probably do; nothing is said of weights without their gains."""
     num_heads = sum(map(len, groups))
     num_layers = settings.num_layers
-    found = [None] * num_heads if settings.raw else estimates(groups, grams, settings.direct, num_layers=num_layers)
+    found = [None] * num_heads if settings.raw else estimates(groups, grams, inputs, queries, num_layers=num_layers)
     found = [one if one is not None and math.isfinite(one.near_mass) else None for one in found]
     return {
         "estimated_near_mass": [one and one.near_mass for one in found],

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..head import Head
@@ -105,32 +106,58 @@ def _groups(heads: Sequence[Head]) -> Iterator[list[Head]]:
             yield members[start : start + at_once]
 
 
-def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None) -> Grams:
+class Asked:
+    """Normalised inputs x, and then W_Q x of every head, biases apart: beside W_Q W_Q^T it costs little."""
+
+    def __init__(self, x: Float[Tensor, "inputs d_model"]) -> None:
+        self.x = x
+        self.queries: Float[Tensor, "heads d_head inputs"] = x.new_empty(0, 0, len(x))
+
+
+def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None, asked: Asked | None = None) -> Grams:
     """Core and query Gram as (groups, heads, d_h, d_h), key Gram as (groups, 1, d_h, d_h).
 
     `raw` takes the weights as stored, else the input norm's gain is folded in; `linear` puts the norms behind the
-    projections into them.
+    projections into them. `asked` gets its queries on the way.
     """
     first, num_heads, size = groups[0][0], len(groups[0]), groups[0][0].d_head
-    buffer = _buffer(1 + num_heads, first.query.weight)
+    inputs = first.query.weight.new_empty(0, first.d_model) if asked is None else asked.x
+    rows = _buffer((1 + num_heads) * size, first.query.weight, inputs)
+    weights, inputs = rows.split([(1 + num_heads) * size, len(inputs)])
+    buffer = weights.unflatten(0, (-1, size))
     with_key = buffer.new_empty(len(groups), size, (1 + num_heads) * size)
-    query = buffer.new_empty(len(groups), num_heads, size, size)
+    with_query = buffer.new_empty(len(groups), num_heads, size, size + len(inputs))
     for number, group in enumerate(groups):
         _fill(buffer, group, raw=raw, linear=linear)
-        torch.mm(buffer[0], buffer.flatten(0, 1).mT, out=with_key[number])
-        torch.bmm(buffer[1:], buffer[1:].mT, out=query[number])
+        torch.mm(buffer[0], weights.mT, out=with_key[number])
+        _multiply_queries(buffer[1:], inputs, rows, out=with_query[number])
     blocks = with_key.unflatten(-1, (-1, size)).transpose(1, 2)
-    grams = Grams(blocks[:, 1:].contiguous(), query, blocks[:, :1].contiguous())
+    if asked is not None:
+        asked.queries = with_query[..., size:].flatten(0, 1)
+    grams = Grams(blocks[:, 1:].contiguous(), with_query[..., :size].contiguous(), blocks[:, :1].contiguous())
     return grams if raw else _amplified(grams, first)
 
 
-def _buffer(count: int, weight: Tensor) -> Tensor:
-    """Room for as many weights, in the order in which this one is stored: a transposing copy is slow."""
-    dtype, (size, width) = widen(weight[:0]).dtype, weight.shape
+def _multiply_queries(queries: Tensor, inputs: Tensor, rows: Tensor, *, out: Tensor) -> None:
+    """Each by itself and by the inputs; a single one by both at once, since they lie behind it."""
+    num_heads, size, _ = queries.shape
+    if num_heads == 1:
+        torch.mm(queries[0], rows[size:].mT, out=out[0])
+    elif len(inputs) == 0:
+        torch.bmm(queries, queries.mT, out=out)
+    else:
+        out[..., :size] = torch.bmm(queries, queries.mT)
+        out[..., size:] = (queries.flatten(0, 1) @ inputs.mT).unflatten(0, (num_heads, size))
+
+
+def _buffer(num_rows: int, weight: Tensor, inputs: Tensor) -> Tensor:
+    """Room for so many rows, and then the inputs, in the order in which this weight is stored: transposing is slow."""
+    dtype, width = widen(weight[:0]).dtype, weight.shape[1]
     stored_transposed = weight.stride(0) < weight.stride(1)
-    shape = (width, count * size) if stored_transposed else (count * size, width)
-    flat = torch.empty(shape, dtype=dtype)
-    return (flat.mT if stored_transposed else flat).unflatten(0, (count, size))
+    shape = num_rows + len(inputs), width
+    rows = torch.empty(shape[::-1], dtype=dtype).mT if stored_transposed else torch.empty(shape, dtype=dtype)
+    rows[num_rows:] = inputs
+    return rows
 
 
 def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None) -> None:
