@@ -72,7 +72,7 @@ class InputsCollector:
         lags = [lag for lag in LAGS if lag < length - 1]
         self.lagged = MomentsCollector(lags=lags, rank=lag_rank) if terms.lags else None
         self.windows: list[Tensor] = []
-        self.sums: Tensor | float = 0.0
+        self.sums = torch.zeros(())  # by position, from the first batch on
         self.num_windows = 0
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class InputsCollector:
         self.windows.append(x[self.kept[self.num_windows : self.num_windows + len(x)]])
         if self.lagged is not None:
             self.lagged.add(x, valid=self.ordinary.expand(x.shape[:2]))
-            self.sums += x.sum(0)
+            self.sums = self.sums + x.sum(0)
         self.num_windows += len(x)
 
     def inputs(self) -> Inputs:

@@ -107,9 +107,10 @@ def calibrate(
     """What is kept of every layer's inputs over the calibration windows."""
     length, num_windows = windows.length, len(windows.calibration)
     kept = kept_windows(num_windows, length=length, texts=effort.texts)
-    sizes = dict(alone=windows.alone, terms=terms, length=length, kept=kept)
     ranks = (effort.lag_rank_of(layer.heads[0].d_model, num_windows) for layer in layers)
-    collectors = [InputsCollector(lag_rank=rank, **sizes) for rank in ranks]
+    collectors = [
+        InputsCollector(alone=windows.alone, terms=terms, lag_rank=rank, length=length, kept=kept) for rank in ranks
+    ]
     for ids in windows.calibration.split(effort.batch):
         run(model, layers, ids, lambda number, x: collectors[number].add(x))
         step(len(ids))
