@@ -218,6 +218,18 @@ def test_growth_is_told_before_the_threshold_is_reached():
     assert alarm.kind == "logit explosion" and "growing by +300% in 100 steps" in str(alarm)
 
 
+def test_a_forecast_reaches_no_farther_than_what_it_is_made_of():
+    """Growth by a fifth in 50 steps, as when a model learns: the threshold is 380 steps away, seen were 100."""
+    trends = Trends()
+    for step, largest in ((0, 8.0), (50, 9.6), (100, 11.52)):
+        trends.add(step, [layer_at(largest)])
+    assert not find_alarms([layer_at(11.52)], Thresholds(), trends=trends)
+    for step, largest in ((200, 16.6), (300, 23.9)):
+        trends.add(step, [layer_at(largest)])
+    (alarm,) = find_alarms([layer_at(23.9)], Thresholds(), trends=trends)
+    assert alarm.kind == AHEAD and "there in about 180 steps" in str(alarm)
+
+
 def test_numbers_of_the_weights_are_those_of_dense_matrices():
     model = gpt2()
     with AttentionMonitor(model, every=1) as monitor:

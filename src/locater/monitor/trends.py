@@ -12,6 +12,7 @@ from .report import LayerReport
 KEPT = 3  # reports whose numbers are remembered
 LEAST = 0.25  # of a threshold; below, growth is not yet spoken of
 SPAN = 50  # steps that the remembered reports must span: over fewer, one batch differs from the next
+FARTHEST = 2  # times that span is how far ahead a forecast may be: beyond, it is a guess
 SETTLED = 1000  # steps in which a head that learns anything has told keys apart
 LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
 GROWING = ("max_logit", "eta", "sigma_1")
@@ -45,9 +46,10 @@ class Trends:
     def steps_until(self, layer: LayerReport, name: str, limit: float, *, within: int) -> dict[int, float]:
         """Heads that grew in every report remembered and will pass the limit this soon, and when."""
         kept = [moment for moment in self.moments.get(_key(layer), []) if name in moment[1]]
-        if len(kept) < KEPT or kept[-1][0] - kept[0][0] < SPAN:
+        span = kept[-1][0] - kept[0][0] if kept else 0
+        if len(kept) < KEPT or span < SPAN:
             return {}
-        found = {}
+        found, within = {}, min(within, FARTHEST * span)
         for position, (head, rate) in enumerate(zip(layer.heads, self.growth(layer, name), strict=True)):
             values = [values[name][position] for _, values in kept]
             if all(a < b for a, b in zip(values, values[1:], strict=False)) and limit > values[-1] > LEAST * limit:
