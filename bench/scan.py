@@ -73,7 +73,7 @@ def against_bare(name: str, folder: Path, repeats: int, *, bounds: tuple[float, 
 
 def estimate_share(name: str, folder: Path, repeats: int) -> bool:
     """What the estimate of behaviour adds to a scan, turn by turn."""
-    costs: dict[str, list[Cost]] = {"locater": [], "locater-without-estimate": []}
+    costs: dict[str, list[Cost]] = {"locater-as-trained": [], "locater-without-estimate": []}
     for _ in range(repeats):
         for tool, runs in costs.items():
             runs.append(run(tool, folder))
@@ -110,10 +110,12 @@ def main() -> int:
         models.make_grouped(root / "grouped")
         found, ours = against_bare("415M, grouped keys, bfloat16", root / "grouped", repeats=5, bounds=(1.25, 1.8))
         results += found
+        results.append(estimate_share("415M, grouped keys", root / "grouped", repeats=5))
         for tool in environments.PACKAGES:
             results += against_rival(tool, root / "grouped", ours, comparable=not tool.endswith("unfolded"))
         models.make_seven_billion(root / "seven")
         results += against_bare("7B shape, queries and keys", root / "seven", repeats=2, bounds=(1.25, 1.8))[0]
+        results.append(estimate_share("7B shape", root / "seven", repeats=2))
     return 0 if all(results) else 1
 
 

@@ -24,6 +24,14 @@ def locater(*, eigenvalues: bool = False) -> Callable[[Path], int]:
     return lambda folder: len(scan(folder, eigenvalues=eigenvalues).heads)
 
 
+def as_trained() -> Callable[[Path], int]:
+    """Estimates of rotary heads are left out where weights are random, as they are here: made all the same."""
+    from locater.scanning import estimate
+
+    estimate._is_trained = lambda *given: True
+    return locater()
+
+
 def without_estimate() -> Callable[[Path], int]:
     """The same scan, nothing estimated of what heads do."""
     from locater.scanning import layer
@@ -109,6 +117,7 @@ def transformer_lens(*, fold: bool) -> Callable[[Path], int]:
 TOOLS = {
     "locater": locater,
     "locater-eigenvalues": partial(locater, eigenvalues=True),
+    "locater-as-trained": as_trained,
     "locater-without-estimate": without_estimate,
     "bare": bare,
     "weightwatcher": weightwatcher,

@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from ..attention.statistics import FIRST_QUERY
 from ..errors import refusal
 from ..head import Block, Head
 from ..models import Config, embedding_scale
-from ..projections import Norm, widen
+from ..projections import Norm, is_finite, widen
 
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
 SEEN = 128
@@ -46,7 +47,9 @@ class DirectInputs:
             return self.x
         kind = norm.kind, norm.epsilon
         if kind not in self.normalised:
-            self.normalised[kind] = replace(norm, gain=None, bias=None)(self.x)
+            is_layer = norm.kind == "layer"  # of which torch has a faster form
+            plain = partial(layer_norm, normalized_shape=self.x.shape[-1:], eps=norm.epsilon)
+            self.normalised[kind] = (plain if is_layer else replace(norm, gain=None, bias=None))(self.x)
         return self.normalised[kind]
 
 
@@ -61,7 +64,7 @@ def nothing(block: Block, with_positions: bool) -> None:
 def wanted_queries(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "queries d_model"] | None:
     """The inputs, normalised and before gain and bias, of which `direct_logits` wants the queries; of most heads."""
     norm = heads[0].query.input_norm
-    return inputs.behind(norm)[QUERIES] if all(_is_bilinear(head, norm) for head in heads) else None
+    return inputs.behind(norm)[FIRST_QUERY::EVERY] if all(_is_bilinear(head, norm) for head in heads) else None
 
 
 def direct_logits(
@@ -74,12 +77,14 @@ def direct_logits(
     """
     if queries is None:
         return torch.stack([_one_by_one(head, inputs) for head in heads])
-    queries = queries * queries.new_tensor([head.scale for head in heads])[:, None, None]
-    together = _lie_evenly([head.key.weight for head in heads], inputs.x.dtype)
-    parts = [heads] if together else [[head] for head in heads]
-    logits = torch.cat(
-        [_bilinear(part, inputs, own) for part, own in zip(parts, queries.split(len(parts[0])), strict=True)]
-    )
+    scales = [head.scale for head in heads]
+    alike = scales.count(scales[0]) == len(scales)
+    queries = queries * (scales[0] if alike else queries.new_tensor(scales)[:, None, None])
+    if _lie_evenly([head.key.weight for head in heads], inputs.x.dtype):
+        logits = _bilinear(heads, inputs, queries)
+    else:
+        own = zip(heads, queries.split(1), strict=True)
+        logits = torch.cat([_bilinear([head], inputs, asking) for head, asking in own])
     return logits if heads[0].position_bias is None else logits + _position_biases(heads, logits)
 
 
@@ -149,7 +154,7 @@ def direct_inputs(
     words, positions = (_table(tensors, endings, block) for endings in (WORDS, POSITIONS))
     if words is None or (scale := embedding_scale(config, tensors.shape(words)[1])) is None:
         return None
-    x = scale * read_words(words)
+    x = read_words(words) if scale == 1 else scale * read_words(words)
     if positions is not None and tensors.shape(positions)[1] == x.shape[1]:
         num_rows = tensors.shape(positions)[0]
         start = num_rows % 64 if num_rows % 64 < 4 else 0  # some tables keep their first two rows for padding
@@ -161,7 +166,7 @@ def direct_inputs(
     kinds = _table(tensors, ("token_type_embeddings",), block)
     if kinds is not None and tensors.shape(kinds)[1] == x.shape[1]:
         x = x + widen(tensors.read(kinds, (0, 1)).detach())
-    if not bool(x.isfinite().all()):
+    if not is_finite(x):
         tables = " and ".join(f"`{name}`" for name in (words, positions, kinds) if name is not None)
         raise refusal(f"finite numbers in {tables}", "NaN or infinity", "the checkpoint is damaged or diverged")
     return DirectInputs(x.cpu())
