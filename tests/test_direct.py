@@ -7,7 +7,7 @@ from locater.head import Head
 from locater.positions import Alibi
 from locater.projections import Norm, Projection
 from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits, wanted_queries
-from locater.scanning.products import Asked, products
+from locater.scanning.products import products, products_and_queries
 
 NUM_HEADS, D_HEAD, D_MODEL = 3, 4, 16
 
@@ -80,9 +80,9 @@ def test_queries_on_the_way_are_those_of_folded_weights(heads_per_key, transpose
     groups = [
         [Head(0, n, Projection(weight(), input_norm=norm), key, 0.2) for n in range(heads_per_key)] for key in keys
     ]
-    asked = Asked(torch.randn(5, D_MODEL))
-    for own, other in zip(products(groups, raw=False, asked=asked), products(groups, raw=False), strict=True):
+    x = torch.randn(5, D_MODEL)
+    grams, queries = products_and_queries(groups, x, raw=False)
+    for own, other in zip(grams, products(groups, raw=False), strict=True):
         torch.testing.assert_close(own, other)
     heads = [head for group in groups for head in group]
-    expected = torch.stack([head.folded().query.weight @ asked.x.mT for head in heads])
-    torch.testing.assert_close(asked.queries, expected)
+    torch.testing.assert_close(queries, torch.stack([head.folded().query.weight @ x.mT for head in heads]))

@@ -168,6 +168,9 @@ IDS = torch.randint(0, 60, (direct.SEEN,), generator=torch.Generator().manual_se
 def test_direct_path_is_the_first_layer_s_attention():
     """Layer 0 of GPT-2 sees exactly embedding plus position through its norm; the model's own attention says so."""
     net = model("gpt2")
+    block = net.h[0]
+    for parameter in (block.ln_1.weight, block.ln_1.bias, block.attn.c_attn.bias):  # as after training
+        parameter.data += 0.5 * torch.randn(parameter.shape)
     with torch.no_grad():
         near = near_of(net(IDS[None], output_attentions=True).attentions[0][0])
     rows = [row for row in scan(net).heads if row.layer == 0]

@@ -20,8 +20,8 @@ from ..projections import Norm, is_finite, widen
 SEEN = 128
 # The direct path asks every so many positions: its products grow with the number of queries.
 EVERY = 4
-WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
 QUERIES = torch.arange(FIRST_QUERY, SEEN, EVERY)
+WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
 POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
 

@@ -75,8 +75,8 @@ def estimates(
     """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
 
     `acting` are the Gram products with all gains and norms in them; `inputs` and `queries` are of the direct path,
-    where there is one; `num_layers` are those of the model, for its depth. Two-sided rotary heads, heads of few pairs,
-    cross-attention and heads without any positions have none.
+    where there is one; `num_layers` are those of the model, for its depth. Rotary heads that are two-sided, untrained
+    or of few pairs, cross-attention and heads without any positions have none.
     """
     heads = [head for group in groups for head in group]
     first = heads[0]

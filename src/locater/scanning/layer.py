@@ -22,7 +22,7 @@ from .curves import curves_of
 from .curves import positions as positions_of
 from .direct import Direct, DirectInputs, nothing, wanted_queries
 from .estimate import direct_into, estimates
-from .products import Asked, Linear, chunks, products
+from .products import Linear, chunks, products, products_and_queries
 from .rows import HeadRow
 
 Item = TypeVar("Item")
@@ -122,13 +122,15 @@ def _rows(stored: list[list[Head]], settings: Settings) -> list[HeadRow]:
     is_linear = settings.raw or all(side.is_linear for side in (groups[0][0].query, groups[0][0].key))
     biases = folded_biases(groups) if is_linear and not settings.raw else []
     inputs = None if settings.raw else direct_into(groups, settings.direct)
-    asked = None if inputs is None else _asked(groups, inputs)
-    grams = products(groups, raw=settings.raw, linear=None if is_linear else Linear(raw=False), asked=asked)
+    x = None if inputs is None else wanted_queries([head for group in groups for head in group], inputs)
+    linear = None if is_linear else Linear(raw=False)
+    grams, queries = products_and_queries(groups, x, raw=settings.raw, linear=linear)
+    queries = None if x is None else _with_biases(queries, biases)
     spectrum = moments_of(grams, d_model=groups[0][0].d_model)
     sigma = largest_singular_value(grams)
     values = _eigenvalues(grams.core).flatten(0, 1) if settings.keep_eigenvalues else None
     profiles = _profiles(groups, grams, spectrum, settings)
-    columns = _columns(spectrum) | _estimated(groups, grams, settings, inputs, _queries(asked, biases))
+    columns = _columns(spectrum) | _estimated(groups, grams, settings, inputs, queries)
     columns |= {
         "spread": [None] * len(sigma.flatten()) if values is None else spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
@@ -181,17 +183,12 @@ def _eigenvalues(core: Tensor) -> Tensor:
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
 
 
-def _asked(groups: list[list[Head]], inputs: DirectInputs) -> Asked | None:
-    x = wanted_queries([head for group in groups for head in group], inputs)
-    return None if x is None else Asked(x)
-
-
-def _queries(asked: Asked | None, biases: Biases) -> Tensor | None:
-    """With their biases, which the products leave out."""
-    if asked is None or all(own is None for own, _ in biases):
-        return asked and asked.queries
-    none = asked.queries.new_zeros(asked.queries.shape[1])
-    return asked.queries + torch.stack([none if own is None else own.to(none) for own, _ in biases])[..., None]
+def _with_biases(queries: Tensor, biases: Biases) -> Tensor:
+    """The products leave biases out."""
+    if all(own is None for own, _ in biases):
+        return queries
+    none = queries.new_zeros(queries.shape[1])
+    return queries + torch.stack([none if own is None else own.to(none) for own, _ in biases])[..., None]
 
 
 def _estimated(

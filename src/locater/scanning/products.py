@@ -106,22 +106,21 @@ def _groups(heads: Sequence[Head]) -> Iterator[list[Head]]:
             yield members[start : start + at_once]
 
 
-class Asked:
-    """Normalised inputs x, and then W_Q x of every head, biases apart: beside W_Q W_Q^T it costs little."""
-
-    def __init__(self, x: Float[Tensor, "inputs d_model"]) -> None:
-        self.x = x
-        self.queries: Float[Tensor, "heads d_head inputs"] = x.new_empty(0, 0, len(x))
-
-
-def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None, asked: Asked | None = None) -> Grams:
+def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None) -> Grams:
     """Core and query Gram as (groups, heads, d_h, d_h), key Gram as (groups, 1, d_h, d_h).
 
     `raw` takes the weights as stored, else the input norm's gain is folded in; `linear` puts the norms behind the
-    projections into them. `asked` gets its queries on the way.
+    projections into them.
     """
+    return products_and_queries(groups, None, raw=raw, linear=linear)[0]
+
+
+def products_and_queries(
+    groups: list[list[Head]], x: Float[Tensor, "inputs d_model"] | None, *, raw: bool, linear: Linear | None = None
+) -> tuple[Grams, Float[Tensor, "heads d_head inputs"]]:
+    """`products`, and W_Q x of every head, biases apart: beside W_Q W_Q^T it costs little."""
     first, num_heads, size = groups[0][0], len(groups[0]), groups[0][0].d_head
-    inputs = first.query.weight.new_empty(0, first.d_model) if asked is None else asked.x
+    inputs = first.query.weight.new_empty(0, first.d_model) if x is None else x
     rows = _buffer((1 + num_heads) * size, first.query.weight, inputs)
     weights, inputs = rows.split([(1 + num_heads) * size, len(inputs)])
     buffer = weights.unflatten(0, (-1, size))
@@ -132,10 +131,8 @@ def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = Non
         torch.mm(buffer[0], weights.mT, out=with_key[number])
         _multiply_queries(buffer[1:], inputs, rows, out=with_query[number])
     blocks = with_key.unflatten(-1, (-1, size)).transpose(1, 2)
-    if asked is not None:
-        asked.queries = with_query[..., size:].flatten(0, 1)
     grams = Grams(blocks[:, 1:].contiguous(), with_query[..., :size].contiguous(), blocks[:, :1].contiguous())
-    return grams if raw else _amplified(grams, first)
+    return grams if raw else _amplified(grams, first), with_query[..., size:].flatten(0, 1)
 
 
 def _multiply_queries(queries: Tensor, inputs: Tensor, rows: Tensor, *, out: Tensor) -> None:
