@@ -127,6 +127,16 @@ def test_models_of_our_own_training(text, tmp_path, positions):
     assert [head.measured for head in live.heads] == [head.measured for head in found.heads]
 
 
+def test_a_model_of_our_own_that_is_not_whole_is_refused(tmp_path):
+    """An untied output layer that is lost would be a random one."""
+    trained(tmp_path, tied=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["output.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(Refusal, match=r"got none for output\.weight; the checkpoint is not whole"):
+        load_model(tmp_path)
+
+
 def test_random_windows_follow_zipf_between_special_tokens():
     ids = random_windows(1000, count=50, length=200, ends=([5], [6, 7]), leave_out=[0, 5, 6, 7])
     assert (ids[:, 0] == 5).all() and (ids[:, -2:] == torch.tensor([6, 7])).all()

@@ -72,8 +72,10 @@ def load(folder: Path) -> LanguageModel | WalkModel:
     attach(model, stays)
     with checkpoints.open(folder) as stored:
         missing, unexpected = model.load_state_dict({name: stored.read(name) for name in stored.names}, strict=False)
-    # A tied output layer is stored once, as the embedding.
-    if odd := [*unexpected, *(name for name in missing if name != "output.weight")]:
-        remedy = "name the folder `model` of a finished run" if unexpected else ""
-        raise refusal(f"the weights that {folder / 'config.json'} tells of", f"{odd[0]} beyond or missing", remedy)
+    tied = ["output.weight"] if getattr(model.config, "tied", False) else []  # stored once, as the embedding
+    absent = [name for name in missing if name not in tied]
+    if unexpected or absent:
+        got = f"{unexpected[0]} besides" if unexpected else f"none for {absent[0]}"
+        remedy = "name the folder `model` of a finished run" if unexpected else "the checkpoint is not whole"
+        raise refusal(f"the weights that {folder / 'config.json'} tells of", got, remedy)
     return model.eval()
