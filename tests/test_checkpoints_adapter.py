@@ -1,21 +1,23 @@
 """LoRA adapters merged on reading, against peft's own merge."""
 
+import dataclasses
 import json
 
 import peft
 import pytest
 import torch
+from peft.tuners.lora import config as of_lora
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from locater import checkpoints
 from locater.errors import Refusal
 
 
-def tiny_llama():
+def tiny_llama(**further):
     sizes = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, **sizes))
+    return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, **sizes, **further))
 
 
 def tiny_gpt2():
@@ -123,3 +125,162 @@ def test_adapter_of_another_model(tmp_path):
         checkpoints.open(tmp_path / "other" / "base", adapter=tmp_path / "adapter")
     with pytest.raises(Refusal, match="adapter_config.json in"):
         checkpoints.open(tmp_path / "base", adapter=tmp_path / "base")
+
+
+# Unusual values of every setting that the installed peft has; names are those of Llama's modules.
+UNUSUAL = {
+    "peft_type": ["LORA"],
+    "task_type": ["CAUSAL_LM"],
+    "auto_mapping": [{"base_model_class": "X"}],
+    "peft_version": ["0.1"],
+    "revision": ["x"],
+    "inference_mode": [True],
+    "base_model_name_or_path": ["nobody/nothing"],
+    "r": [1, 3, 17],
+    "target_modules": [
+        ["q_proj", "o_proj"],
+        ".*_proj",
+        "all-linear",
+        ["embed_tokens", "q_proj"],
+        ["q_proj", "lm_head"],
+    ],
+    "exclude_modules": [["layers.0.self_attn.q_proj"], ".*layers.1.*"],
+    "lora_alpha": [1, 31, -2, 0.5],
+    "lora_dropout": [0.3],
+    "fan_in_fan_out": [True],
+    "bias": ["all", "lora_only"],
+    "use_rslora": [True],
+    "modules_to_save": [["norm"], ["o_proj", "lm_head"]],
+    "init_lora_weights": [False, "gaussian", "olora", "pissa", "pissa_niter_4", "orthogonal", "mica", "eva", "lora_ga"],
+    "layers_to_transform": [[1], 0],
+    "layers_pattern": ["layers"],
+    "rank_pattern": [{"k_proj": 2}, {"^model.layers.0.self_attn.q_proj": 7}],
+    "alpha_pattern": [{"k_proj": 2}, {"^model.layers.0.self_attn.q_proj": 7}],
+    "megatron_config": [],
+    "megatron_core": ["other"],
+    "trainable_token_indices": [[1, 2]],
+    "loftq_config": [],
+    "eva_config": [of_lora.EvaConfig(rho=2.0)],
+    "corda_config": [of_lora.CordaConfig()],
+    "lora_ga_config": [of_lora.LoraGAConfig()],
+    "use_dora": [True],
+    "velora_config": [of_lora.VeloraConfig()],
+    "alora_invocation_tokens": [[1, 2]],
+    "use_qalora": [True],
+    "qalora_group_size": [8],
+    "monteclora_config": [of_lora.MontecloraConfig()],
+    "layer_replication": [[(0, 2), (1, 2)]],
+    "runtime_config": [of_lora.LoraRuntimeConfig(ephemeral_gpu_offload=True)],
+    "lora_bias": [True],
+    "target_parameters": [["mlp.gate_proj.weight"]],
+    "use_bdlora": [of_lora.BdLoraConfig(target_modules_bd_a=["k_proj"], target_modules_bd_b=["q_proj"], nblocks=2)],
+    "arrow_config": [],
+    "kasa_config": [of_lora.KasaConfig()],
+    "ensure_weight_tying": [True],
+}
+COMPANIONS = {"layers_pattern": {"layers_to_transform": [1]}, "eva_config": {"init_lora_weights": "eva"}}
+# Settings that peft itself can only make with tools or data that are not here: written into a saved adapter instead.
+WRITTEN = [
+    ("init_lora_weights", "loftq"), ("init_lora_weights", "corda"), ("megatron_config", {"a": 1}),
+    ("arrow_config", {"top_k": 3}), ("init_lora_weights", "a word of tomorrow"), ("a_setting_of_tomorrow", True),
+]  # fmt: skip
+TO_GPT2 = {"q_proj": "c_attn", "k_proj": "c_proj", "o_proj": "c_fc", "embed_tokens": "wte", "norm": "ln_f"}
+
+
+def trained(folder, make, settings):
+    """Save a base and an adapter whose every trained number was changed; returns peft's model."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder / "adapter")
+    return adapted
+
+
+def check_right_or_refused(folder, adapted) -> str:
+    try:
+        with checkpoints.open(folder / "base", adapter=folder / "adapter") as checkpoint:
+            read = {name: checkpoint.read(name) for name in checkpoint.names}
+    except Refusal as reason:
+        return str(reason)
+    merged = adapted().state_dict()
+    assert set(merged) - set(read) <= {"lm_head.weight"}
+    for name, weight in read.items():
+        torch.testing.assert_close(weight, merged[name], rtol=1e-4, atol=1e-4)
+    return "right"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", UNUSUAL)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_every_setting_of_peft_is_right_or_refused(make, key, tmp_path):
+    targets = ["q_proj", "k_proj"]
+    for number, value in enumerate(UNUSUAL[key]):
+        settings = {"r": 4, "target_modules": targets, **COMPANIONS.get(key, {}), key: value}
+        if make is tiny_gpt2:
+            settings = {name: for_gpt2(setting) for name, setting in settings.items()}
+        with_bias = (lambda: tiny_llama(attention_bias=True)) if make is tiny_llama else make
+        folder = tmp_path / str(number)
+        try:
+            adapted = trained(folder, with_bias, settings | {"peft_type": None})
+        except (ValueError, TypeError, RuntimeError, IndexError):  # what peft cannot do with this model
+            assert make is tiny_gpt2, f"peft made nothing of {key} = {value!r}"
+            continue
+        check_right_or_refused(folder, adapted.merge_and_unload)
+
+
+def for_gpt2(setting):
+    if not isinstance(setting, str | list | dict):
+        return setting
+    text = json.dumps(setting).replace("model.layers", "transformer.h").replace("self_attn", "attn")
+    for llama, gpt2 in TO_GPT2.items():
+        text = text.replace(llama, gpt2)
+    return json.loads(text.replace("layers", "h").replace('_proj"', '_attn"'))
+
+
+def test_every_setting_of_the_installed_peft_is_tried():
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == set(UNUSUAL)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("key", "value"), WRITTEN)
+def test_settings_not_known_to_be_harmless_are_refused_by_name(key, value, tmp_path):
+    save("llama", tmp_path)
+    set_config(tmp_path, **{key: value})
+    with pytest.raises(Refusal, match="one with|as init_lora_weights"):
+        checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["square", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"r": 8}, {"lora_alpha": 3}, {"use_rslora": True}, {"fan_in_fan_out": True}, {"fan_in_fan_out": False},
+     {"rank_pattern": {"q_proj": 8}}, {"rank_pattern": {"c_attn": 8}}, {"alpha_pattern": {"o_proj": 5}}],
+    ids=str,
+)  # fmt: skip
+def test_edited_settings_are_read_as_peft_reads_them_or_refused(case, changes, tmp_path):
+    save(case, tmp_path)
+    set_config(tmp_path, **changes)
+
+    def reload():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+
+    check_right_or_refused(tmp_path, reload)
+
+
+def test_square_weights_of_a_mixed_model_are_not_guessed(tmp_path):
+    """`fan_in_fan_out` speaks of GPT-2's own modules; the linear layer beside them makes peft save the contrary."""
+    torch.manual_seed(0)
+    save("gpt2", tmp_path)
+    set_config(tmp_path, fan_in_fan_out=False)
+    with pytest.raises(Refusal, match="fan_in_fan_out .* the square"):
+        checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")

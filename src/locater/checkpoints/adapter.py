@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -20,9 +22,16 @@ from .torch.file import open_torch
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
-# Variants that are more than W + s·B·A.
-BEYOND = ("use_dora", "use_qalora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices")
-BEYOND += ("alora_invocation_tokens", "arrow_config", "use_bdlora", "kasa_config")
+# Settings that are read here, and those that say where factors came from and not what they mean. Whatever else is set
+# may make the adapter more than W + s·B·A, or may have changed the base: it is refused by name.
+READ = ("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out")
+READ += ("init_lora_weights", "modules_to_save", "base_model_name_or_path")
+ASIDE = ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "exclude_modules")
+ASIDE += ("lora_dropout", "bias", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size")
+ASIDE += ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "ensure_weight_tying")
+# Ways to begin that leave the base as it was; PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take something off it.
+STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+OUTPUT = "lm_head"  # saved beside resized embeddings, where the base has it tied to them and does not store it
 # Patterns of strangers are matched only if they cannot take for ever: one star, and names of a usual length.
 LONGEST_MODULE = 300
 HARMLESS = re.compile(r"[\w.\\^$*-]{1,200}")
@@ -43,14 +52,14 @@ class Adapted(Checkpoint):
 
     def __init__(self, base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> None:
         self.base, self.adapter, self.format = base, adapter, base.format
-        self.pairs, self.replaced = _match(base, adapter, settings)
+        factors, self.replaced = _match(base, adapter, settings)
         entries = dict(base.entries) | {name: adapter.entries[stored] for name, stored in self.replaced.items()}
+        self.pairs = {name: _pair(entries[name], adapter, settings, *factor) for name, factor in factors.items()}
+        _check_orientation(entries, self.pairs)
         super().__init__(entries, config=base.config, place=base.place)
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
-        if name in self.replaced:
-            return self.adapter.read(self.replaced[name], rows)
-        weight = self.base.read(name, rows)
+        weight = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
         if name not in self.pairs:
             return weight
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -76,8 +85,12 @@ def read_settings(folder: Folder) -> Json | None:
     settings = read_object(source)
     if settings.get("peft_type") != "LORA":
         raise refusal("an adapter of the kind LORA", f"{settings.get('peft_type')!r:.40}", "merge it with peft first")
-    if beyond := [key for key in BEYOND if settings.get(key)]:
-        raise refusal("a plain LoRA adapter", f"one with {beyond[0]}", "merge it with peft first, and open the result")
+    remedy = "merge it with peft first, and open the result"
+    if beyond := [key for key, value in settings.items() if value and key not in READ + ASIDE]:
+        raise refusal("a plain LoRA adapter", f"one with {beyond[0][:60]}", remedy)
+    if (start := settings.get("init_lora_weights", True)) not in STARTS:
+        expected = f"an adapter that left its base as it was ({', '.join(map(str, STARTS))} as init_lora_weights)"
+        raise refusal(expected, f"{start!r:.40}", remedy)
     return settings
 
 
@@ -93,40 +106,53 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
     return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
 
 
-def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tuple[dict[str, Pair], dict[str, str]]:
+Factors = dict[str, tuple[str, dict[str, str]]]  # by the changed weight: its module in the adapter, its two factors
+
+
+def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tuple[Factors, dict[str, str]]:
+    """Which weights the adapter changes, and which tensors it replaces; nothing in it may be left over."""
     factors: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     for stored in adapter.names:
         bare = stored.removeprefix("base_model.model.")
-        if found := FACTOR.fullmatch(bare):
-            factors.setdefault(found["module"], {})[found["side"]] = stored
+        if match := FACTOR.fullmatch(bare):
+            factors.setdefault(match["module"], {})[match["side"]] = stored
         elif "lora_" in bare:
             raise refusal("factors A and B in the adapter", f"{stored[:120]!r}", "merge it with peft first")
         else:
-            replaced[_find(base, bare.replace(".modules_to_save.default", "")) or bare] = stored
-    pairs = {}
+            replaced[_replaced(base, bare, settings, replaced)] = stored
+    changed: Factors = {}
     for module, sides in factors.items():
         name = _find(base, f"{module}.weight")
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
             raise refusal(f"{cause} for {module[:120]!r}", "none", "check that adapter and base belong together")
-        pairs[name] = _pair(base, adapter, settings, name, module, sides)
-    return pairs, replaced
+        changed[name] = module, sides
+    return changed, replaced
 
 
-def _pair(
-    base: Checkpoint, adapter: Checkpoint, settings: JsonMapping, name: str, module: str, sides: dict[str, str]
-) -> Pair:
-    down, up, weight = adapter.entries[sides["A"]], adapter.entries[sides["B"]], base.entries[name]
+def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collection[str]) -> str:
+    """The name of the base's tensor whose place this one takes: a trained bias, or part of a module saved whole."""
+    plain = bare.replace(".modules_to_save.default", "").replace(".base_layer.", ".")
+    name = _find(base, plain)
+    saved = settings.get("modules_to_save") or ()
+    is_new = isinstance(saved, list | tuple) and any(f".{module}." in f".{plain}" for module in (*saved, OUTPUT))
+    if (name is None and not is_new) or (name or plain) in others:
+        raise refusal("a tensor that takes the place of one in the base", f"{bare[:120]!r}", "merge it with peft first")
+    return name or plain
+
+
+def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> Pair:
+    down, up = adapter.entries[sides["A"]], adapter.entries[sides["B"]]
     straight = _product_shape(up, down)
-    kinds = (one.dtype for one in (up, down, weight))
+    kinds = (tensor.dtype for tensor in (up, down, weight))
     if bad := next((kind for kind in kinds if not kind.is_floating_point or kind.itemsize < 2), None):
         raise refusal(f"factors and a weight of at least 16 bits for {module[:120]!r}", bad, "merge it with peft first")
     if straight is None or weight.shape not in (straight, straight[::-1]):
         got = f"{list(up.shape)} times {list(down.shape)}"
         raise refusal(f"factors whose product has shape {list(weight.shape)} for {module[:120]!r}", got)
     # A square weight fits both ways: only the settings tell. Embeddings are always kept as (in, out).
-    wants_flip = bool(settings.get("fan_in_fan_out")) or "lora_embedding_" in sides["A"]
+    wants_flip = _flag(settings, "fan_in_fan_out") or "lora_embedding_" in sides["A"]
     is_flipped = wants_flip if straight == straight[::-1] else weight.shape != straight
     return Pair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
 
@@ -137,22 +163,50 @@ def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
     return up.shape[0], down.shape[1]
 
 
+def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, Pair]) -> None:
+    """Hold what the settings say of square weights against what the shapes say of the others.
+
+    `fan_in_fan_out` is one word for the whole adapter, and peft itself overrules it module by module.
+    """
+    linear = {name: pair for name, pair in pairs.items() if "lora_embedding_" not in pair.down}
+    square = {name for name in linear if len(set(entries[name].shape)) == 1}
+    shown = {pair.is_flipped for name, pair in linear.items() if name not in square}
+    for name in square:
+        if not shown <= {linear[name].is_flipped} or (linear[name].is_flipped and not shown):
+            expected = f"fan_in_fan_out in {CONFIG} that the other weights bear out, for the square `{name[:120]}`"
+            raise refusal(expected, linear[name].is_flipped, "merge it with peft first, and open the result")
+
+
 def _scale(settings: JsonMapping, module: str, *, rank: int) -> float:
-    """alpha / r, or alpha / √r for rank-stabilised adapters; alpha may depend on the module."""
-    alpha = settings.get("lora_alpha", 8)
-    patterns = settings.get("alpha_pattern") or {}
+    """alpha / r, or alpha / √r for rank-stabilised adapters; both may depend on the module."""
+    stated = _by_module(settings, "rank_pattern", module, settings.get("r", rank))
+    if stated != rank:
+        raise refusal(f"factors of rank {stated!r:.40} for {module[:120]!r}, as {CONFIG} says", f"rank {rank}")
+    alpha = _by_module(settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
+    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
+        raise refusal(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
+    return alpha / (math.sqrt(rank) if _flag(settings, "use_rslora") else rank)
+
+
+def _by_module(settings: JsonMapping, key: str, module: str, default: Any) -> Any:
+    """The value of the first pattern that fits the module."""
+    patterns = settings.get(key) or {}
     if not isinstance(patterns, dict):
-        raise refusal(f"a mapping as alpha_pattern in {CONFIG}", f"{patterns!r:.60}")
+        raise refusal(f"a mapping as {key} in {CONFIG}", f"{patterns!r:.60}")
     budget().check("patterns", len(patterns))
     for pattern, value in patterns.items():
         if not HARMLESS.fullmatch(pattern) or pattern.count("*") > 1 or len(module) > LONGEST_MODULE:
             raise refusal(f"simple patterns in {CONFIG}", f"{pattern!r:.80}", "merge it with peft first")
         if _matches(pattern, module):
-            alpha = value
-            break
-    if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise refusal(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
-    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+            return value
+    return default
+
+
+def _flag(settings: JsonMapping, key: str) -> bool:
+    value = settings.get(key) or False
+    if not isinstance(value, bool):
+        raise refusal(f"true or false as {key} in {CONFIG}", f"{value!r:.40}")
+    return value
 
 
 def _matches(pattern: str, module: str) -> bool:
