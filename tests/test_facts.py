@@ -1,5 +1,6 @@
 """A fact stands once: what had two homes before, and drifted, is held to one."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,3 +33,25 @@ def test_entropy_is_defined_in_one_room():
     pattern = re.compile(r"torch\.(special\.)?(xlogy|entr)\(")
     elsewhere = [name for name, text in TEXTS.items() if pattern.search(text) and not name.startswith("attention/")]
     assert set(elsewhere) <= {"spectra/singular.py", "theory/regimes.py"}, elsewhere
+
+
+def test_everything_that_is_defined_is_used():
+    """Every constant, function and class of the source is named a second time: there, in a test or in a script."""
+    root = PACKAGE.parents[1]
+    used, defined = set(), {}
+    for path in (path for folder in ("src", "tests", "bench", "runs", "dev") for path in (root / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.alias):
+                used.add(node.name)
+        for node in tree.body if root / "src" in path.parents else ():
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            defined |= {name: path for name in names if not name.startswith("__")}
+    unused = {name: str(path) for name, path in defined.items() if name not in used}
+    assert not unused

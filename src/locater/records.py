@@ -115,9 +115,11 @@ def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:
     """A table as CSV, with a heading; lists are written as JSON."""
     import csv
 
+    names = dict.fromkeys(name for row in rows for name in row)  # what is there on request may be in some rows only
+
     def save(temporary: Path) -> None:
         with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer = csv.DictWriter(file, fieldnames=list(names))
             writer.writeheader()
             for row in rows:
                 writer.writerow({k: json.dumps(v) if isinstance(v, list | tuple) else v for k, v in row.items()})

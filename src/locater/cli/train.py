@@ -56,9 +56,7 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG)] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
-    stop_after: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")
-    ] = None,
+    stop_after: Annotated[int | None, typer.Option(min=1, metavar="N", help=STOP_AFTER)] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
     json: JsonPath = None,
     help_all: Annotated[

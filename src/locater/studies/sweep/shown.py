@@ -9,13 +9,9 @@ from ...errors import refusal
 from ...records import Json
 from ...training.metrics import METRICS
 from ..runs import QUANTITIES, Run, compare_all, read_run
-from .folder import LIST, RUNS, Row, Sweep, open_sweep
+from .folder import RUNS, Row, Sweep, open_sweep
 
 STUDY = "study.json"
-
-
-def is_sweep(folder: Path) -> bool:
-    return (folder / LIST).is_file()
 
 
 def sweep_document(folder: Path) -> Json:
