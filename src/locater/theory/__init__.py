@@ -1,14 +1,15 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways.
 
 `profile(head, length=…)` is the door. The files behind it take weights: closed_form, exact, monte_carlo, rotary;
-`clipped_softmax` has the theory's softmax and how far it is from the true one.
+`clipped_softmax` has the theory's softmax and how far it is from the true one; `depth` follows the true softmax through
+layers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import clipped_softmax, closed_form, exact, monte_carlo, regimes, rotary, words
+    from . import clipped_softmax, closed_form, depth, exact, monte_carlo, regimes, rotary, words
     from .of_head import profile
     from .random_walk import Estimate
     from .regimes import classify, classify_all, localisation
@@ -21,6 +22,7 @@ __all__ = [
     "classify_all",
     "clipped_softmax",
     "closed_form",
+    "depth",
     "exact",
     "localisation",
     "monte_carlo",
