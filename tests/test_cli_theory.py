@@ -210,3 +210,31 @@ def test_a_head_of_a_checkpoint_is_the_scans(checkpoint, tmp_path):
 def test_a_head_that_is_not_there_is_refused(checkpoint):
     result = locater("theory", "--head", f"{checkpoint}:1.99")
     assert result.code == 1 and "got 99" in result.err
+
+
+def test_depth_follows_the_spectrum_through_layers(matrix):
+    found = document("--matrix", matrix, "--length", 24, "--depth", 3)["depth"]
+    assert (found["layers"], len(found["attention alone"]["entropy"])) == (3, 3)
+    assert found["trace"] == pytest.approx(np.trace(np.load(matrix)) / 6**0.5)
+    # Averaging alone makes tokens alike; the stream beside it keeps them apart.
+    assert found["residual and norm"]["residual"][-1] > 0.8
+    assert all(0 < entropy < 1 for entropy in found["attention alone"]["entropy"])
+    shown = locater("theory", "--matrix", matrix, "--length", 24, "--depth", 3)
+    assert "Through 3 layers" in shown.out
+    assert f"{found['residual and norm']['residual'][-1]:.3f}" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--trace", 1, "--trace-of-square", 1, "--frobenius-squared", 1, "--temperature", 1),
+            "--depth needs the weights",
+        ),
+        ((), "1 to 128 layers"),
+    ],
+)
+def test_depth_that_cannot_be_known_is_refused(arguments, words):
+    result = locater("theory", *arguments, "--depth", 0)
+    assert result.code != 0
+    assert words in result.err.replace("\n", " ")

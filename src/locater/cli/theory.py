@@ -45,6 +45,10 @@ Temperature = Annotated[
 Covariance = Annotated[str, typer.Option(metavar="S", help="Σ of the steps: a number, or a .npy of (d) or (d, d).")]
 Walks = Annotated[int, typer.Option(min=1, help="Random walks for Monte Carlo.")]
 Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")]
+Depth = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Follow entropy and rank through N layers that have this head's spectrum."),
+]
 PhaseDiagram = Annotated[
     bool, typer.Option("--phase-diagram", help="Draw the plane eigenvalue mean × variance instead.")
 ]
@@ -65,6 +69,7 @@ def theory(
     walks: Walks = 20_000,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     limit: Limit = False,
+    depth: Depth = None,
     phase_diagram: PhaseDiagram = False,
     timeout: Timeout = None,
     plot: PlotPath = None,
@@ -82,12 +87,18 @@ def theory(
         raise BadArguments("give one of --matrix, --query with --key, --head, or three moments (or --phase-diagram)")
     options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
     if by_moments:
+        if depth is not None:
+            raise BadArguments("--depth needs the weights: three moments do not tell d; give --matrix, --query, --head")
         document = _of_moments(moments, method, options)
     else:
         with limited(seconds=timeout):
             weights = _weights(matrix, query, key, head, options)
         options |= dict(covariance=_covariance(covariance), num_walks=walks, seed=seed)
         document = _of_weights(weights, method, options)
+        if depth is not None:
+            from .depth import depth_document
+
+            document["depth"] = depth_document(weights, layers=depth, options=options)
     return _show(document, plot, json)
 
 
@@ -204,6 +215,12 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
         values = document["limit"]["closed"]
         console.print()
         console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.6f}"] for n in range(11)]))
+    if "depth" in document:
+        from .depth import depth_sentence, depth_table
+
+        console.print()
+        console.print(depth_sentence(document["depth"]), markup=False)
+        console.print(depth_table(document["depth"]))
     if plot:
         from ..report import figures
 
