@@ -1,5 +1,6 @@
 """The small transformer against Hugging Face's GPT-2, torch's own layers, and the family table that reads it."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,44 @@ def test_presets_have_the_sizes_of_the_paper_and_of_gpt2():
     with torch.device("meta"):
         gpt2 = LanguageModel(SHAPES["gpt2"])
     assert sum(parameter.numel() for parameter in gpt2.parameters()) == 124_439_808  # as published
+
+
+def test_the_gain_is_xaviers_and_moves_nothing_else():
+    """Against torch's own initialisation with that gain, drawn from the same seed."""
+    gain = 0.7071
+    torch.manual_seed(3)
+    plain = LanguageModel(replace(SMALL, scaled_embedding=True))
+    torch.manual_seed(3)
+    scaled = LanguageModel(replace(SMALL, scaled_embedding=True, qkv_gain=gain))
+    before, after = dict(plain.named_parameters()), dict(scaled.named_parameters())
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {f"layers.{n}.attention.{side}.weight" for n in range(2) for side in ("query", "key", "value")}
+    wide = torch.empty(400, 400)
+    nn.init.xavier_uniform_(wide, gain=gain)
+    ours = LanguageModel(Shape(vocab_size=3, d_model=400, qkv_gain=gain)).layers[0].attention
+    for side in (ours.query, ours.key, ours.value):
+        torch.testing.assert_close(side.weight.std(), wide.std(), rtol=0.02, atol=0)
+        torch.testing.assert_close(side.weight.abs().max(), wide.abs().max(), rtol=0.001, atol=0)
+
+
+def test_attention_has_a_dropout_of_its_own(monkeypatch):
+    shares = []
+    kernel = functional.scaled_dot_product_attention
+
+    def spy(*arguments, dropout_p, **options):
+        shares.append(dropout_p)
+        return kernel(*arguments, dropout_p=dropout_p, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    for options in ({}, {"attention_dropout": 0.0}, {"attention_dropout": 0.3}):
+        LanguageModel(replace(SMALL, num_layers=1, dropout=0.1, **options)).train()(TOKENS)
+    assert shares == [0.1, 0.0, 0.3]
+
+
+@pytest.mark.parametrize("options", [{"attention_dropout": 1.0}, {"qkv_gain": 0.0}, {"qkv_gain": math.inf}])
+def test_impossible_starts_are_refused(options):
+    with pytest.raises(ValueError, match="gain"):
+        replace(SMALL, **options)
 
 
 @pytest.mark.parametrize("is_older", [False, True])

@@ -140,6 +140,26 @@ def test_a_run_can_be_lengthened(text, tmp_path):
     assert by_epochs.code == 0 and run.read_config(folder).loop.epochs == 0.2
 
 
+def test_kappa_is_released(text, tmp_path):
+    """κ(1 − step/N) until step N, then nothing: equal to a loop that sets it by hand, stopped and resumed or not."""
+    options = STATEFUL | {"strength": 0.2, "strength_until": 8, "mean": "free", "mean_until": 0}
+    arguments = ["train", *flags(text, **options)]
+    assert locater(*arguments, "--out", tmp_path / "whole").code == 0
+    assert locater(*arguments, "--stop-after", 5, "--out", tmp_path / "stopped").code == 0
+    assert locater("train", "--resume", tmp_path / "stopped").code == 0
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+    held = tiny(text, **options | {"strength_until": 0})
+    assert [held.stabiliser.strength_at(step) for step in (0, 30)] == [0.2, 0.2]
+    plain = trainer(held, tmp_path / "by hand")
+    for step in range(held.loop.steps):
+        plain.stabiliser.strength = 0.2 * max(0.0, (8 - step) / 8)
+        plain._train()
+    by_hand = dict(plain.module.named_parameters())
+    assert all(torch.allclose(by_hand[name], tensor) for name, tensor in weights(tmp_path / "whole").items())
+    for wrong in (["--strength-until", "5"], ["--strength", "auto", "--strength-until", "5"]):
+        assert locater("train", *wrong, "--out", tmp_path / "wrong").code == 2
+
+
 def test_patience_ends_a_run_that_does_not_improve(text, tmp_path):
     """At the first validation that is that many steps behind the best one, with or without a stop between."""
     arguments = ["train", *flags(text, **STATEFUL, learning_rate=0.3, steps=200, validate_every=4, patience=10)]

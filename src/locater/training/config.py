@@ -45,6 +45,7 @@ class StabiliserOptions:
     """LocAteR: κ Σ η² beside the loss, and what becomes of the mean; or a rival, with its options."""
 
     strength: float | Literal["auto"] = option(0.0, "κ of LocAteR, or auto; 0 with a free mean: none.")
+    strength_until: int = option(0, "Lower κ linearly to 0 by this step; 0: hold it to the end.")
     mean: str = option("free", "Mean of the eigenvalues: free, initial, or a target for tr W in units of λ.")
     hold: Literal["projection", "penalty"] = option("projection", "Hold the mean exactly, or by a penalty.")
     mean_weight: float = option(1.0, "Weight of that penalty, on ((tr W − target)/λ)².")
@@ -63,6 +64,10 @@ class StabiliserOptions:
                 float(self.mean)
             except ValueError:
                 raise refusal("a mean that is free, initial or a number", repr(self.mean)) from None
+        if self.strength_until < 0:
+            raise refusal("a step of at least 0 by which κ is 0", self.strength_until)
+        if self.strength_until and self.strength in (0, "auto"):
+            raise BadArguments("--strength-until lowers a given κ: give --strength X with it")
         if self.mean_warmup < 0 or self.mean_until < 0:
             raise refusal("a warm-up and an end of the mean of at least 0 steps", asdict(self))
         if self.mean_until and self.mean == "free":
@@ -87,6 +92,11 @@ class StabiliserOptions:
     @property
     def is_locater(self) -> bool:
         return self.strength != 0 or self.mean != "free"
+
+    def strength_at(self, step: int) -> float:
+        """κ before step `step`: κ(1 − step/strength_until), at least 0."""
+        assert self.strength != "auto"
+        return self.strength * max(0.0, 1 - step / self.strength_until) if self.strength_until else self.strength
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from .export import model_settings
 from .health import diagnose
 from .metrics import Metrics, rows_of_run
 from .observe import finite
-from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser
+from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser, release
 from .processes import Processes, spread, unsynchronised
 from .store import Store, optimiser_state, tensors_of
 from .validation import plain_copy, validate
@@ -150,6 +150,7 @@ class Trainer:
         rate = self.watch.rate * learning_rate(self.step, self.config.optimiser, num_steps=self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        release(self.stabiliser, self.config.stabiliser, self.step)
         self.model.train()
         loss = self._backward()
         norm = self._clip()

@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.d_head, self.dropout = shape.d_head, shape.dropout
+        self.d_head, self.dropout = shape.d_head, shape.attention_drop
         self.grouped = shape.key_heads != shape.num_heads
         keys = shape.key_heads * shape.d_head
         self.query = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
@@ -157,6 +157,7 @@ class LanguageModel(nn.Module):
         self.norm = make_norm(shape) if shape.norm_first else nn.Identity()
         self.output = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         self.apply(self._initialise)
+        self._scale_attention()
         if shape.tied:
             self.output.weight = self.embedding.weight
 
@@ -171,6 +172,14 @@ class LanguageModel(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def _scale_attention(self) -> None:
+        """Multiply queries, keys and values by `qkv_gain`: Xavier's bound scales with its gain."""
+        for module in self.modules() if self.config.qkv_gain != 1 else ():
+            if isinstance(module, Attention):
+                for projection in (module.query, module.key, module.value):
+                    projection.weight *= self.config.qkv_gain
 
     def embed(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
         x = self.embedding(tokens)

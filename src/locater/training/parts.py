@@ -92,6 +92,13 @@ def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Opt
     )
 
 
+def release(stabiliser: Stabiliser, options: StabiliserOptions, step: int) -> None:
+    """Set κ for this step where it is lowered over the run; a function of the step, so a resumed run has it too."""
+    if options.strength_until:
+        assert isinstance(stabiliser, LocAteR)
+        stabiliser.strength = options.strength_at(step)
+
+
 def _mean(options: StabiliserOptions) -> Free | Penalised | Projected:
     if options.mean == "free":
         return Free()

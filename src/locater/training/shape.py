@@ -55,7 +55,9 @@ class Shape:
     bias: bool = option(True, "Biases in projections and norms.")
     tied: bool = option(True, "The output layer is the embedding.")
     scaled_embedding: bool = option(True, "Multiply the embedding by √d, as fairseq does.")
-    dropout: float = option(0.0, "Dropout of embeddings, attention and both parts of a layer.")
+    dropout: float = option(0.0, "Dropout of embeddings and both parts of a layer; of attention, see below.")
+    attention_dropout: float | Literal["same"] = option("same", "Dropout of attention weights; same: as the rest.")
+    qkv_gain: float = option(1.0, "Factor on the initial queries, keys and values; fairseq: 0.7071.")
     model_type: str = field(default="locater", init=False)
 
     def __post_init__(self):
@@ -66,6 +68,9 @@ class Shape:
         if self.vocab_size < 0 or self.num_key_heads < 0 or not 0 <= self.dropout < 1:
             got = f"{self.vocab_size}, {self.num_key_heads}, {self.dropout}"
             raise refusal("a vocabulary and key heads of at least 0 and a dropout in [0, 1)", got)
+        if not 0 <= self.attention_drop < 1 or self.qkv_gain <= 0:
+            got = f"{self.attention_dropout} and {self.qkv_gain}"
+            raise refusal("an attention dropout in [0, 1) and a gain of queries, keys and values above 0", got)
         if self.d_model % self.num_heads or self.num_heads % self.key_heads:
             expected = "a width that is a multiple of the heads, and these of the key heads"
             raise refusal(expected, f"{self.d_model}, {self.num_heads} and {self.key_heads}")
@@ -81,6 +86,10 @@ class Shape:
     def d_head(self) -> int:
         return self.d_model // self.num_heads
 
+    @property
+    def attention_drop(self) -> float:
+        return self.dropout if self.attention_dropout == "same" else self.attention_dropout
+
     def to_dict(self) -> Json:
         """As stored; the key heads are written out, since a reader need not know what 0 means."""
         return asdict(self) | {"num_key_heads": self.key_heads}
@@ -91,8 +100,9 @@ class Shape:
 
 
 SHAPES = {
-    # The paper's model, in fairseq's manner: post-LN, ReLU, sinusoidal positions, a scaled and tied embedding.
-    "paper": Shape(),
+    # The paper's model, in fairseq's manner: post-LN, ReLU, sinusoidal positions, a scaled and tied embedding, and
+    # queries, keys and values that start with Xavier's gain 1/√2.
+    "paper": Shape(qkv_gain=0.7071),
     "small": Shape(
         num_layers=4,
         num_heads=4,
