@@ -181,6 +181,8 @@ def test_the_corners_of_the_plane_are_what_the_theory_says(diagram):
     assert found["regime"][0][0] == found["regime"][0][-1] == "middle"
     assert found["regime"][0][-4] == "late" and found["regime"][0][3] == "early"
     assert max(map(len, printed.splitlines())) <= 80
+    assert found["independent_tokens"]["collapse_deviation"] == pytest.approx(4.86, abs=0.01)
+    assert "beyond a deviation of 4.86 λ" in printed.replace("\n", " ")
 
 
 def test_without_weights_an_example_is_shown_and_called_one():
@@ -210,6 +212,16 @@ def test_a_head_of_a_checkpoint_is_the_scans(checkpoint, tmp_path):
 def test_a_head_that_is_not_there_is_refused(checkpoint):
     result = locater("theory", "--head", f"{checkpoint}:1.99")
     assert result.code == 1 and "got 99" in result.err
+
+
+def test_the_true_softmax_stands_beside_the_clipped_one(matrix):
+    found = document("--matrix", matrix, "--length", 24)["softmax"]
+    assert found["variance"] == pytest.approx((np.load(matrix) ** 2).sum() / 6)
+    assert found["border"] == pytest.approx(2 * np.log(24))
+    logits = np.sqrt(found["variance"]) * np.random.default_rng(0).normal(size=(20_000, 24))
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert found["normalised_entropy"] == pytest.approx(-(p * np.log(p)).sum(-1).mean() / np.log(24), abs=0.005)
+    assert "True softmax over 24 independent tokens" in locater("theory", "--matrix", matrix, "--length", 24).out
 
 
 def test_depth_follows_the_spectrum_through_layers(matrix):

@@ -25,6 +25,7 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
     console.print(_map(document), markup=False)
     console.print()
     console.print(_counts(document))
+    console.print(_independent(document), markup=False)
     if plot:
         from ..report import figures
 
@@ -56,3 +57,11 @@ def _counts(document: Json) -> FittedTable:
     ]
     headings = ["region", "points", "entropy collapse", "rank collapse"]
     return table(headings, rows, words=["region"], title="what a softmax layer does")
+
+
+def _independent(document: Json) -> str:
+    found, length = document["independent_tokens"], document["length"]
+    return (
+        f"These tokens are walks. Over {length} independent tokens behind a norm, true softmax attention loses its "
+        f"entropy beyond a deviation of {found['collapse_deviation']:.2f} λ, whatever the mean."
+    )

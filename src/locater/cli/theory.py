@@ -211,6 +211,9 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     console.print("   t=1" + f"t={document['length']}".rjust(max(len(drawn.split("\n")[0]) - 6, 1)), markup=False)
     console.print()
     console.print(_profile_table(document))
+    if "softmax" in document:
+        console.print()
+        console.print(_softmax_sentence(document["softmax"], document["length"]), markup=False)
     if "limit" in document:
         values = document["limit"]["closed"]
         console.print()
@@ -228,6 +231,14 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
         console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)
+
+
+def _softmax_sentence(found: Json, length: int) -> str:
+    return (
+        f"True softmax over {length} independent tokens behind a norm: logits of variance ‖A‖²/λ² = "
+        f"{found['variance']:.3g}, mean entropy {found['normalised_entropy']:.2f} of ln T "
+        f"(long texts freeze beyond a variance of 2 ln T = {found['border']:.3g})."
+    )
 
 
 def _best(profiles: Json) -> list[float]:

@@ -70,6 +70,7 @@ def phase_diagram(document: Json) -> "Figure":
     for panel in axes:
         _outline(panel, document)
         _plane(panel, document)
+    _independent_border(axes[2], document)
     words = "Beside the white lines, left and right, the theory says: localized (early, middle or late)"
     figure.suptitle(words, fontsize=11)
     figure.tight_layout()
@@ -97,6 +98,25 @@ def _outline(panel: "Axes", document: Json) -> None:
     x, y = ([-0.5, *range(count), count - 0.5] for count in (len(inside[0]), len(inside)))
     for colour, width in (("#222222", 3.2), ("white", 1.5)):
         panel.contour(x, y, wider, levels=[0.5], colors=colour, linewidths=width)
+
+
+def _independent_border(panel: "Axes", document: Json) -> None:
+    """A dashed line where independent tokens, unlike the walk's, would lose their entropy."""
+    if "independent_tokens" not in document:
+        return
+    border, deviations = document["independent_tokens"]["collapse_deviation"], document["deviation_over_temperature"]
+    height = _row_of(border, deviations)
+    panel.axhline(height, color="white", linestyle="--", linewidth=1.2)
+    words = "independent tokens: collapse above"
+    middle = len(document["trace_over_temperature"]) / 2
+    panel.text(middle, height - 0.15, words, color="white", fontsize=7, va="top", ha="center")
+
+
+def _row_of(value: float, levels: list[float]) -> float:
+    """Where a value lies among the rows of a picture, whose levels grow by factors."""
+    above = next((row for row, level in enumerate(levels) if level >= value), len(levels) - 1)
+    low, high = (math.log(levels[row]) for row in (max(above - 1, 0), above))
+    return above - 1 + (math.log(value) - low) / (high - low) if high > low else float(above)
 
 
 def _plane(panel: "Axes", document: Json) -> None:

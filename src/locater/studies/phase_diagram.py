@@ -15,7 +15,7 @@ from torch import Tensor
 from ..attention import ranks, statistics
 from ..records import Json
 from ..spectra import Moments
-from ..theory import closed_form, regimes
+from ..theory import closed_form, random_energy, regimes
 from ..theory.words import LOCALIZED
 
 # A logit grows along the walk by tr W/λ per token, so beyond |tr W| = λ softmax falls by more than a factor e from one
@@ -58,8 +58,18 @@ def phase_diagram(
         **theory,
         "normalised_entropy": [row.tolist() for row in entropy],
         "rank_residual": [row.tolist() for row in residual],
+        "independent_tokens": _independent(length),
     }
     return document | {"summary": _summary(document)}
+
+
+def _independent(length: int) -> Json:
+    """Deviations at which the true softmax over independent tokens freezes (for T → ∞) and at which it collapses.
+
+    Behind a norm their logits have the variance δ², which the trace hardly adds to.
+    """
+    collapse = random_energy.collapse_variance(length, ENTROPY_COLLAPSE)
+    return {"freezing_deviation": math.sqrt(random_energy.border(length)), "collapse_deviation": math.sqrt(collapse)}
 
 
 def _theory(traces: Tensor, deviations: Tensor, *, length: int, d_model: int) -> Json:

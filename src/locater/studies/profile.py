@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import refusal
 from ..records import Json
 from ..spectra import Covariance, Moments, moments, whiten
-from ..theory import closed_form, exact, monte_carlo, regimes
+from ..theory import closed_form, exact, monte_carlo, random_energy, regimes
 
 LARGEST = 1e300  # of a moment: sums and squares of others leave double precision
 METHODS = ("closed", "exact", "monte-carlo")
@@ -87,11 +87,24 @@ def _document(found: Moments, length: int, temperature: float, profiles: Json, l
         "localisation": float(regimes.localisation(best)),
         "profiles": {name: _plain(profile) for name, profile in profiles.items()},
     }
+    if length > 1:
+        document["softmax"] = _true_softmax(float(found.frobenius_squared) / temperature**2, length)
     if limit:
         theta = torch.linspace(0, 1, 101, dtype=torch.float64)
         values = closed_form.limit(found, theta, temperature=temperature)
         document["limit"] = {"theta": theta.tolist(), "closed": values.tolist()}
     return document
+
+
+def _true_softmax(variance: float, length: int) -> Json:
+    """The entropy of the true softmax over T independent tokens behind a norm, whose logits have variance ‖A‖²/λ²."""
+    known = min(variance, random_energy.LARGEST)  # beyond, an upper bound
+    entropy = float(random_energy.mean_entropy(torch.tensor(known, dtype=torch.float64), length))
+    return {
+        "variance": variance,
+        "border": random_energy.border(length),
+        "normalised_entropy": entropy / math.log(length),
+    }
 
 
 def _plain(profile: Any) -> Any:
