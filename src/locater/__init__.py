@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOMES` says th
     from .projections import Projection
     from .scanning.compare import compare
     from .scanning.scan import Scan, scan
-    from .scanning.source import heads
+    from .scanning.source import head_rows, heads
     from .stabilisers.locater import LocAteR
 
 __version__ = "0.1.0"
@@ -22,6 +22,7 @@ __all__ = [
     "Projection",
     "Scan",
     "compare",
+    "head_rows",
     "heads",
     "predict",
     "scan",
@@ -37,6 +38,7 @@ _HOMES = {
     "Projection": "projections",
     "Scan": "scanning.scan",
     "compare": "scanning.compare",
+    "head_rows": "scanning.source",
     "heads": "scanning.source",
     "predict": "prediction.predict",
     "scan": "scanning.scan",

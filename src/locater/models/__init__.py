@@ -7,15 +7,19 @@ from .places import Places, Tensors
 from .reader import Layer, build, build_layer
 from .registry import find_family
 from .schema import Attention, Config, Family, NormAt
+from .slices import HeadRows, Slice, Slices, slices
 
 __all__ = [
     "Attention",
     "Config",
     "Family",
+    "HeadRows",
     "Layer",
     "Model",
     "NormAt",
     "Places",
+    "Slice",
+    "Slices",
     "Tensors",
     "build",
     "build_layer",
@@ -23,6 +27,7 @@ __all__ = [
     "find_family",
     "open_model",
     "read_layout",
+    "slices",
     "spans",
     "wanted_layers",
 ]

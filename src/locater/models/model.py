@@ -17,6 +17,7 @@ from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
 from .schema import Config, Family, ask, resolve
+from .slices import Slices, slices
 from .stacked import unstacked
 
 
@@ -33,6 +34,10 @@ class Model:
         chosen = None if wanted is None else frozenset(wanted)
         for places in self.places:
             yield from build(places, (n for n in places.layers if chosen is None or n in chosen))
+
+    def slices(self, wanted: Collection[int]) -> Iterator[Slices]:
+        """The rows of every attention module of these layers; no weight is read."""
+        return (slices(places, n) for places in self.places for n in places.layers if n in wanted)
 
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..budget import budget
 from ..errors import refusal
-from .schema import Attention, Config, Layout, Starts, ask, count, optional_count, resolve
+from .schema import Attention, Config, ask, count, optional_count, resolve
 
 
 class Shape(NamedTuple):
@@ -25,33 +25,6 @@ class Shape(NamedTuple):
     def ratio(self) -> int:
         """Query heads per key head."""
         return self.num_heads // self.num_key_heads
-
-
-def first_row(layout: Layout | Starts | None, head: int, shape: Shape, *, key: bool) -> int:
-    """First row of a query head, or of a key head with `key`.
-
-    None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its
-    queries, its key, its value; with one query per key that is q, k, v head by head. `codegen`: four blocks of q, v, k.
-    """
-    if layout is None:
-        return head * shape.d_head
-    if isinstance(layout, Starts):
-        return (layout.key if key else layout.query)[head]
-    if layout == "qkv":
-        return (head + shape.num_heads * key) * shape.d_head
-    if layout == "grouped":
-        group, inner = (head, shape.ratio) if key else divmod(head, shape.ratio)
-        return (group * (shape.ratio + 2) + inner) * shape.d_head
-    per_block = shape.num_heads // 4
-    block, inner = divmod(head, per_block)
-    return ((3 * block + 2 * key) * per_block + inner) * shape.d_head
-
-
-def rows_used(layout: Layout | Starts, shape: Shape) -> tuple[int, int]:
-    """The rows that hold queries and keys: what lies behind the last key need not be read."""
-    if isinstance(layout, Starts):
-        return 0, max(*layout.query, *layout.key) + shape.d_head
-    return 0, first_row(layout, shape.num_key_heads - 1, shape, key=True) + shape.d_head
 
 
 REMEDY = "correct config.json"
@@ -163,11 +136,15 @@ class Places:
         names = (f"{module}.{kind}", f"{module}_{kind}", *further)
         return next((name for name in names if name in self.tensors.names), None)
 
+    def required(self, module: str) -> str:
+        """The name of the weight beneath a module; refused where there is none."""
+        if (name := self.stored(module)) is None:
+            raise refusal(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
+        return name
+
     def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:
         """A weight as (out, in), in the type it is stored in."""
-        name = self.stored(module)
-        if name is None:
-            raise refusal(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
+        name = self.required(module)
         if self.row.transposed and len(self.tensors.shape(name)) == 2:
             weight = self._numbers(name, None).T
             return weight if rows is None else weight[rows[0] : rows[1]]

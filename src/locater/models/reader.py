@@ -1,6 +1,5 @@
 """The one loop over all families: a table row, a config and named tensors make heads, layer by layer."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,19 +12,17 @@ from ..errors import Refusal, refusal, within
 from ..head import Block, Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
-from .places import Once, Places, Shape, first_row, rows_used
+from .places import Once, Places
 from .rope import rotary_of
-from .schema import LowRankAt, NormAt, NormCell, Starts, ask, count, number, optional_count, optional_number, resolve
+from .schema import NormCell, ask, count, number, optional_count, optional_number, resolve
+from .slices import Latent, Slice, logit_scale, norm_place, side_slices
 
 
 def read_norm(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
-    at: NormAt | None = cell if isinstance(cell, NormAt | None) else ask(cell, places.config, layer)
-    if at is None or (pattern := at.at(layer)) is None:
+    if (place := norm_place(places, cell, layer, head=head)) is None:
         return None
-    name = places.name(pattern, layer, head=head)
-    if at.optional and places.stored(name) is None:
-        return None
+    at, name = place
     epsilon = number(at.epsilon, places.config, "norm's epsilon", layer=layer)
     if at.plain or (at.kind == "l2" and places.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
@@ -44,6 +41,7 @@ class Side:
     places: Places
     layer: int
     key: bool
+    slices: tuple[Slice, ...]
     weight: Tensor
     bias: Tensor | None
     input_norm: Norm | None
@@ -51,23 +49,17 @@ class Side:
     made: dict[int, Projection] = field(default_factory=dict)
     downs: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def shape(self) -> Shape:
-        return self.places.shape(self.layer)
-
     def projection(self, index: int) -> Projection:
         if index not in self.made:
-            low_rank = self.places.row.key_low_rank if self.key else self.places.row.query_low_rank
-            self.made[index] = self._direct(index) if low_rank is None else self._low_rank(index, low_rank)
+            latent = self.slices[index].latent
+            self.made[index] = self._direct(index) if latent is None else self._low_rank(index, latent)
         return self.made[index]
 
     def _direct(self, index: int) -> Projection:
-        row, shape = self.places.row, self.shape
-        start = first_row(row.fused, index, shape, key=self.key) * (2 if row.gated and not self.key else 1)
-        rows = slice(start, start + shape.d_head)
+        row, at = self.places.row, self.slices[index]
+        rows = slice(at.first, at.stop)
         if len(self.weight) < rows.stop:
-            num_heads = shape.num_key_heads if self.key else shape.num_heads
-            expected = f"{num_heads} heads of {shape.d_head} rows"
+            expected = f"{len(self.slices)} heads of {at.count} rows"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
         self._check_vectors(bias)
@@ -100,7 +92,7 @@ class Side:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
         if norm is None:
             return projection
-        d_head, num_heads = len(projection.weight), self._num_heads
+        d_head, num_heads = len(projection.weight), len(self.slices)
         if norm.gain is not None and len(norm.gain) not in (d_head, d_head * num_heads):
             raise refusal(f"a gain of {d_head} or {d_head * num_heads} numbers", len(norm.gain))
         if norm.gain is not None and len(norm.gain) > d_head:
@@ -115,41 +107,29 @@ class Side:
     @cached_property
     def _whole(self) -> Whole:
         """All heads' rows of this side, picked out where one tensor holds more than them."""
-        row, shape = self.places.row, self.shape
-        if row.fused is None:
+        if self.places.row.fused is None:
             return Whole(self.weight, self.bias)
-        num_heads = shape.num_key_heads if self.key else shape.num_heads
-        starts = torch.tensor([first_row(row.fused, head, shape, key=self.key) for head in range(num_heads)])
-        rows = (starts[:, None] + torch.arange(shape.d_head)).flatten()
+        rows = torch.cat([torch.arange(at.first, at.stop) for at in self.slices])
         return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
-
-    @property
-    def _num_heads(self) -> int:
-        return self.shape.num_key_heads if self.key else self.shape.num_heads
 
     def _down(self, rank: int) -> Tensor:
         """One tensor for all heads, by which they can be seen to share it."""
         return self.downs.setdefault(rank, self.weight[:rank])
 
-    def _low_rank(self, index: int, at: LowRankAt) -> Projection:
+    def _low_rank(self, index: int, latent: Latent) -> Projection:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
-        places, config = self.places, self.places.config
-        rank, rows, per_head = (count(cell, config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
-        up_name = places.name(at.up, self.layer)
-        _check_up(places, up_name, (self._num_heads * per_head, rank))
-        up = places.weight(up_name, (index * per_head, index * per_head + rows))
-        norm = read_norm(places, at.norm, self.layer)
+        places, rank, at = self.places, latent.down.count, self.slices[index]
+        low_rank = places.row.key_low_rank if self.key else places.row.query_low_rank
+        assert low_rank is not None
+        up = places.weight(places.name(low_rank.up, self.layer), (at.first, at.stop))
+        norm = read_norm(places, low_rank.norm, self.layer)
         if norm is not None and norm.gain is not None and len(norm.gain) != rank:
             raise refusal(f"a gain of {rank} numbers", len(norm.gain))
-        if rows + len(self.weight) - rank != self.shape.d_head:
-            expected = f"{self.shape.d_head - rows + rank} rows in the low-rank projection"
-            raise refusal(expected, size(self.weight), "the config and the weights disagree")
         self._check_vectors(self.bias)
-        low_rank = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
-        direct = self.weight[rank:]
-        bias = None if self.bias is None else torch.cat([up.new_zeros(rows), self.bias[rank:].to(up)])
-        weight = torch.cat([low_rank.weight, direct.to(low_rank.weight.dtype)])
-        return Projection(weight, bias, self.input_norm, low_rank=low_rank)
+        parts = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
+        bias = None if self.bias is None else torch.cat([up.new_zeros(at.count), self.bias[rank:].to(up)])
+        weight = torch.cat([parts.weight, self.weight[rank:].to(parts.weight.dtype)])
+        return Projection(weight, bias, self.input_norm, low_rank=parts)
 
 
 @dataclass(frozen=True)
@@ -200,9 +180,8 @@ def build_layer(places: Places, layer: int) -> Layer:
 def _shared(places: Places, layer: int) -> dict[str, Any]:
     """What is the same for all heads of a layer."""
     row, config, d_head = places.row, places.config, places.shape(layer).d_head
-    scale = optional_number(row.scale, config, "logits' scale", layer=layer)
     return dict(
-        scale=1 / math.sqrt(d_head) if scale is None else scale,
+        scale=logit_scale(places, layer),
         block=row.block,
         turns_first=row.turns_first,
         rotary=rotary_of(row.rotary, config, layer=layer, d_head=d_head),
@@ -219,48 +198,22 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     same = row.key_input_norm is None and row.block != "cross"
     key_norm = norm if same else read_norm(places, row.key_input_norm, layer)
     query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
-    _check_rows(places, query_name, layer, key=False)
-    _check_rows(places, key_name, layer, key=True)
+    queries, keys = side_slices(places, layer, key=False), side_slices(places, layer, key=True)
     shared = query_name == key_name and row.fused is not None
-    rows = rows_used(row.fused, places.shape(layer)) if shared and row.fused is not None else None
+    rows = (0, max(at.stop for at in (*queries, *keys))) if shared else None  # values after the last key are not read
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if shared else (places.weight(key_name), places.bias(key_name))
     _check_norm(norm, query[0].shape[-1])
     _check_norm(key_norm, key[0].shape[-1])
     finite = is_finite(query[0])
     key_finite = finite if shared else is_finite(key[0])
-    return Side(places, layer, False, *query, norm, finite), Side(places, layer, True, *key, key_norm, key_finite)
-
-
-def _check_up(places: Places, module: str, expected: tuple[int, int]) -> None:
-    name = places.stored(module)
-    if name is not None and places.tensors.shape(name) != expected:
-        raise refusal(f"`{name}` of shape {[*expected]}", [*places.tensors.shape(name)])
+    query_side = Side(places, layer, False, queries, *query, norm, finite)
+    return query_side, Side(places, layer, True, keys, *key, key_norm, key_finite)
 
 
 def _check_norm(norm: Norm | None, width: int) -> None:
     if norm is not None and norm.gain is not None and len(norm.gain) != width:
         raise refusal(f"{width} numbers as the gain of the input norm", len(norm.gain))
-
-
-def _check_rows(places: Places, module: str, layer: int, *, key: bool) -> None:
-    """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
-    row, shape, name = places.row, places.shape(layer), places.stored(module)
-    if name is None or (row.key_low_rank if key else row.query_low_rank) is not None or isinstance(row.fused, Starts):
-        return
-    twice = row.values_behind if key else row.gated
-    num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
-    expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
-    stored = places.tensors.shape(name)
-    if len(stored) != 2:
-        raise refusal(f"a matrix as `{name}`", f"shape {[*stored]}", "the file is damaged or of another family")
-    if stored[-1 if row.transposed else 0] != expected:
-        counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
-        remedy = "the config and the weights disagree"
-        raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), remedy)
-    width = stored[0 if row.transposed else -1]
-    if places.knows_width and row.block != "cross" and width != places.width:
-        raise refusal(f"{places.width} columns in `{name}`", width, "the config and the weights disagree")
 
 
 def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:

@@ -12,7 +12,7 @@ from .. import checkpoints
 from ..budget import end_of, limited
 from ..errors import Refusal, masked, net, refusal
 from ..head import Head
-from ..models import Config, Family, Layer, Model, live, open_model, read_layout, wanted_layers
+from ..models import Config, Family, HeadRows, Layer, Model, Slices, live, open_model, read_layout, wanted_layers
 from ..models.live.explicit import Explicit
 from ..models.registry import is_in_tables
 from .direct import Tensors
@@ -31,6 +31,7 @@ class Opened:
     numbers: list[int]
     num_layers: int  # of the whole model, stored here or not
     read: Callable[[frozenset[int]], Iterator[Layer]]
+    slices: Callable[[frozenset[int]], Iterator[Slices]]
     tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
     config: Config = field(default_factory=Config)
 
@@ -111,6 +112,35 @@ def heads(
             del layer  # one layer's weights at a time
 
 
+def head_rows(
+    source: Source,
+    *,
+    layers: Iterable[int] | None = None,
+    layout: str | PathLike[str] | None = None,
+    allow_pickle: bool = False,
+    sample: live.Sample | None = None,
+    heads: Sequence[Explicit] = (),
+    timeout: float | None = None,
+) -> list[HeadRows]:
+    """Which rows of which parameter are each head's query, key and value; no weight is read.
+
+    Names are those of the model's `state_dict` without what wrappers (compilation, DDP, FSDP) put before them; rows are
+    those of a weight stored as (out, in), and columns where `transposed`. Sources and options are those of
+    `locater.heads`. An optimiser that treats heads one by one takes its blocks from here, whatever the layout:
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
+    >>> [(rows.query.first, rows.key.first, rows.value.first) for rows in head_rows(layer)]
+    [(0, 16, 32), (8, 24, 40)]
+    >>> key = head_rows(layer)[1].key
+    >>> key.parameter, key.of(layer.get_parameter(key.parameter)).shape
+    ('self_attn.in_proj_weight', torch.Size([8, 16]))
+    """
+    options: dict[str, Any] = dict(layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
+    with open_source(source, timeout=timeout, **options) as opened, net(opened.source):
+        return [rows for module in opened.slices(opened.wanted(layers)) for rows in module.heads]
+
+
 def _open_live(
     module: nn.Module, family: Family | None, sample: live.Sample | None, heads: Sequence[Explicit]
 ) -> Opened:
@@ -127,12 +157,18 @@ def _open_live(
     def read(wanted: frozenset[int]) -> Iterator[Layer]:
         return (site.build() for site in sites if site.number in wanted)
 
+    def slices(wanted: frozenset[int]) -> Iterator[Slices]:
+        for site in (site for site in sites if site.number in wanted):
+            if site.slices is None:
+                raise Refusal(site.build().refused[0])
+            yield site.slices()
+
     numbers = [site.number for site in sites]
     depth = max(numbers, default=-1) + 1
-    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, depth, read)
+    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, depth, read, slices)
 
 
 def _of_model(model: Model, source: str) -> Opened:
     numbers = [layer for places in model.places for layer in places.layers]
     depth = max(places.num_layers for places in model.places)
-    return Opened(source, model.family, "module", model.coverage, numbers, depth, model.layers)
+    return Opened(source, model.family, "module", model.coverage, numbers, depth, model.layers, model.slices)

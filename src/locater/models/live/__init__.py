@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import nn
 
-from ...errors import Refusal, refusal
+from ...errors import Refusal, refusal, within
 from ...head import Block
-from .. import Config, Family, Layer, Places, build, open_model
+from .. import Config, Family, Layer, Places, Slices, build, open_model, slices
 from ..registry import is_in_tables
 from .discover import discover
 from .explicit import Explicit, describe, explicit_row
@@ -42,7 +42,10 @@ def layers(
 
 @dataclass(frozen=True)
 class Site:
-    """One attention module: its name, and how to read its heads as they are at that moment."""
+    """One attention module: its name, how to read its heads as they are at that moment, and which rows they are.
+
+    `slices` is None where its heads cannot be read.
+    """
 
     block: Block
     number: int
@@ -50,6 +53,7 @@ class Site:
     query_name: str
     key_name: str
     build: Callable[[], Layer]
+    slices: Callable[[], Slices] | None = None
 
 
 def sites(
@@ -98,7 +102,13 @@ def _of_family(
 def _site(places: Places, number: int) -> Site:
     names = (places.name(pattern, number) for pattern in (places.row.query, places.row.key))
     num_heads = places.shape(number).num_heads
-    return Site(places.row.block, number, num_heads, *names, build=partial(_read, places, number))
+    read, rows = partial(_read, places, number), partial(_slices, places, number)
+    return Site(places.row.block, number, num_heads, *names, build=read, slices=rows)
+
+
+def _slices(places: Places, number: int) -> Slices:
+    with within(f"{places.row.block} layer {number}"):
+        return slices(places, number)
 
 
 def _read(places: Places, number: int) -> Layer:

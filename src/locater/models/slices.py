@@ -1,0 +1,210 @@
+"""Which rows of which parameter are a head's query, key and value: known from the layout before a weight is read."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import refusal
+from ..head import Block
+from ..positions import Rotary
+from .places import Places, Shape
+from .rope import rotary_of
+from .schema import Layout, LowRankAt, NormAt, NormCell, Starts, ask, count, optional_number
+
+Part = Literal["query", "key", "value"]
+CODEGEN = ("query", "value", "key")  # the order within each of its four blocks
+DISAGREE = "the config and the weights disagree"
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The input of an up projection in latent attention: norm(down · x), `gain` the parameter of that norm.
+
+    `direct` are rows of the down projection that every head takes as they are, after those of the up projection.
+    """
+
+    down: "Slice"
+    gain: str | None
+    direct: "Slice | None"
+    norm: NormAt | None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Rows `first` to `first + count` of a parameter; its columns where it is stored as (in, out)."""
+
+    parameter: str
+    first: int
+    count: int
+    transposed: bool = False
+    latent: Latent | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+    def of(self, tensor: Float[Tensor, "..."]) -> Float[Tensor, "count columns"]:
+        """These rows of the parameter, or of a gradient or a moment that is laid out like it: a view."""
+        return (tensor.mT if self.transposed else tensor)[self.first : self.stop]
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Where one head lies in the parameters; heads that share a key have equal `key` and `value`.
+
+    `value` is None where the layout does not say it: then values are a parameter that no part of a logit comes from.
+    In latent attention the rows are those of the up projections, and `latent` says what these are applied to.
+    """
+
+    block: Block
+    layer: int
+    head: int
+    query: Slice
+    key: Slice
+    value: Slice | None
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The heads of one attention module, and what makes logits of their queries and keys."""
+
+    block: Block
+    layer: int
+    heads: tuple[HeadRows, ...]
+    scale: float
+    rotary: Rotary | None
+    widths: tuple[int, int]  # columns of queries and keys
+    is_normed: bool  # QK-norm
+
+
+def slices(places: Places, layer: int) -> Slices:
+    """The rows of every head of one layer; reads names and shapes only."""
+    row, shape = places.row, places.shape(layer)
+    queries, keys = side_slices(places, layer, key=False), side_slices(places, layer, key=True)
+    values = _values(places, layer, keys[0])
+    heads = tuple(
+        HeadRows(row.block, layer, head, queries[head], keys[group], values[group] if values else None)
+        for head, group in ((head, head // shape.ratio) for head in range(shape.num_heads))
+    )
+    rotary = rotary_of(row.rotary, places.config, layer=layer, d_head=shape.d_head)
+    widths = _width(places, queries[0]), _width(places, keys[0])
+    norms = (norm_place(places, cell, layer) for cell in (row.query_norm, row.key_norm))
+    return Slices(row.block, layer, heads, logit_scale(places, layer), rotary, widths, any(norms))
+
+
+def side_slices(places: Places, layer: int, *, key: bool) -> tuple[Slice, ...]:
+    """The rows of every query head, or of every key head."""
+    row, shape = places.row, places.shape(layer)
+    module = places.name(row.key if key else row.query, layer)
+    low_rank = row.key_low_rank if key else row.query_low_rank
+    num_heads = shape.num_key_heads if key else shape.num_heads
+    if low_rank is not None:
+        return _latent_slices(places, layer, module, low_rank, num_heads=num_heads)
+    _check_rows(places, module, layer, key=key)
+    name = places.required(module)
+    transposed = row.transposed and len(places.tensors.shape(name)) == 2
+    spacing = 2 if row.gated and not key else 1
+    part = "key" if key else "query"
+    starts = (spacing * first_row(row.fused, head, shape, part) for head in range(num_heads))
+    return tuple(Slice(name, start, shape.d_head, transposed) for start in starts)
+
+
+def first_row(layout: Layout | Starts | None, head: int, shape: Shape, part: Part) -> int:
+    """First row of a query head, or of the key or value that a group shares.
+
+    None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its
+    queries, its key, its value; with one query per key that is q, k, v head by head. `codegen`: four blocks of q, v, k.
+    """
+    if isinstance(layout, Starts):
+        return (layout.key if part == "key" else layout.query)[head]
+    if layout is None:
+        position = head
+    elif layout == "qkv":
+        position = head + {"query": 0, "key": shape.num_heads, "value": shape.num_heads + shape.num_key_heads}[part]
+    elif layout == "grouped":
+        group, inner = divmod(head, shape.ratio) if part == "query" else (head, shape.ratio + (part == "value"))
+        position = group * (shape.ratio + 2) + inner
+    else:
+        per_block = shape.num_heads // 4
+        block, inner = divmod(head, per_block)
+        position = (3 * block + CODEGEN.index(part)) * per_block + inner
+    return position * shape.d_head
+
+
+def _values(places: Places, layer: int, key: Slice) -> tuple[Slice, ...] | None:
+    """The value of every key head, where it lies in the same tensor as the key."""
+    row, shape = places.row, places.shape(layer)
+    groups = range(shape.num_key_heads)
+    if row.key_low_rank is not None:
+        spacing = count(row.key_low_rank.per_head, places.config, "low-rank size")
+        starts, size = (group * spacing + key.count for group in groups), spacing - key.count
+        key = replace(key, latent=key.latent and replace(key.latent, direct=None))
+    elif row.values_behind:
+        starts, size = (len(groups) * key.count + group * key.count for group in groups), key.count
+    elif row.fused is not None and not isinstance(row.fused, Starts):
+        layout = row.fused
+        starts, size = (first_row(layout, group, shape, "value") for group in groups), key.count
+    else:
+        return None
+    return tuple(Slice(key.parameter, start, size, key.transposed, key.latent) for start in starts) if size else None
+
+
+def _latent_slices(places: Places, layer: int, module: str, at: LowRankAt, *, num_heads: int) -> tuple[Slice, ...]:
+    """Rows of the up projection, each head's own; `latent` has those of the down projection."""
+    rank, rows, per_head = (count(cell, places.config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
+    d_head, transposed = places.shape(layer).d_head, places.row.transposed
+    up, down = places.required(places.name(at.up, layer)), places.required(module)
+    if places.tensors.shape(up) != (num_heads * per_head, rank)[:: -1 if transposed else 1]:
+        expected = [num_heads * per_head, rank]
+        raise refusal(f"`{up}` of shape {expected}", [*places.tensors.shape(up)])
+    stored = places.tensors.shape(down)
+    num_direct = stored[-1 if transposed else 0] - rank
+    if rows + num_direct != d_head:
+        raise refusal(f"{d_head - rows + rank} rows in the low-rank projection", "×".join(map(str, stored)), DISAGREE)
+    direct = Slice(down, rank, num_direct, transposed) if num_direct else None
+    norm = norm_place(places, at.norm, layer)
+    gain = None if norm is None else places.stored(norm[1])
+    latent = Latent(Slice(down, 0, rank, transposed), gain, direct, norm and norm[0])
+    return tuple(Slice(up, head * per_head, rows, transposed, latent) for head in range(num_heads))
+
+
+def norm_place(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> tuple[NormAt, str] | None:
+    """A norm and the name of its module; None where the layer has none there."""
+    at: NormAt | None = cell if isinstance(cell, NormAt | None) else ask(cell, places.config, layer)
+    if at is None or (pattern := at.at(layer)) is None:
+        return None
+    name = places.name(pattern, layer, head=head)
+    return None if at.optional and places.stored(name) is None else (at, name)
+
+
+def logit_scale(places: Places, layer: int) -> float:
+    """The factor of the product of query and key in a logit."""
+    scale = optional_number(places.row.scale, places.config, "logits' scale", layer=layer)
+    return 1 / math.sqrt(places.shape(layer).d_head) if scale is None else scale
+
+
+def _width(places: Places, rows: Slice) -> int:
+    source = rows if rows.latent is None else rows.latent.down
+    return places.tensors.shape(source.parameter)[0 if source.transposed else -1]
+
+
+def _check_rows(places: Places, module: str, layer: int, *, key: bool) -> None:
+    """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
+    row, shape, name = places.row, places.shape(layer), places.stored(module)
+    if name is None or isinstance(row.fused, Starts):
+        return
+    twice = row.values_behind if key else row.gated
+    num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
+    expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
+    stored = places.tensors.shape(name)
+    if len(stored) != 2:
+        raise refusal(f"a matrix as `{name}`", f"shape {[*stored]}", "the file is damaged or of another family")
+    if stored[-1 if row.transposed else 0] != expected:
+        counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
+        raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), DISAGREE)
+    width = stored[0 if row.transposed else -1]
+    if places.knows_width and row.block != "cross" and width != places.width:
+        raise refusal(f"{places.width} columns in `{name}`", width, DISAGREE)
