@@ -14,15 +14,11 @@ from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
 from ..records import State, head_key, layer_key
-from ..spectra import moments_of
 from .base import Rates, Stabiliser, non_negative
-from .live import descent
+from .live.find import find_pairs
 from .live.gains import Inputs, Raw
-from .live.gauge import Gauge, slopes_of
-from .live.latent import LatentPair
-from .live.pairs import find_pairs
-from .live.sharding import shard_of
-from .mean import Mean, as_mean, traces
+from .live.gauge import Gauge
+from .mean import Mean, as_mean
 from .scales import Eta, Objective, Scale
 from .strength import Auto
 
@@ -75,7 +71,7 @@ class LocAteR(Stabiliser):
         self._in_loss = True
         if self.optimizer is not None:
             return torch.zeros((), device=self.pairs[0].weights()[0].device)
-        values = [descent.value(pair, *self._objective(number)) for number, pair in enumerate(self.pairs)]
+        values = [pair.value(*self._objective(number)) for number, pair in enumerate(self.pairs)]
         total = torch.stack(values).sum()
         if self.gauge is not None and total.requires_grad:
             self.gauge.listen(total, self.strength)
@@ -93,7 +89,7 @@ class LocAteR(Stabiliser):
             self._choose(self.gauge)
         if self.optimizer is not None:
             rates = Rates(self.optimizer)
-            finite = [descent.descend(pair, *self._objective(n), rates) for n, pair in enumerate(self.pairs)]
+            finite = [pair.descend(*self._objective(n), rates) for n, pair in enumerate(self.pairs)]
             _check_finite(torch.stack(finite))
         for number, pair in enumerate(self.pairs):
             if (target := self.targets(number)) is not None:
@@ -154,7 +150,7 @@ class LocAteR(Stabiliser):
 
     def _slopes(self, number: int) -> list[Tensor]:
         """The gradient of a pair's scale alone, by its parameters."""
-        return slopes_of(self.pairs[number], self.scale, self.inputs.gain(number))
+        return self.pairs[number].slopes(self.scale, self.inputs.gain(number))
 
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
@@ -171,42 +167,25 @@ class LocAteR(Stabiliser):
     @torch.no_grad()
     def _initial(self, number: int) -> Float[Tensor, "groups heads"]:
         """tr W / λ of all heads, on every rank."""
-        pair, gain = self.pairs[number], self.inputs.gain(number)
-        if isinstance(pair, LatentPair):
-            values = pair.grams(gain).trace / pair.temperature
-        else:
-            shard = shard_of(pair, pair.weights())
-            values = shard.everywhere(traces(shard, shard.own(gain))) / pair.temperature
+        values = self.pairs[number].traces(self.inputs.gain(number)) / self.pairs[number].temperature
         _check_finite(torch.isfinite(values))
         return values
 
     @torch.no_grad()
     def _numbers(self, number: int) -> dict[str, list[float]]:
-        pair, gain = self.pairs[number], self.inputs.gain(number)
-        if isinstance(pair, LatentPair):
-            moments, everywhere = moments_of(pair.grams(gain), d_model=pair.d_model), _same
-        else:
-            shard = shard_of(pair, pair.weights())
-            moments, everywhere = descent.moments_at(shard, gain), shard.everywhere
-        numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / pair.temperature}
-        return {name: everywhere(values).flatten().tolist() for name, values in numbers.items()}
+        moments, temperature = self.pairs[number].moments(self.inputs.gain(number)), self.pairs[number].temperature
+        numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / temperature}
+        return {name: values.flatten().tolist() for name, values in numbers.items()}
 
     def _check_owner(self, optimizer: Optimizer) -> None:
         rates = Rates(optimizer)
-        for pair in self.pairs:
-            for name, leaf in pair.leaves().items() if isinstance(pair, LatentPair) else ():
-                rates.learning_rate(leaf, name)
-            for rows, weight in zip(pair.sides, pair.weights(), strict=False):
-                if rows.weight.is_stored and weight.requires_grad:
-                    rates.learning_rate(weight, rows.weight.name)
+        leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
+        for name, leaf in leaves.items():
+            rates.learning_rate(leaf, name)
         acts = self.auto is not None or self.strength > 0
-        if acts and any(rates.is_orthogonalised(one) for pair in self.pairs for one in pair.weights()):
+        if acts and any(map(rates.is_orthogonalised, leaves.values())):
             message = "Muon's steps are of one size, and −lr·κ∇ is lost beside them: add penalty() to the loss instead"
             warnings.warn(message, stacklevel=3)
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
 
 
 def _number(strength: float | str | Auto) -> float:

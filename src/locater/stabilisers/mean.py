@@ -9,16 +9,14 @@ from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import Refusal, refusal, within
-from .live.pairs import Pair
-from .live.sharding import HeadShard, shard_of
+from .live.pairs import Pair, PerHead
+from .live.sharding import HeadShard, product_sums, shard_of
 from .penalty import Gain
 from .scales import Scale, TraceNear
 
-PerHead = Float[Tensor, "groups heads"]
 WARM_UP = 100  # steps that a mean given as a number has to get there
 
 
@@ -143,12 +141,6 @@ def as_mean(mean: Mean | float | str | None) -> Mean:
     raise refusal('a mean that is a finite number, "initial" or "free"', repr(mean), remedy)
 
 
-def traces(shard: HeadShard, gain: Gain = None) -> PerHead:
-    """tr W of the heads at hand: Σ W_Q∘W_K, one pass over the weights."""
-    key = shard.key if gain is None else shard.key * gain.to(shard.key).square()
-    return shard.complete_sums(_sums(shard.query, key))
-
-
 def hold_trace(shard: HeadShard, target: PerHead, *, gain: Gain = None) -> None:
     """Move tr W of the heads at hand to the target, by the smallest multiple a of each other's weights.
 
@@ -184,17 +176,12 @@ def _measure(
     shard: HeadShard, by_query: Tensor, by_key: Tensor, square: Tensor | None, *, moves: tuple[bool, bool]
 ) -> tuple[PerHead, PerHead, PerHead]:
     """tr W, the squared length of the directions that count, and the directions' product; one message for all."""
-    present = _sums(shard.query, by_query)
-    product = present if square is None else _sums(by_query, by_key * square)
-    length = moves[0] * _sums(by_query, by_query) + moves[1] * _sums(by_key, by_key)
+    present = product_sums(shard.query, by_query)
+    product = present if square is None else product_sums(by_query, by_key * square)
+    length = moves[0] * product_sums(by_query, by_query) + moves[1] * product_sums(by_key, by_key)
     sums = torch.stack(torch.broadcast_tensors(present, length, product))
     present, length, product = shard.complete_sums(sums).unbind(0)
     return present, length, product
-
-
-def _sums(left: Tensor, right: Tensor) -> PerHead:
-    """Σ L∘R for every head, the rows added up in float64: the trace is small against its terms."""
-    return (left * right).sum(-1).double().sum(-1)
 
 
 def _check(multiple: PerHead, present: PerHead, target: PerHead) -> None:

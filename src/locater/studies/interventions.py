@@ -10,8 +10,9 @@ from ..attention.calls import AttentionCall
 from ..errors import refusal
 from ..spectra import moments
 from ..stabilisers import SpectralInitialisation, Stabiliser
+from ..stabilisers.live.find import find_pairs
 from ..stabilisers.live.interception import Slots
-from ..stabilisers.live.pairs import Pair, find_pairs
+from ..stabilisers.live.pairs import Pair
 from ..stabilisers.live.sharding import shard_of
 from ..stabilisers.mean import hold_trace
 

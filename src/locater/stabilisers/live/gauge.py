@@ -6,17 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import refusal
-from ...projections import whole
-from ..penalty import Gain
-from ..scales import Scale
-from .descent import by_heads, latent_slopes
-from .latent import LatentPair
 from .pairs import Pair
-from .sharding import shard_of
 
 Slopes = Callable[[int], list[Tensor]]
 
@@ -36,7 +30,7 @@ class Gauge:
         self.seen: dict[int, Tensor] = {}
         self.of_scale: dict[int, list[Tensor]] = {}
         self.strength, self.factor = 0.0, 0.0
-        leaves = {id(one): one for pair in pairs for one in leaves_of(pair)}
+        leaves = {id(one): one for pair in pairs for one in pair.leaves().values()}
         if optimizer is None:
             self.handles: list[Any] = [one.register_post_accumulate_grad_hook(self._note) for one in leaves.values()]
         else:
@@ -68,14 +62,14 @@ class Gauge:
         """The ratio of this step; 0 where the loss has no gradient by queries and keys, refused where none came."""
         ratios = []
         for number, pair in enumerate(self.pairs):
-            known = [self.seen.get(id(one)) for one in leaves_of(pair)]
+            known = [self.seen.get(id(one)) for one in pair.leaves().values()]
             if number not in self.of_scale or any(one is None for one in known):
                 continue
             of_loss = [one / (self.factor or 1.0) for one in known if one is not None]
             of_scale = self.of_scale[number]
             if self.strength:
                 of_loss = [one - self.strength * by for one, by in zip(of_loss, of_scale, strict=True)]
-            ratios.append(_squares(pair, of_loss) / _squares(pair, of_scale))
+            ratios.append(pair.squares(of_loss) / pair.squares(of_scale))
         self.seen, self.of_scale, self.strength, self.factor = {}, {}, 0.0, 0.0
         return _agreed(ratios)
 
@@ -93,42 +87,6 @@ def innermost(optimizer: Optimizer) -> Optimizer:
             remedy = "give the optimiser inside of it, or a number as the strength"
             raise refusal('an optimiser with hooks, for strength="auto"', type(optimizer).__name__, remedy)
     return found
-
-
-def leaves_of(pair: Pair) -> list[nn.Parameter]:
-    """The trained parameters that a pair's queries and keys are, or are computed from."""
-    if isinstance(pair, LatentPair):
-        return list(pair.leaves().values())
-    if pair.is_stored:
-        return [one for one in pair.weights() if one.requires_grad]  # type: ignore[misc]
-    return list({id(one): one for rows in pair.sides for one in rows.weight.parameters().values()}.values())
-
-
-def slopes_of(pair: Pair, scale: Scale, gain: Gain) -> list[Tensor]:
-    """The scale's gradient by each leaf."""
-    if isinstance(pair, LatentPair):
-        return [by for _, by in latent_slopes(pair, scale, gain).values()]
-    with torch.enable_grad():
-        weights = pair.weights()
-    shard = shard_of(pair, weights)
-    by_weights = shard.scatter(*by_heads(shard, scale, gain)[1])
-    if pair.is_stored:
-        return [by for weight, by in zip(weights, by_weights, strict=True) if weight.requires_grad]
-    moved = [(weight, by) for weight, by in zip(weights, by_weights, strict=True) if weight.requires_grad]
-    found = torch.autograd.grad(
-        [one for one, _ in moved], leaves_of(pair), [by for _, by in moved], materialize_grads=True, allow_unused=True
-    )
-    return list(found)
-
-
-def _squares(pair: Pair, gradients: list[Tensor]) -> Tensor:
-    """‖·‖² over the rows of each group of heads; of all leaves at once where weights are computed from them."""
-    if not pair.is_stored:
-        return torch.stack([whole(one.square().sum()) for one in gradients]).sum()[None]
-    weights, parts = pair.weights(), iter(gradients)
-    shard = shard_of(pair, [next(parts) if one.requires_grad else torch.zeros_like(one) for one in weights])
-    sides = [side.square().sum((1, 2, 3)) for side in (shard.query, shard.key)]
-    return shard.everywhere(shard.complete_sums(sides[0] + sides[1])[:, None])[:, 0]
 
 
 def _agreed(ratios: list[Tensor]) -> float:

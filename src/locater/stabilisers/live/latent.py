@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from ...errors import refusal
-from ...head import Head
-from ...projections import Projection, whole, widen
-from ...spectra import Grams, gram_products
+from ...models import Slices
+from ...models.live import ModuleTensors
+from ...models.slices import Latent
+from ...projections import whole, widen
+from ...spectra import Grams, Moments, gram_products, moments_of
+from ..base import Rates
 from ..penalty import Gain
-from .pairs import Pair, one_grid
-from .weights import SPACING, Markers, Rows, Weight
+from ..scales import Scale
+from .dense import move, sum_of_squares
+from .pairs import Pair, PerHead
+from .weights import Rows, Weight, find_rows, find_weight
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class LatentPair(Pair):
     `query_inner` is None where queries are projected directly.
     """
 
-    key_inner: Inner = None  # type: ignore[assignment]  # fields of the base have defaults before it
-    query_inner: Inner | None = None
+    key_inner: Inner
+    query_inner: Inner | None
 
     @property
     def is_stored(self) -> bool:
@@ -58,12 +62,50 @@ class LatentPair(Pair):
         return [self.query.weight, self.key.weight, *inner]
 
     def leaves(self) -> dict[str, nn.Parameter]:
-        """The trained parameters among it, by name."""
-        found = {}
+        leaves: dict[str, nn.Parameter] = {}
         for part in self.parts():
-            own = {part.name: part.read()} if part.is_stored else part.parameters()
-            found |= {f"{part.name}: {name}": one for name, one in own.items() if one.requires_grad}
-        return found
+            stored = {part.name: part.read()} if part.is_stored else part.parameters()
+            leaves |= {f"{part.name}: {name}": one for name, one in stored.items() if one.requires_grad}  # type: ignore
+        return leaves
+
+    def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
+        with torch.autocast(self.weights()[0].device.type, enabled=False):
+            return scale.value(self.grams(gain), d_model=self.d_model, rotary=self.rotary).sum()
+
+    def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
+        with torch.enable_grad():
+            total = self.value(scale, gain)
+        leaves = list(self.leaves().values())
+        return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
+
+    def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
+        slopes = self.slopes(scale, gain)
+        for (name, leaf), by in zip(self.leaves().items(), slopes, strict=True):
+            move(leaf, by, rates, name)
+        return torch.stack([torch.isfinite(whole(by)).all() for by in slopes]).all()
+
+    def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
+        return sum_of_squares(gradients)
+
+    def traces(self, gain: Gain) -> PerHead:
+        return self.grams(gain).trace
+
+    def moments(self, gain: Gain) -> Moments:
+        return moments_of(self.grams(gain), d_model=self.d_model)
+
+    def clip(self, factors: PerHead) -> None:
+        """q_nope and k_nope by √γ, q_rope by γ, the shared k_rope as it is: every logit by γ (Kimi's MuonClip).
+
+        Frozen keys leave it all to the query.
+        """
+        if not self.query.weight.is_trained:
+            raise refusal("trained queries to clip", f"frozen ones in {self.name}")
+        moves_key = self.key.weight.is_trained
+        nope = (factors.sqrt() if moves_key else factors)[..., None].expand(-1, -1, self.num_nope)
+        rope = factors[..., None].expand(-1, -1, self.query.d_head - self.num_nope)
+        self.query.scale(torch.cat([nope, rope], -1))
+        if moves_key:
+            self.key.scale(nope)
 
     def grams(self, gain: Gain = None) -> Grams:
         """M, G_Q and G_K of all heads as (heads, 1, d_h, d_h), differentiable by every part; gathers shards."""
@@ -96,73 +138,23 @@ def _folded(matrix: Tensor, gain: Gain) -> Tensor:
     return matrix if gain is None else matrix * gain.to(matrix)
 
 
-def latent_pair(heads: Sequence[Head], markers: Markers) -> LatentPair | None:
-    """The heads of a layer of latent attention, located in the parameters; None where they do not lie on a grid."""
-    head = heads[0]
-    if head.key.low_rank is None or head.query.norm is not None or head.key.norm is not None:
+def latent_pair(module: Slices, tensors: ModuleTensors) -> LatentPair | None:
+    """The heads of a layer of latent attention; None where they are made in another way than `LatentPair` knows."""
+    head = module.heads[0]
+    query = find_rows([[rows.query] for rows in module.heads], tensors)
+    key = find_rows([[rows.key] for rows in module.heads], tensors)
+    if head.key.latent is None or module.is_normed or query is None or key is None:
         return None
-    key = one_grid([[one.key.low_rank.up] for one in heads if one.key.low_rank], markers)
-    direct = head.query.low_rank is None
-    ups = [[one.query.weight if one.query.low_rank is None else one.query.low_rank.up] for one in heads]
-    query = one_grid(ups, markers)
-    key_inner = _inner(head.key, markers)
-    if query is None or key is None or key_inner is None:
+    inner = [None if side.latent is None else _inner(side.latent, tensors) for side in (head.key, head.query)]
+    if inner[0] is None or (inner[1] is None) != (head.query.latent is None):
         return None
-    place = (head.block, head.layer, head.index, query, key, head.temperature, head.d_model, head.rotary)
-    query_inner = None if direct else _inner(head.query, markers)
-    return LatentPair(*place, key_inner=key_inner, query_inner=query_inner)
+    place = (module.block, module.layer, head.head, query, key, 1 / module.scale, module.widths[0], module.rotary)
+    return LatentPair(*place, key_inner=inner[0], query_inner=inner[1])
 
 
-def _inner(projection: Projection, markers: Markers) -> Inner | None:
-    low_rank = projection.low_rank
-    if low_rank is None:
+def _inner(latent: Latent, tensors: ModuleTensors) -> Inner | None:
+    norm = latent.norm
+    if latent.down.transposed or (norm is not None and (norm.plus_one or norm.times != 1)):
         return None
-    down, first, transposed = markers.locate(low_rank.down)
-    if first or transposed:
-        return None
-    gain = low_rank.norm.gain if low_rank.norm else None
-    named = None if gain is None else markers.order[int(float(gain[0]) // SPACING)]
-    return Inner(down, named, len(low_rank.down))
-
-
-@torch.no_grad()
-def clip_latent(pair: LatentPair, factors: Float[Tensor, "heads 1"]) -> None:
-    """q_nope and k_nope by √γ, q_rope by γ, the shared k_rope as it is: every logit by γ (Kimi's MuonClip).
-
-    Frozen keys leave it all to the query.
-    """
-    factors = factors[:, 0]
-    moves_key = pair.key.weight.is_trained
-    if not pair.query.weight.is_trained:
-        raise refusal("trained queries to clip", f"frozen ones in {pair.name}")
-    nope = factors.sqrt() if moves_key else factors
-    rope = pair.query.d_head - pair.num_nope
-    rows = torch.cat([nope[:, None].expand(-1, pair.num_nope), factors[:, None].expand(-1, rope)], 1)
-    scale_rows(pair.query, rows)
-    if moves_key:
-        scale_rows(pair.key, nope[:, None].expand(-1, pair.num_nope))
-
-
-def scale_rows(rows: Rows, factors: Float[Tensor, "heads d_head"]) -> None:
-    """Multiply these rows of a parameter, and those of its bias, each by its number; sharded ones in their shards."""
-    weight = rows.weight.read()
-    number = torch.ones(weight.shape[rows.row_axis], dtype=torch.float32, device=weight.device)
-    places = rows.first + torch.arange(rows.num_groups)[:, None] * rows.group_step + torch.arange(rows.d_head)
-    number[places.to(number.device)] = factors.to(number)
-    bias = getattr(rows.weight.module, rows.weight.attribute.replace("weight", "bias"), None)
-    for tensor, axis in ((weight, rows.row_axis), (bias, 0)):
-        if tensor is not None:
-            shape = [1] * tensor.dim()
-            shape[axis] = -1
-            multiply(tensor.detach(), number.view(shape))
-
-
-def multiply(tensor: Tensor, numbers: Tensor) -> None:
-    """In place, entry by entry; what is sharded is cut alike."""
-    if not isinstance(tensor, DTensor):
-        tensor.mul_(numbers.to(tensor))
-        return
-    mesh = tensor.device_mesh
-    spread = numbers.expand(tensor.shape).contiguous().to(tensor.dtype)
-    same = DTensor.from_local(spread, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    tensor.to_local().mul_(same.redistribute(mesh, tensor.placements).to_local())
+    gain = None if latent.gain is None else find_weight(tensors, latent.gain)
+    return Inner(find_weight(tensors, latent.down.parameter), gain, latent.down.count)

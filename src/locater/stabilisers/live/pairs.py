@@ -1,24 +1,26 @@
 """`Pair`: the queries and keys of one attention module, as a batch of heads that is read from the live weights."""
 
-import warnings
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ...errors import Refusal, refusal
-from ...head import Block, Head
-from ...models import Family, Layer
-from ...models.live import layers
-from ...models.live.explicit import Explicit
-from ...models.live.watch import Sample
+from ...errors import refusal
+from ...head import Block
 from ...positions import Rotary
-from .weights import Markers, Rows
+from ...spectra import Moments
+from ..base import Rates
+from ..penalty import Gain
+from ..scales import Scale
+from .weights import Rows
+
+PerHead = Float[Tensor, "groups heads"]
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(ABC):
     """Query heads (groups, heads, d_h, d) and their keys (groups, 1, d_h, d); `first` is the first head's index."""
 
     block: Block
@@ -28,7 +30,7 @@ class Pair:
     key: Rows
     temperature: float
     d_model: int
-    rotary: Rotary | None = None
+    rotary: Rotary | None
 
     @property
     def sides(self) -> tuple[Rows, Rows]:
@@ -39,9 +41,9 @@ class Pair:
         return self.query.weight.identity == self.key.weight.identity
 
     @property
+    @abstractmethod
     def is_stored(self) -> bool:
-        """Whether both weights are parameters themselves."""
-        return self.query.weight.is_stored and self.key.weight.is_stored
+        """Whether the weights of heads are rows of parameters themselves."""
 
     @property
     def is_grouped(self) -> bool:
@@ -57,43 +59,41 @@ class Pair:
         return f"{self.block} layer {self.layer} ({self.query.weight.name})"
 
     def weights(self) -> tuple[Tensor, ...]:
-        """What the heads are made from, once each: one tensor if fused, else two."""
+        """The tensors that hold the rows, once each: one if fused, else two."""
         query = self.query.weight.read()
         return (query,) if self.is_fused else (query, self.key.weight.read())
 
+    @abstractmethod
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The trained parameters that the heads are, or are computed from, by name."""
 
-def find_pairs(
-    model: nn.Module,
-    *,
-    heads: Sequence[Explicit] = (),
-    sample: Sample | None = None,
-    family: Family | None = None,
-    trained: bool = True,
-    latent: bool = False,
-) -> list[Pair]:
-    """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
+    @abstractmethod
+    def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
+        """The sum of a scale over all heads, as a scalar of the autograd graph."""
 
-    `trained` leaves out heads whose query and key are both frozen, and those whose query is their key. `latent` takes
-    in those whose weights are products, as `LatentPair`.
-    """
-    markers = Markers(model)
-    skipped: list[str] = []
-    found: dict[object, Pair] = {}
-    for layer in layers(markers.model, heads=heads, sample=sample, family=family, tensors=markers):
-        skipped += layer.refused
-        for pair in _pairs_of(layer, markers, skipped, latent=latent):
-            reason = _unfit(pair) if trained else None
-            if reason:
-                skipped.append(f"{pair.name}: {reason}")
-            else:
-                found.setdefault((pair.query.identity, pair.key.identity), pair)
-    if not found:
-        raise refusal(
-            "attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…"
-        )
-    if skipped:
-        warnings.warn("left out: " + "; ".join(skipped), stacklevel=3)
-    return list(found.values())
+    @abstractmethod
+    def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
+        """The gradient of that sum by each leaf."""
+
+    @abstractmethod
+    def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
+        """One decoupled step on that sum; says whether all was finite, as a tensor: nobody waits for a GPU here."""
+
+    @abstractmethod
+    def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
+        """Squared norms of gradients by the leaves, for each group of heads where these can be told apart."""
+
+    @abstractmethod
+    def traces(self, gain: Gain) -> PerHead:
+        """tr W of all heads, on every rank."""
+
+    @abstractmethod
+    def moments(self, gain: Gain) -> Moments:
+        """tr W, tr W² and ‖W‖² of all heads, on every rank."""
+
+    @abstractmethod
+    def clip(self, factors: PerHead) -> None:
+        """Scale every logit of head h by factors[h], in the weights and biases."""
 
 
 def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:
@@ -101,59 +101,3 @@ def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:
     for pair in pairs:
         if not all(rows.weight.is_stored for rows in pair.sides):
             raise refusal(f"plain parameters to {what}", f"computed weights in {pair.name}", remedy)
-
-
-def _unfit(pair: Pair) -> str | None:
-    if pair.query.identity == pair.key.identity:
-        return "query and key are one weight"
-    if not (pair.query.weight.is_trained or pair.key.weight.is_trained):
-        return "query and key are frozen"
-    return None
-
-
-def _pairs_of(layer: Layer, markers: Markers, skipped: list[str], *, latent: bool) -> Iterator[Pair]:
-    """A layer's heads as one pair; as several where their rows follow no single grid (CodeGen's four blocks)."""
-    if any(head.query.low_rank or head.key.low_rank for head in layer.heads):
-        from .latent import latent_pair  # a kind of pair, so it stands above this file
-
-        if latent and (found := latent_pair(layer.heads, markers)) is not None:
-            yield found
-        else:
-            skipped.append(f"{layer.block} layer {layer.number}: latent attention, whose weights are products")
-        return
-    groups = [tuple(group) for _, group in groupby(layer.heads, key=lambda head: head.key_index)]
-    start = 0
-    while start < len(groups):
-        # The longest run of groups on one grid; a single group always is one.
-        stop = next(n for n in range(len(groups), start, -1) if _pair(groups[start:n], markers) is not None)
-        pair = _pair(groups[start:stop], markers)
-        assert pair is not None
-        yield pair
-        start = stop
-
-
-def _pair(groups: Sequence[tuple[Head, ...]], markers: Markers) -> Pair | None:
-    head = groups[0][0]
-    query = one_grid([[one.query.weight for one in group] for group in groups], markers)
-    key = one_grid([[group[0].key.weight] for group in groups], markers)
-    if query is None or key is None:
-        if len(groups) > 1:
-            return None
-        raise Refusal(f"{head.block} layer {head.layer}: its heads lie on no grid of rows")
-    return Pair(head.block, head.layer, head.index, query, key, head.temperature, head.d_model, head.rotary)
-
-
-def one_grid(weights: list[list[Tensor]], markers: Markers) -> Rows | None:
-    """The one grid of rows on which all slices lie, or None."""
-    located = [[markers.locate(weight) for weight in group] for group in weights]
-    weight, first, transposed = located[0][0]
-    head_step = located[0][1][1] - first if len(located[0]) > 1 else 0
-    group_step = located[1][0][1] - first if len(located) > 1 else len(located[0]) * weights[0][0].shape[0]
-    expected = [
-        [(weight, first + g * group_step + h * head_step, transposed) for h in range(len(located[0]))]
-        for g in range(len(located))
-    ]
-    if located != expected:
-        return None
-    d_head = weights[0][0].shape[0]
-    return Rows(weight, transposed, d_head, len(located), len(located[0]), first, group_step, head_step)

@@ -79,6 +79,11 @@ class HeadShard:
         dist.all_gather(gathered, values.contiguous(), group=self.across_heads)
         return torch.cat(gathered)
 
+    def traces(self, gain: Float[Tensor, " columns"] | None = None) -> Float[Tensor, "groups heads"]:
+        """tr W of the heads at hand: Σ W_Q∘W_K, one pass over the weights."""
+        key = self.key if gain is None else self.key * gain.to(self.key).square()
+        return self.complete_sums(product_sums(self.query, key))
+
     def scatter(self, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, ...]:
         """Gradients by heads as gradients by the weights, placed as these are."""
         gradients = [self._blank(weight, rows) for weight, rows in zip(self.working, self._shared(), strict=True)]
@@ -107,6 +112,11 @@ class HeadShard:
             if working.data_ptr() != local.data_ptr() or working.dtype != local.dtype:
                 placed = _placed_as(working, weight)
                 local.copy_(placed.to_local() if isinstance(placed, DTensor) else placed)
+
+
+def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:
+    """Σ L∘R for every head, the rows added up in float64: the trace is small against its terms."""
+    return (left * right).sum(-1).double().sum(-1)
 
 
 @torch.no_grad()

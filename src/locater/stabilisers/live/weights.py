@@ -1,19 +1,22 @@
-"""Where a live model keeps the queries and keys of its heads: which parameter, which rows.
+"""The parameters of a live model that hold queries and keys, and the heads as views of their rows.
 
-Found once, through the same tables as a scan; the weights are read anew each time, so sharding may come later.
+Found once; the weights are read anew each time, so sharding may come later.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from ...models import Slice
 from ...models.live import ModuleTensors
 from ...models.live.tensors import adapted, named_modules
-
-SPACING = 2.0**24  # more than any weight has rows and columns
+from ...projections import widen
 
 
 @dataclass(frozen=True)
@@ -101,35 +104,50 @@ class Rows:
         stored = self.weight.read().shape[self.row_axis]
         return self.first == 0 and stored == self.num_rows and self.is_dense
 
+    @property
+    def places(self) -> Int[Tensor, "groups heads d_head"]:
+        """The row of the weight that each row of each head is."""
+        groups = torch.arange(self.num_groups)[:, None, None] * self.group_step
+        return self.first + groups + torch.arange(self.num_heads)[:, None] * self.head_step + torch.arange(self.d_head)
 
-class Markers(ModuleTensors):
-    """A model's tensors with numbers in place of weights, from which a slice tells where it was cut.
+    @torch.no_grad()
+    def scale(self, factors: Float[Tensor, "groups heads #d_head"]) -> None:
+        """Multiply these rows of the weight, and of its bias, each by its number; sharded ones in their shards."""
+        weight = self.weight.read()
+        numbers = torch.ones(weight.shape[self.row_axis], dtype=torch.float32, device=weight.device)
+        numbers[self.places.to(numbers.device)] = factors.to(numbers).expand(-1, -1, self.d_head)
+        bias = getattr(self.weight.module, self.weight.attribute.replace("weight", "bias"), None)
+        for tensor, axis in ((weight, self.row_axis), (bias, 0)):
+            if tensor is not None:
+                _multiply(tensor.detach(), numbers.unflatten(0, [-1 if n == axis else 1 for n in range(tensor.dim())]))
 
-    Entry (i, j) of the n-th tensor is n·SPACING + i + 2j; the strides 1 and 2 also survive a transposition.
-    """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        modules = named_modules(self.model)
-        self.weights: dict[str, Weight] = {}
-        for name, (module, attribute) in self.owners.items():
-            # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
-            owner = name.rpartition(".")[0]
-            attention = modules.get(owner.rpartition(".")[0], module) if attribute == "weight" else module
-            self.weights[name] = Weight(name, module, attribute, attention, self.adapters.get(id(module)))
-        self.order = tuple(self.weights.values())
-        self.index = {name: number for number, name in enumerate(self.weights)}
+def _multiply(tensor: Tensor, numbers: Tensor) -> None:
+    """Entry by entry, in place, rounded once; what is sharded is cut alike."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        spread = numbers.expand(tensor.shape).contiguous()
+        same = DTensor.from_local(spread, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        tensor, numbers = tensor.to_local(), same.redistribute(mesh, tensor.placements).to_local()
+    tensor.copy_(widen(tensor) * numbers)
 
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        shape = self.shape(name)
-        steps = tuple(range(1, 1 + len(shape)))
-        span = 1 + sum(step * (size - 1) for step, size in zip(steps, shape, strict=True))
-        numbers = self.index[name] * SPACING + torch.arange(max(span, 1), dtype=torch.float64)
-        marked = numbers.as_strided(shape, steps)
-        return marked if rows is None else marked[rows[0] : rows[1]]
 
-    def locate(self, weight: Float[Tensor, "d_head d_model"]) -> tuple[Weight, int, bool]:
-        """The weight that a slice was cut from, its first row there, and whether it is stored as (in, out)."""
-        number, first = divmod(float(weight[0, 0]), SPACING)
-        transposed = weight.stride(0) != 1
-        return self.order[int(number)], int(first) // (2 if transposed else 1), transposed
+def find_weight(tensors: ModuleTensors, name: str) -> Weight:
+    """The parameter of that name, or what is computed under it."""
+    module, attribute = tensors.owners[name]
+    # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
+    outer = name.rpartition(".")[0].rpartition(".")[0]
+    attention = named_modules(tensors.model).get(outer, module) if attribute == "weight" else module
+    return Weight(name, module, attribute, attention, tensors.adapters.get(id(module)))
+
+
+def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors) -> Rows | None:
+    """Heads in groups as rows of one weight at even steps; None where they do not lie so."""
+    start, size = heads[0][0], len(heads[0])
+    head_step = heads[0][1].first - start.first if size > 1 else 0
+    group_step = heads[1][0].first - start.first if len(heads) > 1 else size * start.count
+    for (group, several), head in product(enumerate(heads), range(size)):
+        if several[head] != replace(start, first=start.first + group * group_step + head * head_step):
+            return None
+    steps = start.first, group_step, head_step
+    return Rows(find_weight(tensors, start.parameter), start.transposed, start.count, len(heads), size, *steps)

@@ -10,8 +10,8 @@ from ...attention.calls import AttentionCall, in_backward
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser, non_negative
+from ..live.find import find_pairs
 from ..live.interception import Slots, Watcher
-from ..live.pairs import find_pairs
 
 
 class AttentionLoss(Stabiliser):

@@ -11,7 +11,8 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...spectra import moments
 from ..base import Stabiliser, non_negative
-from ..live.pairs import Pair, check_stored, find_pairs
+from ..live.find import find_pairs
+from ..live.pairs import Pair, check_stored
 from ..live.sharding import shard_of
 
 FIRST = "do it before an adapter or a parametrisation is attached"

@@ -18,11 +18,9 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...records import head_key, layer_key
 from ..base import Stabiliser
+from ..live.find import find_pairs
 from ..live.interception import Slots, Watcher
-from ..live.latent import LatentPair, clip_latent, multiply
-from ..live.pairs import Pair, check_stored, find_pairs
-from ..live.sharding import shard_of
-from ..live.weights import Rows
+from ..live.pairs import Pair, check_stored
 
 BLOCK = 128  # queries whose logits exist at a time
 
@@ -72,8 +70,7 @@ class QKClip(Stabiliser):
         self.last, self.largest = self.largest, {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
-                factors = clip_factors(self._of(pair), self.threshold)
-                clip_latent(pair, factors) if isinstance(pair, LatentPair) else clip(pair, factors)
+                pair.clip(clip_factors(self._of(pair), self.threshold))
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/max_logit` at the last step, and with `heads` each head's."""
@@ -116,28 +113,3 @@ def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
     blocks = [call.masked(call.raw(block), block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
     return torch.stack(blocks).amax(0)
-
-
-def clip(pair: Pair, factors: Float[Tensor, "groups heads"]) -> None:
-    """Scale every logit of head h by factors[h]; shared or frozen keys leave it all to the query."""
-    weights = pair.weights()
-    shard = shard_of(pair, weights)
-    both = not pair.is_grouped and weights[0].requires_grad and weights[-1].requires_grad
-    factors = factors.sqrt() if both else factors
-    own = factors[shard.groups].to(shard.query)[..., None, None]
-    shard.query.mul_(own)
-    scale_bias(pair.query, factors)
-    if both:
-        shard.key.mul_(own)
-        scale_bias(pair.key, factors)
-    shard.commit()
-
-
-def scale_bias(rows: Rows, factors: Float[Tensor, "groups heads"]) -> None:
-    """The bias of these rows, if there is one; a sharded one in its shards."""
-    bias = getattr(rows.weight.module, rows.weight.attribute.replace("weight", "bias"), None)
-    if bias is not None:
-        numbers = torch.ones(bias.shape, dtype=torch.float64, device=bias.device)
-        size, steps = (*factors.shape, rows.d_head), (rows.group_step, rows.head_step, 1)
-        numbers.as_strided(size, steps, rows.first).mul_(factors[..., None].to(numbers))
-        multiply(bias.detach(), numbers)

@@ -18,8 +18,9 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
+from ..live.find import find_pairs
 from ..live.interception import Slots
-from ..live.pairs import Pair, find_pairs
+from ..live.pairs import Pair
 from ..live.sharding import check_not_spread
 
 SUBMODULE = "qk_norm"

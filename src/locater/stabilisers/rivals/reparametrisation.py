@@ -14,7 +14,7 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
-from ..live.pairs import find_pairs
+from ..live.find import find_pairs
 from ..live.sharding import check_not_spread
 from ..live.weights import Rows
 
@@ -157,17 +157,10 @@ class SpectralNorm(Stabiliser):
         weights = [rows[0].weight for rows in blocks.values()]
         self.places = [(weight.module, weight.attribute) for weight in weights]
         for (module, attribute), several in zip(self.places, blocks.values(), strict=True):
-            indices = [indices_of(rows) for rows in several]
+            indices = [rows.places.flatten() for rows in several]
             scale = SpectralScale(getattr(module, attribute), blocks=indices, axis=several[0].row_axis, gain=None)
             parametrize.register_parametrization(module, attribute, scale)
 
     def detach(self, *, bake: bool = False) -> None:
         for module, attribute in self.places:
             remove(module, attribute, bake=bake)
-
-
-def indices_of(rows: Rows) -> Int[Tensor, " rows"]:
-    """Which rows of the weight they are."""
-    groups = torch.arange(rows.num_groups)[:, None, None] * rows.group_step
-    heads = torch.arange(rows.num_heads)[:, None] * rows.head_step
-    return (rows.first + groups + heads + torch.arange(rows.d_head)).flatten()

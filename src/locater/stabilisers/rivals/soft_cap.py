@@ -11,8 +11,8 @@ from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser
+from ..live.find import find_pairs
 from ..live.interception import Slots
-from ..live.pairs import find_pairs
 
 
 class SoftCap(Stabiliser):

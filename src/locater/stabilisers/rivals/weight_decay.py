@@ -12,7 +12,8 @@ from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Rates, Stabiliser, non_negative
-from ..live.pairs import Pair, check_stored, find_pairs
+from ..live.find import find_pairs
+from ..live.pairs import Pair, check_stored
 from ..live.sharding import shard_of
 from ..live.weights import Rows
 

@@ -1,0 +1,91 @@
+"""The pairs of a live model: found once, through the same tables as a scan, from names and shapes alone."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch import nn
+
+from ...errors import Refusal, refusal
+from ...models import Family, HeadRows, Slices
+from ...models.live import ModuleTensors, sites
+from ...models.live.explicit import Explicit
+from ...models.live.watch import Sample
+from .dense import DensePair
+from .latent import latent_pair
+from .pairs import Pair
+from .weights import find_rows
+
+
+def find_pairs(
+    model: nn.Module,
+    *,
+    heads: Sequence[Explicit] = (),
+    sample: Sample | None = None,
+    family: Family | None = None,
+    trained: bool = True,
+    latent: bool = False,
+) -> list[Pair]:
+    """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
+
+    `trained` leaves out heads whose query and key are both frozen, and those whose query is their key. `latent` takes
+    in those whose weights are products, as `LatentPair`.
+    """
+    tensors, skipped = ModuleTensors(model), []
+    pairs: dict[object, Pair] = {}
+    for site in sites(tensors.model, heads=heads, sample=sample, family=family, tensors=tensors):
+        if site.slices is None:
+            skipped += site.build().refused
+            continue
+        for pair in _pairs_of(site.slices(), tensors, skipped, latent=latent):
+            reason = _unfit(pair) if trained else None
+            if reason:
+                skipped.append(f"{pair.name}: {reason}")
+            else:
+                pairs.setdefault((pair.query.identity, pair.key.identity), pair)
+    if not pairs:
+        raise refusal(
+            "attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…"
+        )
+    if skipped:
+        warnings.warn("left out: " + "; ".join(skipped), stacklevel=3)
+    return list(pairs.values())
+
+
+def _unfit(pair: Pair) -> str | None:
+    if pair.query.identity == pair.key.identity:
+        return "query and key are one weight"
+    if not (pair.query.weight.is_trained or pair.key.weight.is_trained):
+        return "query and key are frozen"
+    return None
+
+
+def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, latent: bool) -> Iterator[Pair]:
+    """A module's heads as one pair; as several where their rows follow no single grid (CodeGen's four blocks)."""
+    place = f"{module.block} layer {module.layer}"
+    if module.widths[0] != module.widths[1]:
+        skipped.append(f"{place}: queries and keys of different widths, {module.widths[0]} and {module.widths[1]}")
+    elif any(rows.query.latent or rows.key.latent for rows in module.heads):
+        if latent and (pair := latent_pair(module, tensors)) is not None:
+            yield pair
+        else:
+            skipped.append(f"{place}: latent attention, whose weights are products")
+    else:
+        groups = [list(group) for _, group in groupby(module.heads, key=lambda rows: rows.key)]
+        while groups:
+            # The longest run of groups on one grid; a single group always is one.
+            runs = ((size, _pair(module, groups[:size], tensors)) for size in range(len(groups), 0, -1))
+            size, pair = next((run for run in runs if run[1] is not None), (0, None))
+            if pair is None:
+                raise Refusal(f"{place}: its heads lie on no grid of rows")
+            yield pair
+            groups = groups[size:]
+
+
+def _pair(module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors) -> DensePair | None:
+    query = find_rows([[rows.query for rows in group] for group in groups], tensors)
+    key = find_rows([[group[0].key] for group in groups], tensors)
+    if query is None or key is None:
+        return None
+    first = groups[0][0].head
+    return DensePair(module.block, module.layer, first, query, key, 1 / module.scale, module.widths[0], module.rotary)
