@@ -1,5 +1,8 @@
 """`head_rows` against what is read: for every family, stored and live, and against where gradients arrive."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -103,3 +106,11 @@ def test_one_heads_output_depends_on_its_rows_and_no_others(name):
                 acting[gate] = False  # rows of the output's gate follow each query
             assert torch.equal(acting, expected), f"head {one.head}: {name}"
     assert (found[0].value is None) == (case.name in ("llama", "qwen3-next"))  # values in a tensor of their own
+
+
+def test_the_how_to_page_runs():
+    page = (Path(__file__).parents[1] / "docs" / "how-to.md").read_text(encoding="utf-8")
+    (block,) = [
+        one for one in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "head_rows" in one
+    ]
+    exec(block, {})

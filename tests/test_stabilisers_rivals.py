@@ -1,6 +1,7 @@
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -234,6 +235,20 @@ def test_clip_brings_every_head_to_the_threshold(name):
     after = clip.metrics(heads=True)
     for key, value in first.items():  # later layers see other inputs
         assert after[key] == pytest.approx(min(value, 0.05), rel=1e-4)
+
+
+@pytest.mark.parametrize("frozen", ["q_proj", "k_proj"])
+def test_clip_leaves_what_is_frozen_alone(frozen):
+    model = grown(partial(llama, num_key_value_heads=4))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    before = {name: one.detach().clone() for name, one in model.named_parameters() if frozen in name}
+    clip = QKClip(model, threshold=0.05)
+    for _ in range(2):
+        outputs(model)
+        clip.step()
+    assert clip.metrics()["qk/layer_00/max_logit"] == pytest.approx(0.05, rel=1e-4)
+    assert all(torch.equal(model.get_parameter(name), one) for name, one in before.items())
 
 
 def test_clip_measures_the_logits_that_the_scan_knows():
