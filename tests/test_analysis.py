@@ -10,6 +10,8 @@ from locater.positions import Alibi, Buckets
 from locater.projections import Projection
 from locater.scanning.layer import Settings, analyse
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def plain():

@@ -9,6 +9,8 @@ from locater.head import Head
 from locater.positions import Alibi, Buckets, Rotary
 from locater.projections import LowRank, Norm, Projection, Whole
 
+pytestmark = pytest.mark.quick
+
 WIDTH, ROWS = 12, 4
 
 

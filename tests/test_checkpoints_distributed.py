@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkSto
 from locater import checkpoints
 from locater.errors import Refusal
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.quick, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 @pytest.fixture

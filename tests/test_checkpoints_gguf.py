@@ -11,6 +11,8 @@ from locater import checkpoints
 from locater.checkpoints.gguf.rope import llama3_factors
 from locater.errors import Refusal
 
+pytestmark = pytest.mark.quick
+
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 GROUPED = SIZES | dict(num_key_value_heads=2, max_position_embeddings=128)
 SPECIAL = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)

@@ -13,6 +13,8 @@ from locater import checkpoints
 from locater.checkpoints.locate import looks_like_path
 from locater.errors import Refusal
 
+pytestmark = pytest.mark.quick
+
 
 class Handler(BaseHTTPRequestHandler):
     """Files of `server.root`, by range if `server.ranges`; counts what bodies it sends."""

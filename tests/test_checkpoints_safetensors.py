@@ -11,6 +11,8 @@ from locater import checkpoints
 from locater.checkpoints.safetensors import DTYPES
 from locater.errors import Refusal
 
+pytestmark = pytest.mark.quick
+
 
 def tensor_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(24, dtype=torch.float32).reshape(6, 4).to(dtype)

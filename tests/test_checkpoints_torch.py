@@ -11,6 +11,8 @@ import torch
 from locater import checkpoints
 from locater.errors import Refusal
 
+pytestmark = pytest.mark.quick
+
 
 def assert_same(checkpoint, tensors: dict[str, torch.Tensor]) -> None:
     assert set(checkpoint.names) == set(tensors)

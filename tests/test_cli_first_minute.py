@@ -15,6 +15,8 @@ from locater.errors import Refusal
 from locater.models import Config
 from locater.packaged import EXAMPLE, packaged
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def clock(monkeypatch):

@@ -11,6 +11,8 @@ from family_cases import CASES
 from locater import scan
 from locater.errors import Refusal
 
+pytestmark = pytest.mark.quick
+
 
 def saved(name, folder):
     case = next(case for case in CASES if case.name == name)

@@ -9,6 +9,8 @@ from locater.projections import Norm, Projection
 from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits, wanted_queries
 from locater.scanning.products import products, products_and_queries
 
+pytestmark = pytest.mark.quick
+
 NUM_HEADS, D_HEAD, D_MODEL = 3, 4, 16
 
 

@@ -16,6 +16,8 @@ from locater.models.live import layers
 from locater.scanning.source import heads
 from locater.stabilisers import QKClip, SpectralInitialisation
 
+pytestmark = pytest.mark.quick
+
 EXPLAINED = [
     own.Separate, own.Both, own.Grouped, own.Repeated, own.Rotary, own.Interleaved, own.Scaled, own.Normed,
     own.NormedByHand, own.Fused, own.PerHead, own.Backwards, own.Bare, own.Tied, own.Alibi, own.Window, own.Cross,

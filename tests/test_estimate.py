@@ -19,6 +19,8 @@ from locater.scanning.conditions import failures, parse
 from locater.scanning.products import products
 from predict_cases import model
 
+pytestmark = pytest.mark.quick
+
 D_MODEL, D_HEAD, NUM_LAYERS = 24, 16, 8
 
 

@@ -16,6 +16,8 @@ from locater.models.schema import resolve
 from locater.models.tables.gemma import GEMMA3
 from locater.models.tables.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
 
+pytestmark = pytest.mark.quick
+
 STRETCHED = dict(short_factor=SHORT, long_factor=LONG)
 
 

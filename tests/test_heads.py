@@ -15,6 +15,8 @@ from locater.head import Head
 from locater.positions import NTK, Alibi, Buckets, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, YaRN
 from locater.projections import LowRank, Norm, Projection, Whole
 
+pytestmark = pytest.mark.quick
+
 D, H, T = 12, 4, 7
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 from command import locater
 from locater.models.registry import FAMILIES
 
+pytestmark = pytest.mark.quick
+
 GUIDE = (Path(__file__).parents[1] / "docs" / "families.md").read_text(encoding="utf-8")
 LAYOUT = re.search(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)[1]
 

@@ -17,6 +17,8 @@ from locater.stabilisers import Constant, LocAteR, Projected
 from locater.training.model import LanguageModel, WalkModel, WalkShape, linear_cross_entropy
 from locater.training.shape import SHAPES, Shape
 
+pytestmark = pytest.mark.quick
+
 SMALL = Shape(vocab_size=50, context=12, num_layers=2, num_heads=4, d_model=32, d_feedforward=48)
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 50
 

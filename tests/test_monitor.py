@@ -11,6 +11,8 @@ from locater.errors import Refusal
 from locater.models.live import layers
 from locater.monitor import AttentionMonitor
 
+pytestmark = pytest.mark.quick
+
 TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
 SIZES = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=64)

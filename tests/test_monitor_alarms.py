@@ -10,6 +10,8 @@ from locater.monitor.alarms import find_alarms
 from locater.stabilisers import LocAteR, QKClip
 from test_monitor import TOKENS, gpt2, llama, watch
 
+pytestmark = pytest.mark.quick
+
 LONG = torch.randint(0, 50, (2, 60), generator=torch.Generator().manual_seed(3))
 
 

@@ -13,6 +13,8 @@ from locater.errors import Refusal
 from locater.monitor import JsonLines, MLflow, TensorBoard, Terminal, Trackio, WeightsAndBiases
 from test_monitor import TOKENS, gpt2, llama, watch
 
+pytestmark = pytest.mark.quick
+
 
 def report_of(sinks, **options):
     model = llama()

@@ -15,6 +15,8 @@ from locater.prediction.windows import Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH
 
+pytestmark = pytest.mark.quick
+
 D_MODEL = 12
 
 

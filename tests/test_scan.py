@@ -17,6 +17,8 @@ from locater.errors import Refusal
 from locater.scanning.scan import scan
 from test_checkpoints_remote import server  # noqa: F401  (a fixture)
 
+pytestmark = pytest.mark.quick
+
 COLUMNS = [
     "block",
     "layer",

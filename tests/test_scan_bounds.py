@@ -14,6 +14,8 @@ from locater.scanning.conditions import failures, parse
 from locater.scanning.layer import Settings, analyse
 from locater.spectra import grams, largest_singular_value, side_norms
 
+pytestmark = pytest.mark.quick
+
 WIDTH, SIZE = 24, 6
 
 

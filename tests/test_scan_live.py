@@ -7,6 +7,8 @@ from torch import nn
 from locater.scanning.scan import scan
 from saved_models import by_place, case_named
 
+pytestmark = pytest.mark.quick
+
 CASES = ["gpt2", "llama", "falcon-40b", "deepseek-v2", "jamba", "albert", "t5", "whisper", "clip", "dinov2"]
 
 

@@ -8,6 +8,8 @@ from locater import spectra
 from locater.errors import Refusal
 from locater.spectra.moments import working
 
+pytestmark = pytest.mark.quick
+
 NAMES = ("trace", "trace_of_square", "frobenius_squared")
 
 

@@ -8,6 +8,8 @@ from locater import heads
 from locater.spectra import moments
 from locater.stabilisers import LocAteR, Penalised, Projected, QKClip, SoftCap, ZLoss
 
+pytestmark = pytest.mark.quick
+
 SIZES = dict(
     vocab_size=64,
     hidden_size=48,

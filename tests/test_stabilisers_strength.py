@@ -10,6 +10,8 @@ from locater.stabilisers import AlphaDecay, Auto, LocAteR
 from locater.stabilisers.rivals.alpha_decay import tail_index
 from locater.stabilisers.strength import SHARE, STEPS
 
+pytestmark = pytest.mark.quick
+
 TOKENS = torch.arange(64).reshape(4, 16) * 7 % 50
 RATIO = SHARE / (1 - SHARE)
 

@@ -39,6 +39,8 @@ from locater.studies.study import STUDIES, document, find, flat
 from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 from locater.theory import closed_form
 
+pytestmark = pytest.mark.quick
+
 QUIET = random.Random(0)
 
 

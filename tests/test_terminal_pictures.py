@@ -9,6 +9,8 @@ from rich.text import Text
 
 from locater.report.terminal import SHADES, HeatMap
 
+pytestmark = pytest.mark.quick
+
 
 def drawn(shown, **options):
     stream = io.StringIO()

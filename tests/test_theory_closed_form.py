@@ -7,6 +7,8 @@ from locater.theory import closed_form
 from locater.theory.random_walk import walk_weights
 from theory_cases import construct
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("length", [1, 2, 7, 30])
 def test_walk_weights_equal_their_sums(length):

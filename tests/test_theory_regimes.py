@@ -7,6 +7,8 @@ from locater.spectra import Moments
 from locater.theory import REGIMES, classify, classify_all, closed_form, localisation
 from locater.theory.regimes import END, FLAT, LOW, NO_SIGNAL
 
+pytestmark = pytest.mark.quick
+
 LENGTH = 1000
 
 

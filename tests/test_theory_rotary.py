@@ -6,6 +6,8 @@ from locater.theory import closed_form, monte_carlo, rotary
 from test_spectra import FREQUENCIES, PAIRS, turn
 from theory_cases import construct
 
+pytestmark = pytest.mark.quick
+
 
 def brute_force(query, key, *, length: int, amplitude: float, temperature: float):
     """The profile from the matrices C_i themselves."""
