@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import locater
 from locater import checkpoints
+from locater.checkpoints.quantised.weight import grid
 from locater.errors import Refusal, Unforeseen
 
 FILES = sorted((Path(__file__).parent / "quantised").glob("*.safetensors"))
@@ -98,6 +99,149 @@ def test_codes_of_another_type_are_refused(path, tmp_path):
             torch.testing.assert_close(numbers(folder), truth, rtol=1e-5, atol=1e-5)
 
 
+def entries(settings: dict, path: tuple = ()):
+    """Every entry of the settings by its path, tables and what is in them."""
+    for key, value in settings.items():
+        yield (*path, key), value
+        if isinstance(value, dict):
+            yield from entries(value, (*path, key))
+
+
+WORDS = (
+    "unheard-of",
+    "gptq_v2",
+    "gptq",
+    "gemv",
+    "channel",
+    "group",
+    "tensor",
+    "affine",
+    "mxfp4",
+    "float",
+    "int",
+    "sym",
+)
+SPELLINGS = (
+    "bits",
+    "w_bit",
+    "group_size",
+    "q_group_size",
+    "num_bits",
+    "version",
+    "mode",
+    "checkpoint_format",
+    "format",
+)
+SPELLINGS += (
+    "zero_point",
+    "sym",
+    "desc_act",
+    "weight_block_size",
+    "strategy",
+    "type",
+    "symmetric",
+    "quant_algo",
+    "axis",
+)
+
+
+def others(value: object) -> list:
+    """Values in the place of one: near it, far from it, of other kinds."""
+    if isinstance(value, bool):
+        return [not value, None, "unheard-of"]
+    if isinstance(value, int):
+        return [value + 1, value - 1, 2 * value, value // 2, -1, 0, 64 * value, float(value), str(value), None]
+    if isinstance(value, str):
+        return [word for word in WORDS if word != value] + [value.upper(), 7, None, ""]
+    if isinstance(value, list):
+        near = [[item + 1 for item in value]] if all(type(item) is int for item in value) else []
+        return [*near, [*value, *value], value[::-1], [], None, [33] * len(value)]
+    return [None, {}, [], 7, "unheard-of"]
+
+
+def edited(settings: dict):
+    """The settings with one entry changed, taken out, or added under a spelling that some method has."""
+    for path, value in entries(settings):
+        for other in [*others(value), ...]:
+            copy = json.loads(json.dumps(settings))
+            *tables, last = path
+            place = copy
+            for key in tables:
+                place = place[key]
+            if other is ...:
+                del place[last]
+            else:
+                place[last] = other
+            yield ".".join(path), other, copy
+    for key in SPELLINGS:
+        if key not in settings:
+            for value in (33, 16, 8, True, False, "unheard-of", "gptq_v2"):
+                yield key, value, settings | {key: value}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_setting_changed_is_right_or_refused(path, tmp_path):
+    """A setting that does not fit the stored shapes, or that nobody knows, is never taken for another."""
+    tensors, reference, notes = stored(path)
+    settings = json.loads(notes.pop("quantization_config"))
+    folder = write(tmp_path, tensors, settings, notes)
+    config = json.loads((folder / "config.json").read_text())
+    wrong = []
+    for key, value, changed in edited(settings):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": changed}))
+        try:
+            with checkpoints.open(folder) as opened:
+                right = all(
+                    name in opened.names
+                    and opened.shape(name) == whole.shape
+                    and torch.allclose(opened.read(name).float(), whole, rtol=1e-4, atol=1e-5)
+                    for name, whole in reference.items()
+                )
+                refused = False if right else refuses(folder)
+        except Refusal as cause:
+            right, refused = not isinstance(cause, Unforeseen), True
+        if not right and not refused and (key, value) not in ONLY_WITNESS:
+            wrong.append((key, value))
+    assert not wrong
+
+
+# Where zero points are not symmetric, nothing in a file shows whether they were stored less one: the config says it.
+ONLY_WITNESS = {("checkpoint_format", word) for word in ("gptq", "gptq_v2", None, ...)}
+
+
+@pytest.mark.parametrize(("kind", "stored_zero"), [("gptq", 7), ("gptq_v2", 8)])
+def test_symmetric_zero_points_show_the_format(kind, stored_zero, tmp_path):
+    tensors, _, _ = stored(next(path for path in FILES if path.stem == "gptq_v2"))
+    packed = int(str(stored_zero) * 8, 16)
+    packed -= 2**32 if packed >= 2**31 else 0
+    zeros = {name: torch.full_like(part, packed) for name, part in tensors.items() if name.endswith("qzeros")}
+    settings = dict(quant_method="gptq", bits=4, group_size=32, desc_act=True, sym=True, checkpoint_format=kind)
+    with checkpoints.open(write(tmp_path, tensors | zeros, settings)) as opened:
+        assert opened.read(QUERY).isfinite().all()
+    for other in ("gptq", "gptq_v2", None, "unheard-of"):
+        if other != kind and not (other is None and kind == "gptq"):
+            folder = write(tmp_path, tensors | zeros, settings | {"checkpoint_format": other})
+            with checkpoints.open(folder) as opened, pytest.raises(Refusal):
+                opened.read(QUERY)
+
+
+def test_blocks_are_cut_off_only_where_one_size_alone_fits():
+    assert grid((576, 2048), (128, 128)) == (5, 16)
+    assert grid((576, 96), (1, 32)) == (576, 3)
+    for shape, block in (((64, 64), (1, 33)), ((64, 48), (1, 32)), ((576, 2048), (127, 128))):
+        with pytest.raises(Refusal, match="blocks that fit"):
+            grid(shape, block)
+
+
+def refuses(folder: Path) -> bool:
+    """Whether a scan of it refuses the heads or says that they are not complete."""
+    try:
+        scan = locater.scan(folder)
+    except Refusal as cause:
+        return not isinstance(cause, Unforeseen)
+    return bool(scan.refused) or not scan.heads or scan.coverage != "COMPLETE"
+
+
 def eight_bits(weight: torch.Tensor, block: tuple[int, int], *, exponent: bool = False):
     """FP8 with a scale per block, by loops."""
     height, width = block
@@ -126,7 +270,7 @@ def group(**arguments) -> dict:
 
 
 DECLARED = {
-    "blocks of the config": ((24, 20), {"quant_method": "fp8", "weight_block_size": [24, 20]}, None),
+    "blocks of the config": ((64, 16), {"quant_method": "fp8", "weight_block_size": [64, 16]}, None),
     "groups along a row": ((1, 16), group(num_bits=8, type="float", strategy="group", group_size=16), None),
     "exponents": ((1, 32), {"quant_method": "mxfp8"}, "e8m0"),
     "bytes": ((1, 32), {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "uint8"),

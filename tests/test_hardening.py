@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -210,6 +211,38 @@ def test_a_name_of_a_megabyte(tmp_path):
     with pytest.raises(Refusal, match="at most 1000 name"):
         locater.scan(tmp_path)
     assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("levels", [1, 5])
+def test_a_long_key_before_many_tensors_is_refused_before_names_are_joined(levels, tmp_path):
+    """A megabyte that stands before each of 14,000 names would be 14 gigabytes."""
+    tree = {str(number): torch.ones(1) for number in range(14_000)}
+    for level in range(levels):
+        tree = {f"{level}{'k' * (1_000_000 // levels)}": tree}
+    torch.save(tree, tmp_path / "x.pt")
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="at most 1000 name"):
+        checkpoints.open(tmp_path / "x.pt")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200 * 2**20
+
+
+def test_many_names_of_permitted_length_are_refused_before_they_are_joined(tmp_path):
+    tree = {"a" * 900: {str(number): torch.ones(1) for number in range(2_000)}}
+    torch.save(tree, tmp_path / "x.pt")
+    with budget.limited(names=500_000), pytest.raises(Refusal, match="at most 500000 names"):
+        checkpoints.open(tmp_path / "x.pt")
+
+
+def test_a_stack_of_more_layers_than_any_model_has(tmp_path):
+    """A tensor without numbers costs no byte, whatever its first size: each layer would get a name."""
+    header = {"decoder.layers.self_attention.linear_qkv.weight": [2**60, 0, 8]}
+    header = {name: dict(dtype="F32", shape=shape, data_offsets=[0, 0]) for name, shape in header.items()}
+    data = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data)
+    with pytest.raises(Refusal, match="at most 10000 layers"):
+        locater.scan(tmp_path)
 
 
 def test_thirty_megabytes_of_opcodes(tmp_path):

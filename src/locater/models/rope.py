@@ -9,6 +9,7 @@ from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional,
 from .schema import Config, RotaryAt, count, optional_count, resolve
 
 PLAIN = ("default", "mrope")
+FRACTION = "partial_rotary_factor"
 BY_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their own code takes `dynamic` with an alpha for a fixed stretch
 
 
@@ -19,18 +20,32 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     if row is None or not resolve(row.only, config, layer):
         return None
     chosen = resolve(row.parameters, config, layer)
-    entries = Config(config.get("rope_parameters|rope_scaling", {}) if chosen is None else chosen)
+    # Where both are there, the older spelling counts: transformers takes it for what its author changed.
+    entries = Config((config.get("rope_scaling") or config.get("rope_parameters", {})) if chosen is None else chosen)
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
         raise refusal("rotary parameters as one table in the config", reprlib.repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
-    fraction = entries.positive("partial_rotary_factor", resolve(row.fraction, config, layer))
+    fraction = _fraction(row, entries, config, layer)
     start = count(row.start, config, "first rotated dimension", layer=layer, least=0)
     num_dims = optional_count(row.num_dims, config, "rotated dimensions", layer=layer)
     kind = entries.get("rope_type|type", "default")
+    if kind == "proportional":  # of the scaling itself, whichever family it is in
+        fraction = entries.positive(FRACTION, fraction)
     if num_dims is None:
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
     return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling, row.backward)
+
+
+def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int) -> float:
+    """How much of a head turns; a family whose code does not ask must not be told."""
+    if row.fraction is not None:
+        return entries.positive(FRACTION, resolve(row.fraction, config, layer))
+    stated = entries.get(FRACTION, config.get(FRACTION, 1.0))
+    if stated != 1 and entries.get("rope_type|type") != "proportional":
+        expected = f"no `{FRACTION}` beside 1 in a model whose own code turns whole heads"
+        raise refusal(expected, reprlib.repr(stated), "describe the model with --layout, if its heads turn in part")
+    return 1.0
 
 
 def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_turning: int) -> Scaling:
@@ -45,8 +60,8 @@ def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_t
             return NTK(entries.positive("alpha"))
         case "dynamic":
             return DynamicNTK(entries.positive("factor"), int(config.positive(longest)))
-    both = Config({**entries.values, **config.values})
-    original = int(both.positive(f"original_{longest}|{longest}"))
+    stated = config if config.get(f"original_{longest}") or not entries.get(f"original_{longest}") else entries
+    original = int(stated.positive(f"original_{longest}|{longest}"))
     match kind:
         case "llama3":
             low, high = entries.positive("low_freq_factor"), entries.positive("high_freq_factor")
@@ -72,7 +87,7 @@ def _yarn(entries: Config, factor: float, original: int) -> YaRN:
     natural = yarn_mscale(factor, alone) / yarn_mscale(factor, every) if both else yarn_mscale(factor)
     fast, slow = entries.positive("beta_fast", 32.0), entries.positive("beta_slow", 1.0)
     amplitude = entries.positive("attention_factor", natural)
-    return YaRN(factor, original, fast, slow, amplitude, bool(entries.get("truncate", True)))
+    return YaRN(factor, original, fast, slow, amplitude, bool(entries.values.get("truncate", True)))
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:

@@ -167,8 +167,8 @@ NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
 class RotaryAt:
     """Which rows turn, and where the config says how fast."""
 
-    base: Cell = lambda config, layer: config.get("rope_theta|rotary_emb_base", 10_000.0)
-    fraction: Cell = lambda config, layer: config.get("partial_rotary_factor|rotary_pct", 1.0)
+    base: Cell = entry("rope_theta", 10_000.0)
+    fraction: Cell = None  # of a head; None: all of it, in families whose code asks for no fraction
     num_dims: Cell = None  # instead of a fraction of d_head
     start: Cell = 0
     interleaved: Cell = False
@@ -267,4 +267,4 @@ def both_biased(cell: Cell) -> Biases:
 
 def ahead(config: Config, layer: int) -> int | None:
     """Decoders are causal unless the config says otherwise, as encoders made of them do."""
-    return 0 if config.get("is_causal", True) else None
+    return 0 if config.values.get("is_causal", True) else None

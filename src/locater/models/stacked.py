@@ -6,6 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ..budget import budget
 from .places import Tensors
 
 STACK = re.compile(r"^(?P<before>(?:.*\.)?decoder\.layers)\.(?P<inside>[a-z]\w*\..+)$")
@@ -21,11 +22,14 @@ class Unstacked:
     def places(self) -> dict[str, tuple[str, int | None]]:
         """From a name to the stored tensor and the layer in it."""
         found: dict[str, tuple[str, int | None]] = {}
+        limits, letters = budget(), 0
         for name in self.tensors.names:
             stack, shape = STACK.match(name), self.tensors.shape(name)
             if stack is None or not shape:
                 found[name] = name, None
                 continue
+            limits.check("tensors", len(found) + limits.check("layers", shape[0]))
+            letters = limits.check("names", letters + shape[0] * len(name))
             for layer in range(shape[0]):
                 found[f"{stack['before']}.{layer}.{stack['inside']}"] = name, layer
         return found

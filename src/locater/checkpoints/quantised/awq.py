@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import refusal
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
-from .weight import REMEDY, Shape, Weight, modules_with, number, parts_of, unpack_bits, word
+from .weight import REMEDY, Shape, Weight, grid, modules_with, number, parts_of, unpack_bits, word
 
 PARTS = ("qweight", "qzeros", "scales")
 # Where in a word of eight codes the outputs 0, 1, …, 7 lie.
@@ -31,7 +31,7 @@ class AWQ(Weight):
         start, stop = rows or (0, num_out)
         size = self.settings.get("group_size", self.settings.get("q_group_size", 128))
         size = num_in if size == -1 else number({"group_size": size}, "group_size")
-        num_groups = -(-num_in // size)
+        num_groups = grid(self.shape, (1, size))[1]
         self.check_shape("scales", (num_groups, num_out))
         self.check_shape("qzeros", (num_groups, num_out // 8))
         groups = torch.arange(num_in) // size

@@ -58,6 +58,7 @@ class GPTQ(Weight):
         size = num_in if size == -1 else number(self.settings, "group_size")
         self.check(num_groups == -(-num_in // size), f"scales for groups of {size} inputs", f"{num_groups} groups")
         if "g_idx" not in self.parts:
+            self.check(num_in % size == 0, f"groups that divide {num_in} inputs", size)
             self.check(not self.settings.get("desc_act"), "`g_idx`, since `desc_act` is true", "none")
             return torch.arange(num_in) // size
         self.check_shape("g_idx", (num_in,))
@@ -71,9 +72,12 @@ class GPTQ(Weight):
         kind = word(self.settings, "checkpoint_format") or word(self.settings, "format") or FORMATS[0]
         if kind not in FORMATS:
             raise refusal(f"GPTQ weights in the format {' or '.join(FORMATS)}", repr(kind)[:60], REMEDY)
-        if kind == "gptq_v2":
-            return words
-        return (words.long() + ONES[self.bits]).to(torch.int32)  # wraps, as the writer's did
+        if kind != "gptq_v2":
+            words = (words.long() + ONES[self.bits]).to(torch.int32)  # wraps, as the writer's did
+        if self.settings.get("sym") is True:  # then every zero point is the middle, which shows the format
+            middle = bool((unpack_bits(words, self.bits) == 2 ** (self.bits - 1)).all())
+            self.check(middle, f"zero points in the middle, as `sym` says, in the format {kind}", "others")
+        return words
 
 
 def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:

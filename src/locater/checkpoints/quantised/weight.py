@@ -100,8 +100,13 @@ def number(settings: JsonMapping, key: str, default: int | None = None, *, least
 
 
 def word(settings: JsonMapping, key: str, default: str = "") -> str:
-    value = settings.get(key, default)
-    return value.lower() if isinstance(value, str) else default
+    """A word of the config in small letters, or the default where it has none; another kind of value is no word."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, str) or not value:
+        raise refusal(f"a word as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
+    return value.lower()
 
 
 def unpack_bits(words: Tensor, bits: int) -> Tensor:
@@ -128,7 +133,13 @@ def spread_over(scale: Tensor, shape: Shape, block: Shape, rows: Rows | None) ->
 
 
 def grid(shape: Shape, block: Shape) -> Shape:
-    """How many blocks there are each way; the last ones may be cut off."""
+    """How many blocks there are each way: groups along a row divide it, blocks of several rows may be cut off.
+
+    A grid cannot tell 33 from 32 in 64 numbers: a size that is cut off must be a power of two, of which only one fits.
+    """
+    for size, step in zip(shape, block, strict=True):
+        if size % step if block[0] == 1 else size != step and step & (step - 1):
+            raise refusal(f"blocks that fit into {' × '.join(map(str, shape))} numbers", " × ".join(map(str, block)))
     return tuple(math.ceil(size / step) for size, step in zip(shape, block, strict=True))
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from ...budget import budget
 from ...records import Json
 
 Leaf = TypeVar("Leaf")
@@ -70,15 +71,19 @@ def _holds(tree: object, key: str, kind: type) -> bool:
 
 
 def _flatten(tree: object, kind: type[Leaf]) -> Iterator[tuple[str, Leaf]]:
-    """Tensors of nested dicts by their joined names, each dict once: a dict may hold itself, many times over."""
-    seen: set[int] = set()
-    pending = [("", tree)]
+    """Tensors of nested dicts by their joined names, each dict once: a dict may hold itself, many times over.
+
+    Names are joined at the tensors, after the budget was asked: a long key stands before all that its dict holds.
+    """
+    limits, letters, visited = budget(), 0, set[int]()
+    pending: list[tuple[tuple[str, ...], object]] = [((), tree)]
     while pending:
-        prefix, node = pending.pop()
+        path, node = pending.pop()
         if isinstance(node, kind):
-            yield prefix, node
-        elif isinstance(node, Mapping) and id(node) not in seen and prefix.count(".") < DEPTH * 4:
-            seen.add(id(node))
-            dot = prefix + "." if prefix else ""
-            inner = [(f"{dot}{key}", value) for key, value in node.items() if isinstance(key, str | int)]
-            pending += reversed(inner)
+            length = limits.check("name", sum(map(len, path)) + max(len(path) - 1, 0))
+            letters = limits.check("names", letters + length)
+            yield ".".join(path), node
+        elif isinstance(node, Mapping) and id(node) not in visited and len(path) <= DEPTH * 4:
+            visited.add(id(node))
+            keys = (key for key in node if isinstance(key, str) or (isinstance(key, int) and abs(key) < 2**63))
+            pending += reversed([((*path, str(key)), node[key]) for key in keys])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...records import JsonMapping
-from ..schema import Attention, Cell, Config, NormAt, RotaryAt
+from ..schema import Attention, Cell, Config, NormAt, RotaryAt, entry
 
 Rule = Callable[[Config, int], Any]
 
@@ -170,7 +170,7 @@ def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
     key = recipe.get("fraction", "")
     fraction: Cell = (lambda config, layer: config[key]) if key else 1.0
     return RotaryAt(
-        base=RotaryAt().base,
+        base=entry("rope_theta|rotary_emb_base", 10_000.0),
         fraction=recipe.get("literal_fraction", fraction),
         num_dims=recipe.get("num_dims"),
         start=recipe.get("start", 0),

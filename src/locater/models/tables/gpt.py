@@ -109,8 +109,8 @@ NEOX = Attention(
     key="layers.{layer}.attention.query_key_value",
     fused="grouped",
     prefixes=("", "gpt_neox."),
-    input_norm=NormAt("layer", "layers.{layer}.input_layernorm", epsilon=EPSILON),
-    rotary=RotaryAt(fraction=entry("rotary_pct|partial_rotary_factor", 0.25)),
+    input_norm=NormAt("layer", "layers.{layer}.input_layernorm", epsilon=entry("layer_norm_eps", 1e-5)),
+    rotary=RotaryAt(base=entry("rotary_emb_base", 10_000.0), fraction=entry("rotary_pct", 0.25)),
     lookahead=0,
     query_bias=entry("attention_bias", True),
 )

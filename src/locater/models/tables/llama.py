@@ -62,7 +62,13 @@ LLAMA = Attention(
     **STATED,
 )
 MISTRAL = replace(LLAMA, lookback=window(every_layer, default=4096), **NEVER)
-MIXTRAL = replace(LLAMA, rotary=RotaryAt(base=entry("rope_theta", 1e6)), lookback=window(every_layer), **NEVER)
+MIXTRAL = replace(
+    LLAMA,
+    input_norm=NormAt("rms", INPUT_NORM, epsilon=entry("rms_norm_eps", 1e-5)),
+    rotary=RotaryAt(base=entry("rope_theta", 1e6)),
+    lookback=window(every_layer),
+    **NEVER,
+)
 QWEN2 = replace(LLAMA, lookback=window(qwen2_slides, default=4096, switch="use_sliding_window"), **ALWAYS)
 QWEN2_MOE = replace(
     LLAMA,
@@ -118,6 +124,7 @@ PHI3 = replace(
     key="layers.{layer}.self_attn.qkv_proj",
     fused="qkv",
     input_norm=NormAt("rms", INPUT_NORM, epsilon=entry("rms_norm_eps", 1e-5)),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 1.0)),
     lookback=window(every_layer),
     query_bias=False,
 )
