@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "locater"
 LAYERS = [
     {"errors"},
     {"budget", "records", "packaged", "positions", "projections", "spectra"},
+    {"documents"},
     {"head"},
     {"theory"},
     {"report"},

@@ -140,12 +140,15 @@ def test_two_models_of_one_shape_stand_side_by_side_and_a_prediction_joins_its_s
 
 
 BAD = {
-    "half.json": ('{"schema": "locater.scan/1", "heads": [', "whole JSON"),
+    "half.json": ('{"schema": "locater.scan/1", "heads": [', "valid JSON"),
     "foreign.json": ('{"results": []}', "a document of locater"),
-    "list.json": ("[1, 2]", "a document of locater"),
+    "list.json": ("[1, 2]", "a JSON object"),
     "newer.json": ('{"schema": "locater.scan/7", "heads": []}', "update locater"),
-    "damaged.json": (json.dumps(scanned({"layer": 0, "head": 0})), "damaged"),
-    "headless.json": (json.dumps({"schema": "locater.scan/1", "source": "x"}), "damaged at 'heads'"),
+    "damaged.json": (json.dumps(scanned({"layer": 0, "head": 0})), "got KeyError"),
+    "headless.json": (
+        json.dumps({"schema": "locater.scan/1", "source": "x"}),
+        "a whole locater.scan/1 document as locater writes them, got KeyError ('heads')",
+    ),
     "other.jsonl": ('{"kind": "train", "step": 1}\n', "validations of locater train"),
     "bytes.json": ("\udcff", "no text"),
 }

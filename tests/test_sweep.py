@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import string
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import yaml
 from command import locater
 from locater.cli.sweep import parse_grid
 from locater.errors import BadArguments, Refusal
-from locater.studies.sweep.engines import local
+from locater.studies.sweep.engines import local, slurm_script
 from locater.studies.sweep.folder import MOST_DEATHS, create, open_sweep
 from training_cases import TINY, write_text
 
@@ -164,6 +166,69 @@ def test_a_slurm_array_that_is_killed_and_requeued_ends_with_the_same_rows(grid,
         assert again.wait(240) == 0
     assert open_sweep(folder).rows() == [expected[0], expected[3]]
     assert locater("sweep", "--resume", folder, "--task", 9).code == 2
+
+
+HOSTILE = [
+    "a\ntouch PWNED\n",
+    "$(touch PWNED)",
+    "`touch PWNED`",
+    "'; touch PWNED #",
+    '"; touch PWNED #',
+    "& touch PWNED &",
+]
+HOSTILE += ["a b", "-n", "%a \\", "\\\ntouch PWNED", "${IFS}", "*", "\r\n#SBATCH --wrap=touch", "{name}", "κ\t"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_of_a_folder_becomes_a_command(name, tmp_path, monkeypatch):
+    """Bash runs the script, in place of sbatch; a stand-in for Python, in a folder of that name, notes its words."""
+    monkeypatch.chdir(tmp_path)
+    python = tmp_path / name / "python"
+    python.parent.mkdir()
+    python.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" >"${0%/*}/said"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    folder = tmp_path / "sweeps" / name
+    sweep = create(folder, "train", POINTS)
+    slurm_script(sweep, folder / "array.sh")
+    lines = (folder / "array.sh").read_bytes().decode().split("\n")
+    # sbatch reads as far as the first command.
+    asked = [line for line in takewhile(lambda line: line.startswith("#"), lines) if line.startswith("#SBATCH")]
+    assert len(asked) == 4 and all(set(line) <= set(string.ascii_letters + string.digits + "#-._=@ ") for line in asked)
+    done = subprocess.run(["bash", folder / "array.sh"], env=os.environ | {"SLURM_ARRAY_TASK_ID": "3"})
+    assert done.returncode == 0
+    words = (python.parent / "said").read_bytes().decode().split("\0")[:-1]
+    assert words == ["-m", "locater.cli", "sweep", "--resume", str(folder), "--task", "3"]
+    assert {path.name for path in tmp_path.iterdir()} == {name, "sweeps"} and (folder / "slurm-3.log").exists()
+    assert list((tmp_path / "sweeps").iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "..", ".", "", "a\0", "~/x", 3, None, ["x"]])
+@pytest.mark.parametrize("verb", ["sweep", "report"])
+def test_a_point_has_its_folder_inside_the_sweeps(verb, name, tmp_path):
+    folder = tmp_path / "a" / "sweep"
+    sweep = create(folder, "train", [{"name": "inside", "arm": "a", "seed": 0}])
+    document = json.loads((folder / "sweep.json").read_text())
+    document["points"][0]["name"] = name
+    (folder / "sweep.json").write_text(json.dumps(document))
+    before = sorted(tmp_path.rglob("*"))
+    arguments = ["sweep", "--resume", folder] if verb == "sweep" else ["report", folder, "-o", tmp_path / "page.html"]
+    refused = locater(*arguments)
+    assert refused.code == 1 and "names of files beside" in refused.err and sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(Refusal, match="names of files beside"):
+        create(tmp_path / "new", "train", document["points"])
+    twice = [dict(sweep.points[0], seed=seed) for seed in (0, 1)]
+    with pytest.raises(Refusal, match="another name for each point"):
+        create(tmp_path / "new", "train", twice)
+
+
+def test_a_row_of_another_point_is_refused(tmp_path):
+    sweep = create(tmp_path / "s", "train", POINTS[:2])
+    local(sweep, double, jobs=1)
+    first, second = (sweep.path(point) for point in sweep.points)
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(Refusal, match="the result or the error of its point"):
+        sweep.rows()
 
 
 def test_a_grid_is_read_and_checked(tmp_path):

@@ -468,7 +468,7 @@ DAMAGE = {
     ),
     "metrics": (
         lambda run: write(run / "metrics.jsonl", '{"kind": "train"\n\n'),
-        "metrics of locater train in .*, got J",
+        "metrics.jsonl: line 1: expected valid JSON",
     ),
     "config": (
         lambda run: write(run / "config.json", '{"preset": "paper", "data": []}'),

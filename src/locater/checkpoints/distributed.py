@@ -13,11 +13,11 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..budget import budget, check_memory
+from ..documents import check_beside
 from ..errors import refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
-from .sharded import check_beside
 from .torch.archive import open_archive
 from .torch.pickles import CodeRefusal, Record, load_pickle
 from .torch.tensors import ADMITTED, View

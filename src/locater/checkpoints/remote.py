@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..budget import budget, timed
+from ..documents import check_beside
 from ..errors import Refusal, refusal
 from ..records import Json, JsonMapping
 from .bytes import ByteSource, Folder, LocalFolder, check_range
@@ -222,7 +223,7 @@ def _is_complete(folder: LocalFolder) -> bool:
         files = choose(folder)
         index = folder.find(files[0]) if files[0].endswith(INDEX) else None
         shards = read_object(index).get("weight_map", {}).values() if index else files
-        return all(isinstance(shard, str) and folder.find(shard) is not None for shard in shards)
+        return all(folder.find(check_beside(shard, files[0])) is not None for shard in shards)
     except (Refusal, AttributeError):
         return False
 

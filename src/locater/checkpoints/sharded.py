@@ -1,11 +1,11 @@
 """Weights spread over several files by an index: a JSON object whose `weight_map` gives the file of each name."""
 
-import reprlib
 from collections.abc import Callable, Mapping
 
 from jaxtyping import Shaped
 from torch import Tensor
 
+from ..documents import check_beside
 from ..errors import Refusal, refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
@@ -65,13 +65,6 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
 
 def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[str]:
     return list(dict.fromkeys(check_beside(file, index.name) for file in weight_map.values()))
-
-
-def check_beside(file: object, index: str) -> str:
-    """The name of a file in the index's own folder: an index is a stranger's text and may not point outside."""
-    if not isinstance(file, str) or not file or ".." in file or file[0] in "/~" or set(file) & set("\\:%\0"):
-        raise refusal(f"names of files beside {index}", reprlib.repr(file), "do not use this index")
-    return file
 
 
 def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard: OpenShard) -> Checkpoint:

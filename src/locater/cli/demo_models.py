@@ -1,5 +1,6 @@
 """The second half of `locater demo`: two models trained, scanned and watched, and words made from their numbers."""
 
+import shlex
 from pathlib import Path
 from textwrap import fill
 
@@ -50,7 +51,7 @@ def show_models(console: Console, out: Path, *, quick: bool = False) -> None:
         _draw(document, training, attention)
     console.print()
     console.print(validation_table(document))
-    say(console, SCAN.format(model=escape(str(out / "with" / "model")), length=document["length"]))
+    say(console, SCAN.format(model=escape(shlex.quote(str(out / "with" / "model"))), length=document["length"]))
     console.print(scan_table(document))
     words = dict(picture=arrow(attention), num_texts=document["num_texts"], maps=MAPS if attention else "")
     say(console, ATTENTION.format(**words))
@@ -90,7 +91,10 @@ def _train(console: Console, out: Path, picture: Path | None, *, quick: bool) ->
         outcome = two_models.train(out, name, quick=quick, say=aside)
         if outcome.signal is not None and not outcome.is_done:
             say(console, f"stopped at step {outcome.step} of {outcome.num_steps}")
-            say(console, f"continue with: locater demo {'--quick ' if quick else ''}--out {escape(str(out))}")
+            say(
+                console,
+                f"continue with: locater demo {'--quick ' if quick else ''}--out {escape(shlex.quote(str(out)))}",
+            )
             raise typer.Exit(128 + outcome.signal)
 
 

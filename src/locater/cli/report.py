@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 
 from ..budget import limited
+from ..documents import as_written
 from ..errors import BadArguments, net, refusal, shown
 from ..records import Json
 from .options import PagePath, Timeout
@@ -41,8 +42,6 @@ def report(
     ] = None,
 ) -> None:
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
-    from ..report.reading import as_written
-
     wanted, sources = parse_heads(heads), sources or [example()]
     with limited(seconds=timeout):
         documents = [read(source) for source in sources]
@@ -109,7 +108,7 @@ def _of_rows(document: Json) -> Json:
     """What `sweep --json` wrote."""
     from ..studies.sweep.shown import rows_document
 
-    return rows_document(document["rows"], Path(document["folder"]))
+    return rows_document(document["rows"], document["folder"])
 
 
 def save_html(documents: list[Json], path: Path, *, title: str | None = None, when: float | None = None) -> None:

@@ -1,5 +1,7 @@
 """`locater sweep`: grids and seeds of `locater train`; resumable, and a failure is a row."""
 
+import re
+import shlex
 import signal
 from collections.abc import Mapping
 from itertools import product
@@ -10,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..errors import BadArguments, refusal
+from ..documents import as_written, read_yaml
+from ..errors import BadArguments, refusal, within
 from ..records import Json
 from .options import Engine, Jobs, JsonPath, Retry
 from .output import console_for, table
@@ -52,7 +55,8 @@ def sweep(
     found = open_sweep(resume) if resume is not None else create(out, "train", _points(file, grid, preset))  # type: ignore
     if emit:
         engines.slurm_script(found, found.folder / "array.sh")
-        console_for(json).print(f"submit with: sbatch {escape(str(found.folder / 'array.sh'))}", soft_wrap=True)
+        submit = shlex.join(["sbatch", str(found.folder / "array.sh")])
+        console_for(json).print(f"submit with: {escape(submit)}", soft_wrap=True)
         return
     if worker or task is not None:
         _work(found, task)
@@ -127,16 +131,12 @@ def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _short(value: object) -> str:
     """A value as part of a folder's name."""
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_")
+    return f"{value:g}" if isinstance(value, float) else re.sub(r"[^\w.,=+ -]", "_", str(value))
 
 
 def _read(file: Path) -> Json:
-    import yaml
-
-    try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-        raise refusal(f"a YAML file {file}", f"{reason!s:.120}") from None
+    with within(str(file)):
+        document = read_yaml(file)
     if not isinstance(document, dict) or not isinstance(document.get("grid"), dict):
         raise refusal(f"a `grid` of options in {file}", f"{document!s:.80}", "see docs/studies.md")
     return document
@@ -161,7 +161,10 @@ def _value(text: str) -> Any:
     """YAML wants a dot in 1e-2; people do not write it."""
     import yaml
 
-    value = yaml.safe_load(text) if text else text
+    try:
+        value = yaml.safe_load(text) if text else text
+    except (ValueError, RecursionError, yaml.YAMLError):
+        raise BadArguments(f"--grid expects numbers and words as values, got {text!r:.80}") from None
     if isinstance(value, str):
         try:
             return float(value)
@@ -174,14 +177,19 @@ def _show(console: Console, found: "Sweep", json: Path | None) -> None:
     from ..records import write_json
 
     rows = found.rows()
-    body = []
-    for row in rows:
-        result = row.get("result", {})
-        said = row.get("error") or f"{result.get('best_loss', float('nan')):.4f} at step {result.get('best_step')}"
-        body.append([escape(str(row["point"].get("name", ""))), escape(said)])
+    with as_written(found.folder):
+        body = [[escape(str(row["point"].get("name", ""))), escape(_said(row))] for row in rows]
     console.print(table(["run", "best validation loss"], body, words=["run", "best validation loss"]))
     failed = sum("error" in row for row in rows)
     console.print(f"{len(rows) - failed} done, {failed} failed, {len(found.missing())} missing")
-    console.print(f"compare them with: locater runs {escape(str(found.folder / 'runs'))}", soft_wrap=True)
+    compare = shlex.join(["locater", "runs", str(found.folder / "runs")])
+    console.print(f"compare them with: {escape(compare)}", soft_wrap=True)
     if json:
         write_json({"schema": "locater.sweep/1", "folder": str(found.folder), "rows": rows}, json)
+
+
+def _said(row: Json) -> str:
+    """What became of a point, in a cell of the table."""
+    if "error" in row:
+        return row["error"]
+    return f"{row['result'].get('best_loss', float('nan')):.4f} at step {row['result'].get('best_step')}"

@@ -1,6 +1,7 @@
 """`locater theory`: the signal propagation probability of one head, by every method, and the phase diagram."""
 
 import re
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,7 +151,9 @@ def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
     source, layer, index = matched[1], int(matched[2]), int(matched[3])
     chosen = next((head.folded() for head in heads(source, layers=[layer]) if head.index == index), None)
     if chosen is None:
-        raise refusal(f"a head of layer {layer} of {source}", index, f"locater scan {source} --heads lists them")
+        raise refusal(
+            f"a head of layer {layer} of {source}", index, f"locater scan {shlex.quote(source)} --heads lists them"
+        )
     if chosen.rotary is not None:
         aside("rotary positions are left out here: this is the head at distance 0; locater scan has them in its regime")
     if options["temperature"] is None:

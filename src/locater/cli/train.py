@@ -4,6 +4,7 @@ The options are the fields of the config's dataclasses, each documented where it
 """
 
 import inspect
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -155,10 +156,11 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
         console.print(_heads(row["heads"]))
     if "propagation" in row:
         console.print(_propagation(row["propagation"]))
-    model = escape(str(outcome.folder / "model"))
-    console.print(f"model: {model} (locater scan {model})", soft_wrap=True)
+    model = shlex.quote(str(outcome.folder / "model"))
+    console.print(escape(f"model: {model} (locater scan {model})"), soft_wrap=True)
     if not outcome.is_done:
-        console.print(f"continue with: locater train --resume {escape(str(outcome.folder))}", soft_wrap=True)
+        folder = shlex.quote(str(outcome.folder))
+        console.print(escape(f"continue with: locater train --resume {folder}"), soft_wrap=True)
     if json:
         write_json(outcome.to_json(), json)
 

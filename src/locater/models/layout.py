@@ -7,8 +7,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from ..budget import budget
-from ..errors import Refusal, refusal, within
+from ..documents import read_yaml
+from ..errors import refusal, within
 from ..head import BLOCKS
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
 
@@ -50,29 +50,14 @@ EXAMPLE = "attention: [{block: decoder, query: 'layers.{layer}.wq', key: 'layers
 
 def read_layout(path: str | PathLike[str]) -> Family:
     """The family that a layout file describes; whatever it does not say stands as in `Attention`."""
-    import yaml
-
     with within(str(path)):
-        try:
-            text = _text(Path(path))
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-                raise refusal("every value written out", "an alias (*)", "repeat what it stands for")
-            document = yaml.safe_load(text)
-        except (OSError, ValueError, RecursionError, yaml.YAMLError) as reason:
-            if isinstance(reason, Refusal):
-                raise
-            raise refusal("a readable YAML file", str(reason).replace("\n", " ")) from None
+        document = read_yaml(Path(path))
         if not isinstance(document, dict) or not isinstance(document.get("attention"), list):
             raise refusal("a list `attention` of blocks", type(document).__name__, f"for example: {EXAMPLE}")
         rows = tuple(_row(Attention, entry, f"attention[{n}]") for n, entry in enumerate(document["attention"]))
         if not rows or any(row.block not in BLOCKS for row in rows):
             raise refusal("blocks among " + ", ".join(BLOCKS), reprlib.repr([row.block for row in rows]))
         return Family(str(document.get("family", "layout")), (), rows)
-
-
-def _text(path: Path) -> str:
-    budget().check("layout bytes", path.stat().st_size)
-    return path.read_text(encoding="utf-8")
 
 
 def _row(kind: type, entry: object, place: str) -> Any:

@@ -1,6 +1,5 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from io import StringIO
@@ -16,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..budget import door, timed
-from ..checkpoints.bytes import LocalBytes
+from ..checkpoints.bytes import LocalBytes, LocalFolder
+from ..checkpoints.document import read_config
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, masked, refusal
 from ..models import Layer, live
@@ -108,12 +108,9 @@ def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
 
 
 def is_own(source: str | PathLike[str]) -> bool:
-    config = Path(source).expanduser() / "config.json"
-    if not config.is_file():
-        return False
     try:
-        return json.loads(config.read_text(encoding="utf-8")).get("model_type") == "locater"
-    except ValueError:
+        return read_config(LocalFolder(Path(source).expanduser())).get("model_type") == "locater"
+    except Refusal:
         return False
 
 

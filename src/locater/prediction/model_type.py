@@ -1,11 +1,12 @@
 """The model type of a folder whose config.json names none: by its tensors, if they leave no doubt."""
 
-import json
 from os import PathLike
 from pathlib import Path
 
 from .. import checkpoints
-from ..errors import refusal
+from ..checkpoints.bytes import LocalFolder
+from ..checkpoints.document import read_config
+from ..errors import Refusal, refusal
 from ..models import Config
 from ..models.registry import find_family
 from ..records import Json
@@ -13,10 +14,9 @@ from ..records import Json
 
 def untyped(place: str | PathLike[str]) -> Json | None:
     """What config.json says, if it is there and has no model type."""
-    file = Path(place).expanduser() / "config.json"
     try:
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError:  # whoever loads it says so
+        settings = read_config(LocalFolder(Path(place).expanduser()))
+    except Refusal:  # whoever loads it says so
         return None
     return settings if settings and settings.get("model_type") is None else None
 

@@ -1,13 +1,10 @@
 """What commands wrote, read back: JSON documents, lines of metrics or of a monitor, a run's folder. Knows no torch."""
 
-import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import DEBUG, Refusal, refusal, within
+from ..documents import as_written, read_json, read_lines
+from ..errors import refusal, within
 from .monitored import MONITOR, STEPS, steps_of
 from .views import READERS, Document
 
@@ -32,28 +29,17 @@ def is_record(path: Path) -> bool:
 def read_record(path: Path) -> Document:
     """The document of one file or run's folder; refuses what is half-written, foreign or newer."""
     path = path / METRICS if path.is_dir() else path
+    if path.suffix == ".jsonl":
+        rows = read_lines(path, constant=_absent)
+        with within(str(path)), as_written(path):
+            return _of_lines(rows, str(path.parent if path.name == METRICS else path))
+    document = read_json(path, constant=_absent)
     with within(str(path)):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as reason:
-            raise refusal("a file of results", getattr(reason, "strerror", None) or "bytes that are no text") from None
-        if path.suffix == ".jsonl":
-            return _of_lines(text, str(path.parent if path.name == METRICS else path))
-        return check(_parsed(text))
+        return check(document)
 
 
-@contextmanager
-def as_written(source: str) -> Iterator[None]:
-    """Around the drawing of documents that were read: a value of the wrong kind is theirs, and said in a sentence."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as reason:
-        if os.environ.get(DEBUG):
-            raise
-        got = f"{type(reason).__name__} ({reason!s:.100})"
-        raise refusal(f"values in {source} as locater writes them", got, "write it again with this version") from None
+def _absent(word: str) -> None:
+    """NaN and infinity are not JSON: what has no value is absent."""
 
 
 def check(document: Any) -> Document:
@@ -66,46 +52,25 @@ def check(document: Any) -> Document:
         newer = any(known.split("/")[0] == family for known in KNOWN) and version.isdigit()
         remedy = "update locater" if newer else "give a scan, compare, predict or runs document"
         raise refusal(f"one of {', '.join(KNOWN)}", schema, remedy)
-    try:
+    with as_written(f"a whole {schema} document"):
         if schema in READERS:
             READERS[schema](document)
         for part in PARTS.get(schema, ()):
             document[part]  # noqa: B018
         [(arm["arm"], arm["quantities"], arm["curves"], arm["seeds"]) for arm in document.get("arms", ())]
-    except Refusal:
-        raise
-    except (ArithmeticError, KeyError, TypeError, ValueError, IndexError, AttributeError) as reason:
-        raise refusal(f"a whole {schema} document", f"one damaged at {reason}", "write it again") from None
     return document
 
 
-def _parsed(text: str) -> Any:
-    try:
-        # NaN and infinity are not JSON: what has no value is absent.
-        return json.loads(text, parse_constant=lambda name: None)
-    except (ValueError, RecursionError) as reason:
-        raise refusal("whole JSON", f"{reason!s:.80}", "was it still being written?") from None
-
-
-def _of_lines(text: str, source: str) -> Document:
-    """Lines of `locater train` or of a monitor as steps; a last line cut short, as by a killed run, is dropped."""
-    lines = text.split("\n")
-    rows = [_parsed(line) for line in lines[:-1] if line.strip()]
-    if rows and all(isinstance(row, dict) and row.get("schema") == MONITOR for row in rows):
-        return check(_whole(rows, source))
-    rows = [row for row in rows if isinstance(row, dict)]
+def _of_lines(rows: list[Document], source: str) -> Document:
+    """Lines of `locater train` or of a monitor as steps."""
+    if rows and all(row.get("schema") == MONITOR for row in rows):
+        return check(steps_of(rows, source))
     steps = [row for row in rows if row.get("kind") == "validation" and row.get("heads")]
     if not steps:
         raise refusal("validations of locater train with heads, or reports of a monitor", f"{len(rows)} other lines")
-    alarms = [alarm | {"step": row["step"]} for row in rows for alarm in row.get("alarms", ()) if "step" in row]
-    return check({"schema": STEPS, "source": source, "steps": steps, "course": _course(rows), "alarms": alarms})
-
-
-def _whole(reports: list[Document], source: str) -> Document:
-    try:
-        return steps_of(reports, source)
-    except (KeyError, TypeError, ValueError) as reason:
-        raise refusal("whole reports of a monitor", f"one damaged at {reason}", "write it again") from None
+    # A watched run keeps an alarm as a sentence.
+    notes = [f"step {row['step']}: {alarm}" for row in rows for alarm in row.get("alarms", ())]
+    return check({"schema": STEPS, "source": source, "steps": steps, "course": _course(rows), "notes": notes})
 
 
 def _course(rows: list[Document]) -> dict[str, list[list[float]]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..documents import read_json
 from ..records import Json, write
 from .study import STUDIES, document
 from .sweep.folder import Row
@@ -77,7 +78,7 @@ def documents(folder: Path) -> dict[str, Json]:
     found = {}
     for name in STUDIES:
         path = folder / f"{name}.json"
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else NOTHING
+        kept = read_json(path) if path.exists() else NOTHING
         rows: Sequence[Row] = kept["rows"]
         found[name] = document(name, rows, num_points=kept["num_points"]) | {"quick": kept["quick"]}
     return found
@@ -95,12 +96,12 @@ def page(folder: Path, *, pictures: str) -> str:
 def quick_times(folder: Path) -> Json:
     """Seconds of `--quick`, study by study, as far as they were measured."""
     path = folder / TIMES
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _real_data(folder: Path) -> str:
     path = folder / "real-data.json"
-    models = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else []
+    models = read_json(path)["models"] if path.exists() else []
     return REAL_DATA.format(models=len(models), heads=sum(one["heads"] for one in models)) if models else ""
 
 

@@ -1,6 +1,5 @@
 """What each column of a scan says about attention that was measured on text, model by model: the page of evidence."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -8,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..documents import as_written, read_json
 from ..head import Head
 from ..prediction.predict import predict
 from ..prediction.probe import probe
@@ -73,34 +73,42 @@ def evidence(source: str, folder: Path, reading: Reading) -> Json:
     first = next(heads(source))
     found = scan(source).heads
     rows = {(row.block, row.layer, row.head): _of_length(row, reading.window, first) for row in found}
+    kind = ROTARY if first.rotary is not None and first.lookahead == 0 else TABLES
+    with as_written(place):
+        result = _joined(name_of(source), rows, predicted, probed) | {"kind": kind}
+        write_json(result, place / "row.json")
+    return result
+
+
+def _joined(name: str, rows: dict[tuple[str, int, int], HeadRow], predicted: Json, probed: Json) -> Json:
+    """The row of one model: a scan held against what was measured and probed."""
     own = {_place(head): head["probed"] for head in probed["heads"]}
     places = [_place(head) for head in predicted["heads"]]
     result = compared(
-        name_of(source),
+        name,
         [rows[place] for place in places],
         measured=[_numbers(head["measured"]) for head in predicted["heads"]],
         probed=[_numbers(own[place]) for place in places],
         predicted=[_numbers(head["predicted"]) for head in predicted["heads"]],
     )
-    kind = ROTARY if first.rotary is not None and first.lookahead == 0 else TABLES
     text = Path(predicted["text"]).name
-    result |= {"kind": kind, "text": text, "window": predicted["window"], "loss": predicted["loss"]}
+    result |= {"text": text, "window": predicted["window"], "loss": predicted["loss"]}
     result["ceiling"] = {name: predicted["ceiling"][name] for name in MEASURED} if "ceiling" in predicted else None
-    write_json(result, place / "row.json")
     return result
 
 
 def kept_rows(folder: Path) -> list[Json]:
     """Every model that the folder has a row of, rotary decoders first."""
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/row.json"))]
-    return sorted(rows, key=lambda row: (row["kind"] != ROTARY, row["model"].lower()))
+    rows = [read_json(path) for path in sorted(folder.glob("*/row.json"))]
+    with as_written(folder):
+        return sorted(rows, key=lambda row: (row["kind"] != ROTARY, row["model"].lower()))
 
 
 def _kept(path: Path, make: Callable[[], Json]) -> Json:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(make(), path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)
 
 
 def _place(head: Json) -> tuple[str, int, int]:
@@ -171,7 +179,8 @@ def _agreement(words: Sequence[str | None], near: Sequence[float], word: str) ->
 
 def page(rows: Sequence[Json]) -> str:
     """The tables of `docs/evidence.md`."""
-    return "\n\n".join([_ranks_table(rows), _words_table(rows), _exceptions(rows)])
+    with as_written("rows of models"):
+        return "\n\n".join([_ranks_table(rows), _words_table(rows), _exceptions(rows)])
 
 
 def _ranks_table(rows: Sequence[Json]) -> str:

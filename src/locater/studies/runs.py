@@ -1,6 +1,5 @@
 """Runs of `locater train` side by side: arms over seeds at one step, differences paired by seed; knows no torch."""
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 from statistics import StatisticsError, fmean, stdev
 from typing import NamedTuple
 
-from ..errors import refusal
+from ..documents import read_json
+from ..errors import Refusal, refusal
 from ..records import Json
 from ..training.metrics import METRICS, Row, read_rows
 
@@ -144,8 +144,8 @@ def read_run(folder: Path) -> Run:
         validations = {_step(row): _numbers(row) for row in rows if row["kind"] == "validation"}
         training = {_step(row): float(row["loss"]) for row in rows if row["kind"] == "train"}
         entropies = {_step(row): _of_heads(row) for row in rows if row["kind"] == "validation"}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as reason:
-        got = f"{type(reason).__name__} ({reason!s:.80})"
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as reason:
+        got = str(reason) if isinstance(reason, Refusal) else f"{type(reason).__name__} ({reason!s:.80})"
         raise refusal(f"metrics of locater train in {path}", got, "move the folder elsewhere") from None
     named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
     arm, seed = (named[1], int(named[2])) if named else (folder.name, _seed(folder / CONFIG))
@@ -183,9 +183,9 @@ def _of_heads(row: Row) -> dict[Place, float]:
 
 def _seed(path: Path) -> int:
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["loop"]["seed"])
-    except (OSError, ValueError, TypeError, KeyError) as reason:
-        got = f"{type(reason).__name__} ({reason!s:.80})"
+        return int(read_json(path)["loop"]["seed"])
+    except (ArithmeticError, ValueError, TypeError, LookupError) as reason:
+        got = str(reason) if isinstance(reason, Refusal) else f"{type(reason).__name__} ({reason!s:.80})"
         raise refusal(f"a seed of locater train in {path}", got, "name the folder ARM-seedN") from None
 
 

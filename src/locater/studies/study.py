@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..documents import as_written
 from ..errors import BadArguments
 from ..records import Json
 from .statistics import Finding
@@ -117,9 +118,10 @@ def flat(rows: Sequence[Row]) -> list[Json]:
 def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     """What a study found so far, as the page and the documentation read it."""
     study = find(name)
-    measured = flat(rows)
-    found = study.conclude(measured) if measured else None
-    table = found.behind() if found else None
+    with as_written(f"the rows of {name}"):
+        measured = flat(rows)
+        found = study.conclude(measured) if measured else None
+        table = found.behind() if found else None
     answer = [found.first, found.second] if found else ["Nothing has been measured yet."]
     done = sum("result" in row and _is_done(row["result"]) for row in rows)
     if done < num_points:

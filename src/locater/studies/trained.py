@@ -1,5 +1,6 @@
 """Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -104,10 +105,10 @@ def points(
 
 def command(point: Point) -> str:
     """The same run by itself, as one types it."""
-    flags = [
-        f"--{name.replace('_', '-')} {value}" for name, value in {"seed": point["seed"], **point["options"]}.items()
-    ]
-    return f"locater train --preset {point['preset']} {' '.join(flags)} --out {point['name'].replace(' ', '-')}"
+    options = {"preset": point["preset"], "seed": point["seed"], **point["options"]}
+    options["out"] = point["name"].replace(" ", "-")
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["locater", "train", *flags])
 
 
 def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:

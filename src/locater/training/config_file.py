@@ -1,13 +1,13 @@
 """A config as a file that `--config` reads: YAML or JSON, in groups or flat, with all fields or some."""
 
 import difflib
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
+from ..documents import read_json, read_yaml
 from ..errors import BadArguments, refusal, within
 from ..records import Json
 from .config import GROUPS, PRESETS, Config
@@ -42,12 +42,7 @@ def read_file(path: Path) -> tuple[str | None, Json]:
 
 
 def _document(path: Path) -> Json:
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as reason:
-        words = " ".join(str(getattr(reason, "strerror", None) or reason).split())
-        raise refusal("a YAML or JSON file of options", f"{words:.120}") from None
+    document = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if not isinstance(document, dict):
         raise refusal("names of options with their values", f"{document!r:.60}", "see locater train --print-config")
     return document

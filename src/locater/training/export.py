@@ -1,7 +1,6 @@
 """A trained model as a folder of safetensors that `locater scan`, or anyone, reads."""
 
 import copy
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import checkpoints
+from ..documents import as_written, read_json
 from ..errors import refusal
 from ..records import Json, write, write_json
 from ..stabilisers.rivals.reparametrisation import remove
@@ -62,14 +62,15 @@ def model_settings(model: nn.Module, stabiliser: StabiliserOptions | None = None
 
 def load(folder: Path) -> LanguageModel | WalkModel:
     """What `export` wrote, or a checkpoint of a run, ready for inference; with the stabiliser that stays with it."""
-    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))
-    if document["positions"] == "none":
-        del document["model_type"]
-        model: LanguageModel | WalkModel = WalkModel(WalkShape(**document))
-    else:
-        model = LanguageModel(Shape.from_dict(document))
-    attach(model, stays)
+    with as_written(folder / "config.json"):
+        document = read_json(folder / "config.json")
+        stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))
+        if document["positions"] == "none":
+            del document["model_type"]
+            model: LanguageModel | WalkModel = WalkModel(WalkShape(**document))
+        else:
+            model = LanguageModel(Shape.from_dict(document))
+        attach(model, stays)
     with checkpoints.open(folder) as stored:
         missing, unexpected = model.load_state_dict({name: stored.read(name) for name in stored.names}, strict=False)
     tied = ["output.weight"] if getattr(model.config, "tied", False) else []  # stored once, as the embedding

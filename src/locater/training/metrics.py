@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..documents import as_written, read_lines
 from ..errors import refusal
 from ..records import Json, head_key, layer_key, write
 
@@ -20,18 +21,14 @@ def read_rows(path: Path) -> list[Row]:
     """The whole lines of a file of metrics; what a killed process left of a last one is dropped."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return read_lines(path, constant=float)
 
 
 def rows_of_run(folder: Path) -> list[Row]:
     """The metrics of a run that is to go on."""
     path = folder / METRICS
-    try:
+    with as_written(path):
         return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0 and _line(row)]
-    except (OSError, ValueError, TypeError, KeyError) as reason:
-        got = f"{type(reason).__name__} ({reason!s:.80})"
-        raise refusal(f"metrics of locater train in {path}", got, "repair its lines, or remove it") from None
 
 
 class Metrics:

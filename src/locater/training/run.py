@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -106,7 +107,7 @@ def _claim(folder: Path) -> None:
     except OSError as reason:
         raise refusal(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
     if taken is not None:
-        remedy = f"continue it with --resume {folder}, or choose another --out"
+        remedy = f"continue it with --resume {shlex.quote(str(folder))}, or choose another --out"
         raise refusal("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from ...documents import as_written, read_json
 from ...errors import Refusal
 from ...records import JsonMapping, cache_folder, write_json
 from ..registry import find_family, is_in_tables
@@ -71,8 +72,9 @@ def path_of_proof(model_type: str, values: JsonMapping | None = None) -> Path:
 def read(path: Path) -> Proof | None:
     """A kept proof; None where there is none, or where the file is damaged: it can be made again."""
     try:
-        return Proof.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):
+        with as_written(path):
+            return Proof.from_json(read_json(path))
+    except Refusal:
         return None
 
 

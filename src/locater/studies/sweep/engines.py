@@ -1,6 +1,7 @@
 """Who measures the points of a sweep: this process, several of this machine, or the tasks of a SLURM array."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,9 +19,9 @@ SLURM = """#!/usr/bin/env bash
 #SBATCH --array=0-{last}
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
-#SBATCH --output={folder}/slurm-%a.log
 # Task i measures point i, or goes on with it: SIGTERM saves, and a requeued task resumes.
-export OMP_NUM_THREADS=${{SLURM_CPUS_PER_TASK:-1}}
+export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+exec >>{folder}/slurm-"$SLURM_ARRAY_TASK_ID".log 2>&1
 exec {command} sweep --resume {folder} --task "$SLURM_ARRAY_TASK_ID"
 """
 
@@ -61,6 +62,8 @@ def _end(workers: list[subprocess.Popen[bytes]]) -> None:
 
 def slurm_script(sweep: Sweep, path: Path) -> None:
     """An array job with a task for every point."""
-    folder, command = shlex.quote(str(sweep.folder.resolve())), f"{shlex.quote(sys.executable)} -m locater.cli"
-    text = SLURM.format(name=sweep.folder.name, last=len(sweep.points) - 1, folder=folder, command=command)
+    folder, command = shlex.quote(str(sweep.folder.resolve())), shlex.join([sys.executable, "-m", "locater.cli"])
+    # Lines for sbatch cannot be quoted for a shell: they hold nothing but letters that both take as they are.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", sweep.folder.resolve().name)
+    text = SLURM.format(name=name, last=len(sweep.points) - 1, folder=folder, command=command)
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

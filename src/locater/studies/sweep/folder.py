@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ...documents import check_beside, read_json
 from ...errors import Refusal, refusal
 from ...records import Json, write_json
 
@@ -40,8 +42,7 @@ class Sweep:
 
     def rows(self) -> list[Row]:
         """What is done, in the order of the points."""
-        paths = [self.path(point) for point in self.points]
-        return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+        return [self.row(point) for point in self.points if self.path(point).exists()]
 
     def missing(self) -> list[int]:
         return [number for number, point in enumerate(self.points) if not self.path(point).exists()]
@@ -71,12 +72,12 @@ class Sweep:
     def _measure(self, point: Point, measure: Measure) -> None:
         """A row in any case: what came out, what was raised, or that workers kept dying of it."""
         place, deaths = self.place(point), self._deaths(point)
-        count = int(deaths.read_text()) if deaths.exists() else 0
+        count = deaths.stat().st_size if deaths.exists() else 0  # a letter for each
         if count >= MOST_DEATHS:
             row: Row = {"point": point, "error": f"the process that measured it died {count} times"}
         else:
             # Written before and taken back after: what remains counts the workers that did not get to the end.
-            deaths.write_text(str(count + 1))
+            deaths.write_text("x" * (count + 1))
             place.mkdir(parents=True, exist_ok=True)
             try:
                 row = {"point": point, "result": measure(point, place)}
@@ -94,10 +95,15 @@ class Sweep:
 
     def place(self, point: Point) -> Path:
         """Its own folder."""
-        return self.folder / RUNS / str(point.get("name", key(point)))
+        return self.folder / RUNS / _name(point)
 
     def row(self, point: Point) -> Row:
-        return json.loads(self.path(point).read_text(encoding="utf-8"))
+        """What is kept of a point; refuses a row that is another's, or that says neither result nor error."""
+        row = read_json(self.path(point))
+        if row.get("point") != point or isinstance(row.get("error"), str) == ("result" in row):
+            expected = f"the result or the error of its point in {self.path(point)}"
+            raise refusal(expected, f"{row!s:.80}", "remove the file to measure it again")
+        return row
 
     def _deaths(self, point: Point) -> Path:
         return self.folder / RUNS / f"{key(point)}.begun"
@@ -117,7 +123,7 @@ def key(point: Point) -> str:
 
 def create(folder: Path, kind: str, points: Sequence[Point]) -> Sweep:
     """A new sweep, or the one that is there if it has the same points: then it goes on."""
-    points = tuple(json.loads(json.dumps(list(points))))  # as they will be read back
+    points = _checked(json.loads(json.dumps(list(points))), folder / LIST)  # as they will be read back
     if (folder / LIST).exists():
         there = open_sweep(folder)
         if (there.kind, there.points) != (kind, points):
@@ -136,12 +142,31 @@ def open_sweep(folder: Path) -> Sweep:
     """The sweep in a folder."""
     path = folder / LIST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        return Sweep(folder, document["kind"], tuple(document["points"]))
-    except (OSError, ValueError, KeyError, TypeError) as reason:
+        document = read_json(path)
+    except Refusal as reason:
         raise refusal(
-            f"the folder of a sweep, with {LIST}", f"{folder} ({reason!s:.80})", "make one with --out"
+            f"the folder of a sweep, with {LIST}", f"{folder} ({reason!s:.200})", "make one with --out"
         ) from None
+    kind, points = document.get("kind"), document.get("points")
+    if not isinstance(kind, str) or not isinstance(points, list):
+        raise refusal(f"a kind and points in {path}", f"{document!s:.80}", "restore it")
+    return Sweep(folder, kind, _checked(points, path))
+
+
+def _checked(points: list[Any], path: Path) -> tuple[Point, ...]:
+    """The points, if each is an object with a folder of its own inside the sweep's."""
+    names = set()
+    for point in points:
+        if not isinstance(point, dict):
+            raise refusal(f"points with names and values in {path}", f"{point!r:.80}", "restore it")
+        names.add(check_beside(_name(point), path).casefold())
+    if len(names) < len(points):
+        raise refusal(f"another name for each point in {path}", "one name twice", "vary the options by other values")
+    return tuple(points)
+
+
+def _name(point: Point) -> Any:
+    return point.get("name", key(point))
 
 
 @contextmanager

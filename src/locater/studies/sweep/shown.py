@@ -1,15 +1,15 @@
 """A sweep as a document that a page shows: arms over seeds, or the answer of a study; of training it needs no torch."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...documents import as_written, read_json
 from ...errors import refusal
 from ...records import Json
 from ...training.metrics import METRICS
 from ..runs import QUANTITIES, Run, compare_all, read_run
-from .folder import RUNS, Row, Sweep, open_sweep
+from .folder import Row, Sweep, open_sweep
 
 STUDY = "study.json"
 
@@ -18,28 +18,29 @@ def sweep_document(folder: Path) -> Json:
     """What has been measured so far: `locater.study/1` of a study, `locater.runs/1` of training."""
     sweep = open_sweep(folder)
     if sweep.kind == "train":
-        return rows_document(sweep.rows(), folder)
+        return rows_document(sweep.rows(), str(folder), sweep=sweep)
     return _of_study(sweep)
 
 
-def rows_document(rows: Sequence[Row], folder: Path) -> Json:
-    """Rows of training runs as arms over seeds, in full where their metrics lie in the folder; without what failed."""
-    failed = [
-        {"run": str(row["point"].get("name", "a point")), "error": row["error"]} for row in rows if "error" in row
-    ]
-    runs = [_run(row, folder / RUNS) for row in rows if "result" in row]
-    if not runs:
-        reason = f"none, and {len(failed)} that failed" if failed else "none"
-        raise refusal(f"a finished run in the sweep {folder}", reason, "go on with: locater sweep --resume")
-    found = compare_all(sorted(runs, key=lambda run: (run.arm, run.seed)), folder=str(folder))
-    return found | {"left_out": [*found["left_out"], *failed]}
+def rows_document(rows: Sequence[Row], source: str, *, sweep: Sweep | None = None) -> Json:
+    """Rows of training runs as arms over seeds, in full where the sweep has their metrics; without what failed."""
+    with as_written(source):
+        failed = [
+            {"run": str(row["point"].get("name", "a point")), "error": row["error"]} for row in rows if "error" in row
+        ]
+        runs = [_run(row, sweep) for row in rows if "result" in row]
+        if not runs:
+            reason = f"none, and {len(failed)} that failed" if failed else "none"
+            raise refusal(f"a finished run in the sweep {source}", reason, "go on with: locater sweep --resume")
+        found = compare_all(sorted(runs, key=lambda run: (run.arm, run.seed)), folder=source)
+        return found | {"left_out": [*found["left_out"], *failed]}
 
 
-def _run(row: Row, runs: Path) -> Run:
+def _run(row: Row, sweep: Sweep | None) -> Run:
     """Every validation; of a row alone the course of the loss, and every number of the last validation."""
     point, result = row["point"], row["result"]
-    if (runs / point["name"] / METRICS).is_file():
-        return replace(read_run(runs / point["name"]), arm=point["arm"], seed=point["seed"])
+    if sweep is not None and (sweep.place(point) / METRICS).is_file():
+        return replace(read_run(sweep.place(point)), arm=point["arm"], seed=point["seed"])
     validations = {int(step): {"loss": loss} for step, loss in result["course"].items()}
     validations.setdefault(result["step"], {}).update({name: result[name] for name in QUANTITIES if name in result})
     return Run(point["name"], point["arm"], point["seed"], validations, training={})
@@ -49,7 +50,7 @@ def _of_study(sweep: Sweep) -> Json:
     """As it was last concluded where all is done, else concluded anew from the rows."""
     written = sweep.folder / STUDY
     if not sweep.missing() and written.is_file():
-        return json.loads(written.read_text(encoding="utf-8"))
+        return read_json(written)
     from ..study import document
 
     return document(sweep.kind.removeprefix("study "), sweep.rows(), num_points=len(sweep.points))
