@@ -114,19 +114,3 @@ def test_words_are_right_of_four_in_five_of_every_kind():
             counts = [row["words"][word] for row in rows if row["kind"] == kind]
             right, called = (sum(part) for part in zip(*counts, strict=True))
             assert right >= real_data.ENOUGH * called, (kind, word, right, called)
-
-
-def test_the_readme_says_what_the_rows_say():
-    root = Path(__file__).parents[1]
-    rows = json.loads((root / ROWS).read_text(encoding="utf-8"))["models"]
-    counts = {}
-    for word in ("near", "far"):
-        right, called = (sum(part) for part in zip(*(row["words"][word] for row in rows), strict=True))
-        counts[word] = f"{right} of {called}"
-    worst = min(
-        (row["words"][word] for row in rows for word in counts if row["words"][word][1]), key=lambda n: n[0] / n[1]
-    )
-    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    assert f"right of {counts['near']} heads (near) and {counts['far']} (far)" in readme
-    assert f"in the worst of them of {worst[0]} of {worst[1]}" in readme
-    assert f"over {COUNTED[len(rows)]} trained models together" in readme
