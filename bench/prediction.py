@@ -14,7 +14,7 @@ from locater.prediction.numbers import NAMES
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, calibrate, measure
 from locater.prediction.sampling import predict_layer
 from locater.prediction.windows import cut
-from locater.training.data.embedded_text import embedded_text
+from locater.texts import embedded_text
 
 NOTHING = Terms(first=False, positions=False, sinks=False, lags=False)
 VARIANTS = {

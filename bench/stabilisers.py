@@ -28,10 +28,10 @@ from locater.stabilisers import (
     QKNorm,
     SigmaReparam,
     SoftCap,
-    SpectralNorm,
     Stabiliser,
     ZLoss,
 )
+from locater_lab.rivals import SpectralNorm
 
 BATCH, LENGTH, LAYERS, MOST = 8, 512, 12, 0.004
 Measures = dict[str, Callable[[], float]]

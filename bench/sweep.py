@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from locater.studies.sweep.folder import create
+from locater_lab.studies.sweep.folder import create
 
 BOUND = 1.8
 OPTIONS = dict(data="embedded", tokenizer="bpe", bpe_size=512, context=32, d_model=32, d_feedforward=64)

@@ -19,15 +19,15 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
-from locater.training.config import Config, make_config
-from locater.training.data.batches import Windows
-from locater.training.data.cache import Tokens
-from locater.training.data.options import DataOptions
-from locater.training.data.sources import Data, open_data
-from locater.training.data.vocabulary import Words
-from locater.training.loop import Trainer
-from locater.training.model import LanguageModel
-from locater.training.processes import Processes
+from locater_lab.data.batches import Windows
+from locater_lab.data.cache import Tokens
+from locater_lab.data.options import DataOptions
+from locater_lab.data.sources import Data, open_data
+from locater_lab.data.vocabulary import Words
+from locater_lab.train.config import Config, make_config
+from locater_lab.train.loop import Trainer
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.processes import Processes
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 

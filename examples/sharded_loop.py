@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locater.stabilisers import LocAteR, Projected, WarmUp
-from locater.training.processes import leave
+from locater_lab.train.processes import leave
 
 # A single process needs neither a port nor environment variables; torchrun sets both for several.
 single = dict(store=dist.HashStore(), rank=0, world_size=1)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from locater.studies.small import Ran, tiny, train
 
 from locater.records import Json, write_json
 from locater.spectra import moments
-from locater.studies.small import Ran, tiny, train
 from locater.theory.depth import layer_of_moments, propagate, token_kernel
 
 STEPS = (0, 10, 30, 100, 300, 1000, 3000)

@@ -14,10 +14,10 @@ import torch
 from locater.records import Json
 from locater.stabilisers import Auto, LocAteR
 from locater.stabilisers.strength import SHARE
-from locater.studies.small import nothing, result, train
-from locater.studies.statistics import paired
-from locater.studies.two_models import OPTIONS
-from locater.training.config import make_config
+from locater_lab.demo.two_models import OPTIONS
+from locater_lab.studies.small import nothing, result, train
+from locater_lab.studies.statistics import paired
+from locater_lab.train.config import make_config
 
 TEXT: Json = dict(data="embedded", tokenizer="bpe", context=64, device="cpu")
 WIDE = dict(bpe_size=1024, vocab_size=0, num_layers=1, dropout=0.0, batch=4, accumulate=1, warmup=10, steps=40)

@@ -15,15 +15,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from locater_lab.studies.figures import study_figure
+
 from locater.records import write_json
 from locater.report import figures
-from locater.report.studies import study_figure
-from locater.studies.page import TIMES, documents, keep_rows, page, quick_times
-from locater.studies.real_data import page as evidence_tables
-from locater.studies.study import STUDIES, points_of
-from locater.studies.sweep.folder import Row, open_sweep
-from locater.studies.trained import result
-from locater.training.metrics import METRICS
+from locater_lab.studies.page import TIMES, documents, keep_rows, page, quick_times
+from locater_lab.studies.real_data import page as evidence_tables
+from locater_lab.studies.study import STUDIES, points_of
+from locater_lab.studies.sweep.folder import Row, open_sweep
+from locater_lab.studies.trained import result
+from locater_lab.train.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"

@@ -5,18 +5,8 @@ Attached before and after compiling; taken off, the compiled model computes what
 
 import torch
 
-from locater.stabilisers import (
-    AlphaDecay,
-    EntropyBonus,
-    LocAteR,
-    QKClip,
-    QKDecay,
-    QKNorm,
-    SigmaReparam,
-    SoftCap,
-    SpectralNorm,
-    ZLoss,
-)
+from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, SoftCap, ZLoss
+from locater_lab.rivals import AlphaDecay, SpectralNorm
 from stabiliser_models import TOKENS, llama
 
 KINDS = {

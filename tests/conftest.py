@@ -8,8 +8,9 @@ from jaxtyping import install_import_hook
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
 COMPUTING = ("attention", "head", "positions", "prediction", "projections", "spectra", "stabilisers", "theory")
-TRAINING = ("training",)
-install_import_hook([f"locater.{name}" for name in COMPUTING + TRAINING], "beartype.beartype")
+LABORATORY = ("data", "rivals", "train")
+HOOKED = [f"locater.{name}" for name in COMPUTING] + [f"locater_lab.{name}" for name in LABORATORY]
+install_import_hook(HOOKED, "beartype.beartype")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -5,8 +5,8 @@ import transformers as hf
 from torch import nn
 from torch.nn import functional
 
-from locater.training.model import LanguageModel
-from locater.training.shape import Shape
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.shape import Shape
 
 SIZES = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, vocab_size=40)
 TOKENS = torch.arange(18).reshape(2, 9) * 7 % 40

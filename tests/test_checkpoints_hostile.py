@@ -15,8 +15,8 @@ import locater
 from locater import checkpoints
 from locater.errors import Refusal
 from locater.prediction.language_model import load_model, load_tokenizer
-from locater.training.processes import Processes
-from locater.training.store import Store
+from locater_lab.train.processes import Processes
+from locater_lab.train.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

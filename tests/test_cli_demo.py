@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from command import locater
-from locater.cli.demo_models import conclusions
 from locater.scanning.scan import scan
-from locater.studies import two_models
-from locater.training import loop
-from locater.training.config import make_config
-from locater.training.export import load
-from locater.training.metrics import read_rows
-from locater.training.run import start
+from locater_lab.cli.demo_models import conclusions
+from locater_lab.demo import two_models
+from locater_lab.train import loop
+from locater_lab.train.config import make_config
+from locater_lab.train.export import load
+from locater_lab.train.metrics import read_rows
+from locater_lab.train.run import start
 from training_cases import TINY, assert_same_run, write_text
 
 PICTURES = ("one_head.png", "phase_diagram.png", "training.png", "attention.png")
@@ -49,7 +49,7 @@ def document(shown):
 def tiny(tmp_path, monkeypatch):
     """Runs of a second without the theory, where the folder matters and not the words."""
     # By its full name the package gives the function, which hides the module.
-    monkeypatch.setattr(sys.modules["locater.cli.demo"], "_show_theory", lambda console, out: None)
+    monkeypatch.setattr(sys.modules["locater_lab.cli.demo"], "_show_theory", lambda console, out: None)
     monkeypatch.setattr(two_models, "OPTIONS", TINY | {"data": str(write_text(tmp_path)), "num_heads": 1})
     return tmp_path / "demo"
 
@@ -199,7 +199,7 @@ def test_the_quick_one_needs_no_extra_and_draws_nothing(tiny, monkeypatch):
     for name in ("matplotlib", "tokenizers", "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
     absent = lambda name: None if name in ("matplotlib", "tokenizers") else object()  # noqa: E731
-    monkeypatch.setattr(sys.modules["locater.cli.demo"], "find_spec", absent)
+    monkeypatch.setattr(sys.modules["locater_lab.cli.demo"], "find_spec", absent)
     refused = locater("demo", "--out", tiny, columns=200)
     assert refused.code == 1 and not refused.out and not tiny.exists()
     assert 'got no tokenizers and no matplotlib; install them with: pip install "locater[hf,plot]"' in refused.err

@@ -55,7 +55,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
 
 
 def test_the_plane_is_told_row_by_row():
-    from locater.studies.phase_diagram import DEVIATIONS, phase_diagram
+    from locater.theory.phase_diagram import DEVIATIONS, phase_diagram
 
     told = []
     phase_diagram(

@@ -132,9 +132,9 @@ def test_common_options_are_options():
     import dataclasses
     import inspect
 
-    from locater.cli.grouped_help import COMMON
-    from locater.cli.train import train
-    from locater.training.config import GROUPS
+    from locater_lab.cli.grouped_help import COMMON
+    from locater_lab.cli.train import train
+    from locater_lab.train.config import GROUPS
 
     known = set(inspect.signature(train).parameters) | {f.name for g in GROUPS.values() for f in dataclasses.fields(g)}
     assert known >= COMMON, COMMON - known

@@ -9,7 +9,7 @@ import pytest
 
 from command import locater
 from locater.report.curves import curves
-from locater.studies.runs import compare_runs
+from locater_lab.studies.runs import compare_runs
 from training_cases import flags, write_text
 
 HEADS = [

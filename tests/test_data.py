@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from locater.errors import Refusal
-from locater.training.data import cache, sources
-from locater.training.data.batches import Walks, Windows
-from locater.training.data.options import DataOptions
-from locater.training.data.sources import open_data
-from locater.training.data.text import Corpus, download, held_out, read_corpus
-from locater.training.data.vocabulary import BytePairs, Words, load
+from locater_lab.data import cache, sources
+from locater_lab.data.batches import Walks, Windows
+from locater_lab.data.options import DataOptions
+from locater_lab.data.sources import open_data
+from locater_lab.data.text import Corpus, download, held_out, read_corpus
+from locater_lab.data.vocabulary import BytePairs, Words, load
 
 TEXT = "".join(f" line {n} tells of {n * n} things \n" for n in range(200))
 WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"
@@ -281,7 +281,7 @@ def test_a_silent_hub_is_not_asked_again(monkeypatch, silent_hub):
 def test_the_embedded_text_is_long_enough_and_made_once(monkeypatch):
     corpus = sources.embedded()
     assert len(corpus.train) > 500_000 and len(corpus.valid) > 20_000
-    monkeypatch.setattr("locater.training.data.embedded_text.embedded_text", lambda: pytest.fail("made twice"))
+    monkeypatch.setattr("locater.texts.embedded_text", lambda: pytest.fail("made twice"))
     assert sources.embedded() == corpus
 
 

@@ -14,7 +14,8 @@ from locater import LocAteR, scan
 from locater.errors import Refusal
 from locater.models.live import layers
 from locater.scanning.source import heads
-from locater.stabilisers import QKClip, SpectralInitialisation
+from locater.stabilisers import QKClip
+from locater_lab.rivals import SpectralInitialisation
 
 pytestmark = pytest.mark.quick
 

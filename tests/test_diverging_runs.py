@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 from locater.monitor import Attach, AttentionMonitor, Checkpoint, RollBack, Stop
 from locater.monitor.report import SERIOUS
 from locater.stabilisers import QKClip
-from locater.training.model import LanguageModel
-from locater.training.shape import Shape
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.shape import Shape
 
 pytestmark = pytest.mark.slow
 VOCABULARY = 64

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from locater.studies.sweep.folder import create
 
 from command import locater
 from locater import documents
 from locater.errors import Refusal
-from locater.studies.sweep.folder import create
 from test_cli_runs import row, write_run
 
 JUNK = [None, True, -1, 0, 3, 10**400, 1.5, 1e300, "", "x", "../../x", "\n", [], [1], [[]], {}, {"a": 1}, [{}], ["x"]]

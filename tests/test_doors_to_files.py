@@ -16,8 +16,8 @@ from locater.errors import Refusal, Unforeseen, callers_own, net
 from locater.packaged import EXAMPLE
 from locater.prediction.probe import probe
 from locater.scanning.compare import compare, in_processes
-from locater.training.model import LanguageModel
-from locater.training.shape import Shape
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.shape import Shape
 from test_hardening import write
 
 LATE = "an answer within --timeout|Timeout"
@@ -169,7 +169,7 @@ def test_the_net_is_beneath_every_door(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("place, arguments", [
     ("locater.report.reading.read_record", ["report", "scan.json", "-o", "page.html"]),
     ("locater.report.reading.read_record", ["explore", "scan.json", "-o", "page.html"]),
-    ("locater.studies.real_data.evidence", ["study", "real-data", "--model", "scan.json", "--out", "rows"]),
+    ("locater_lab.studies.real_data.evidence", ["study", "real-data", "--model", "scan.json", "--out", "rows"]),
 ])  # fmt: skip
 def test_commands_name_the_file_that_they_failed_on(place, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,12 +1,9 @@
 import subprocess
 import sys
 
-from locater.training.data.embedded_text import embedded_text, passages
+from locater.texts import embedded_text, passages
 
-HASH = (
-    "import hashlib, locater.training.data.embedded_text as e; "
-    "print(hashlib.sha256(e.embedded_text().encode()).hexdigest())"
-)
+HASH = "import hashlib, locater.texts as e; print(hashlib.sha256(e.embedded_text().encode()).hexdigest())"
 
 
 def test_text_is_large_real_and_the_same_every_time():

@@ -102,7 +102,7 @@ def test_nothing_is_said_where_nothing_is_known():
 
 def test_nothing_is_estimated_without_the_positions_of_a_model(tmp_path):
     """The paper's model, which the demo trains, has sinusoids that are not stored: its words alone know no distance."""
-    from locater.training import run
+    from locater_lab.train import run
     from training_cases import tiny
 
     (tmp_path / "notes.txt").write_text("".join(f"{n} and {n * 37 % 101} .\n" for n in range(2000)))

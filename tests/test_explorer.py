@@ -9,9 +9,9 @@ import torch
 
 from browser import serious_faults
 from command import locater
-from locater.report import explorer
 from locater.spectra import Grams, Moments
 from locater.theory import closed_form, exact, regimes, rotary
+from locater_lab.explorer import page as explorer
 
 HEAD = dict(block="decoder", layer=3, head=1, key_head=1, d_model=64, d_head=16, temperature=4.0, regime="mixed")
 HEAD |= dict(trace=6.0, trace_of_square=-2.0, frobenius_squared=40.0, xi=1.2, localisation=0.1, spread=0.1)

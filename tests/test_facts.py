@@ -6,18 +6,22 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "locater"
-TEXTS = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+SOURCE = Path(__file__).parents[1] / "src"
+TEXTS = {
+    path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8")
+    for package in ("locater", "locater_lab")
+    for path in sorted((SOURCE / package).rglob("*.py"))
+}
 HOMES = {
-    "the name of a layer in logs": (r"layer_\{", "records.py"),
-    "the name of a head in logs": (r"head_\{", "records.py"),
-    "gathering a shard": (r"full_tensor", "projections.py"),
-    "whether backward runs": (r"_current_graph_task_id", "attention/calls.py"),
-    "the weights of η²": (r"ETA_WEIGHTS\w* *[:=]", "spectra/moments.py"),
-    "which regimes are localized": (r"^LOCALIZED\b", "theory/words.py"),
-    "how near is near": (r"^NEAR\b", "attention/statistics.py"),
-    "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "scanning/__init__.py"),
-    "suffixes of torch's files": (r'"\.ckpt"', "checkpoints/locate.py"),
+    "the name of a layer in logs": (r"layer_\{", "locater/records.py"),
+    "the name of a head in logs": (r"head_\{", "locater/records.py"),
+    "gathering a shard": (r"full_tensor", "locater/projections.py"),
+    "whether backward runs": (r"_current_graph_task_id", "locater/attention/calls.py"),
+    "the weights of η²": (r"ETA_WEIGHTS\w* *[:=]", "locater/spectra/moments.py"),
+    "which regimes are localized": (r"^LOCALIZED\b", "locater/theory/words.py"),
+    "how near is near": (r"^NEAR\b", "locater/attention/statistics.py"),
+    "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "locater/scanning/__init__.py"),
+    "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/locate.py"),
 }
 
 
@@ -31,14 +35,17 @@ def test_a_fact_has_one_home(fact):
 def test_entropy_is_defined_in_one_room():
     """−Σ p log p of attention, by whatever form, outside of `attention` and the singular values' own."""
     pattern = re.compile(r"torch\.(special\.)?(xlogy|entr)\(")
-    elsewhere = [name for name, text in TEXTS.items() if pattern.search(text) and not name.startswith("attention/")]
-    assert set(elsewhere) <= {"spectra/singular.py", "theory/regimes.py"}, elsewhere
+    elsewhere = [
+        name for name, text in TEXTS.items() if pattern.search(text) and not name.startswith("locater/attention/")
+    ]
+    assert set(elsewhere) <= {"locater/spectra/singular.py", "locater/theory/regimes.py"}, elsewhere
 
 
 def test_everything_that_is_defined_is_used():
-    """Every constant, function and class of the source is named a second time: there, in a test or in a script."""
-    root = PACKAGE.parents[1]
-    used, defined = set(), {}
+    """Every constant, function and class of the source is named again: there, in a test, a script or an entry point."""
+    root = SOURCE.parent
+    points = re.findall(r'= "locater[\w.]*:(\w+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    used, defined = set(points), {}
     for path in (path for folder in ("src", "tests", "bench", "runs", "dev") for path in (root / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):

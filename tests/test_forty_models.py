@@ -22,8 +22,9 @@ from locater import stabilisers
 from locater.attention.calls import attend
 from locater.models.proof import prove
 from locater.monitor import AttentionMonitor
-from locater.training.model import LanguageModel
-from locater.training.shape import Shape
+from locater_lab import rivals
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.shape import Shape
 from test_monitor_calls import assert_exact
 from test_monitor_families import pair
 from test_proof import CASES as PROVEN
@@ -143,13 +144,13 @@ ATTACHED = {
     "QKClip": lambda model: stabilisers.QKClip(model, threshold=1.0),
     "SoftCap": lambda model: stabilisers.SoftCap(model, cap=3.0),
     "SigmaReparam": stabilisers.SigmaReparam,
-    "SpectralNorm": stabilisers.SpectralNorm,
+    "SpectralNorm": rivals.SpectralNorm,
     "ZLoss": lambda model: stabilisers.ZLoss(model, weight=1e-3),
     "EntropyBonus": lambda model: stabilisers.EntropyBonus(model, weight=1e-3),
-    "AlphaDecay": lambda model: stabilisers.AlphaDecay(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
+    "AlphaDecay": lambda model: rivals.AlphaDecay(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
     "QKDecay": lambda model: stabilisers.QKDecay(model, decay=0.1),
-    "SpectralInitialisation": lambda model: stabilisers.SpectralInitialisation(model, xi=0.5, eta=2.0),
-    "MimeticInitialisation": stabilisers.MimeticInitialisation,
+    "SpectralInitialisation": lambda model: rivals.SpectralInitialisation(model, xi=0.5, eta=2.0),
+    "MimeticInitialisation": rivals.MimeticInitialisation,
 }
 QUICK = {"Fused", "Grouped", "Alibi", "Bare", "llama", "glm4", "LocAteR", "SoftCap", "DoRA on Fused"}
 
@@ -186,7 +187,7 @@ def test_there_are_forty_and_more():
 
 
 def test_every_stabiliser_is_among_them():
-    kinds = (getattr(stabilisers, name) for name in stabilisers.__all__)
+    kinds = (getattr(home, name) for home in (stabilisers, rivals) for name in home.__all__)
     classes = {one.__name__ for one in kinds if isinstance(one, type) and issubclass(one, stabilisers.Stabiliser)}
     assert classes - {"Stabiliser"} == set(ATTACHED)
 

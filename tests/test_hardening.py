@@ -408,7 +408,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from locater.training.run import start
+    from locater_lab.train.run import start
 
     folder = tmp_path_factory.mktemp("run")
     start(tiny(write_text(folder), steps=4), folder / "run", stop_after=2, say=lambda _: None)
@@ -427,7 +427,7 @@ DIGIT = {"state.json": b'"loss_sum": '}
 
 @pytest.mark.parametrize("pattern", ["*.distcp", "state.json"])
 def test_a_flipped_bit_in_a_checkpoint(pattern, run, tmp_path):
-    from locater.training.run import resume
+    from locater_lab.train.run import resume
 
     folder = copy_of(run, tmp_path)
     path = next((folder / "checkpoints").glob(f"step-*/{pattern}"))
@@ -442,7 +442,7 @@ def test_a_flipped_bit_in_a_checkpoint(pattern, run, tmp_path):
 @pytest.mark.parametrize("name", [3, None, [], "../checkpoints", "/dev/zero", "..", "", "a\0b"])
 @pytest.mark.parametrize("file", ["index.json", "checksums.json"])
 def test_names_in_a_run_lead_nowhere_else(file, name, run, tmp_path):
-    from locater.training.run import resume
+    from locater_lab.train.run import resume
 
     checkpoints = copy_of(run, tmp_path) / "checkpoints"
     path = checkpoints / file if file == "index.json" else next(checkpoints.glob(f"step-*/{file}"))
@@ -454,7 +454,7 @@ def test_names_in_a_run_lead_nowhere_else(file, name, run, tmp_path):
 
 
 def test_metrics_that_are_no_json(run, tmp_path):
-    from locater.training.run import resume
+    from locater_lab.train.run import resume
 
     path = copy_of(run, tmp_path) / "metrics.jsonl"
     path.write_text('{"kind": "x", "step": 0, "loss": NaN}\n' + path.read_text())
@@ -466,11 +466,11 @@ def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path,
     """Killed after anything that removes a folder: the index still names one that is whole."""
     import shutil
 
-    from locater.training.data.sources import open_data
-    from locater.training.loop import Trainer
-    from locater.training.processes import Processes
-    from locater.training.run import read_config
-    from locater.training.store import damaged_files
+    from locater_lab.data.sources import open_data
+    from locater_lab.train.loop import Trainer
+    from locater_lab.train.processes import Processes
+    from locater_lab.train.run import read_config
+    from locater_lab.train.store import damaged_files
 
     folder = copy_of(run, tmp_path)
     config = read_config(folder)
@@ -483,7 +483,7 @@ def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path,
         last = trainer.store.folder / trainer.store.names()["last"]
         assert last.is_dir() and damaged_files(last) == []
 
-    monkeypatch.setattr("locater.training.store.shutil.rmtree", check)
+    monkeypatch.setattr("locater_lab.train.store.shutil.rmtree", check)
     before = trainer.store.names()["last"]
     trainer.save()
     assert trainer.store.names()["last"] != before
@@ -493,8 +493,8 @@ def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path,
 
 
 def test_a_second_interrupt_during_a_save_is_an_interrupt(run, tmp_path, monkeypatch):
-    from locater.training.processes import Processes
-    from locater.training.store import Store
+    from locater_lab.train.processes import Processes
+    from locater_lab.train.store import Store
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -507,9 +507,9 @@ def test_a_second_interrupt_during_a_save_is_an_interrupt(run, tmp_path, monkeyp
 
 
 def test_a_token_changed_in_place_is_not_trained_on(tmp_path, monkeypatch):
-    from locater.training.data.cache import tokenise
-    from locater.training.data.options import DataOptions
-    from locater.training.data.text import Corpus
+    from locater_lab.data.cache import tokenise
+    from locater_lab.data.options import DataOptions
+    from locater_lab.data.text import Corpus
 
     monkeypatch.setenv("LOCATER_CACHE", str(tmp_path))
     corpus, options = Corpus("x", "a b c d " * 50, "a b "), DataOptions(tokenizer="words")

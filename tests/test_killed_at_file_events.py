@@ -40,7 +40,7 @@ def end_at(number: int, folder) -> list[int]:
 
 
 def train(folder) -> None:
-    from locater.training import run
+    from locater_lab.train import run
 
     if (folder / "config.json").exists():
         run.resume(folder, say=lambda sentence: None)
@@ -55,7 +55,7 @@ def measured(point, place) -> dict:
 
 
 def sweep(folder) -> None:
-    from locater.studies.sweep.folder import create
+    from locater_lab.studies.sweep.folder import create
 
     create(folder, "test", POINTS).work(measured)
 
@@ -87,7 +87,7 @@ def child(job: str, folder, number: int) -> None:
 def run(job: str, folder, number: int = 0, *, seconds: float | None = None) -> int:
     """The exit code; `number` 0 is never reached, and without `seconds` nobody ends it from outside."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["locater.training.run", "locater.cli"])
+    context.set_forkserver_preload(["locater_lab.train.run", "locater.cli"])
     folder.with_suffix(".begun").unlink(missing_ok=True)
     started = context.Process(target=child, args=(job, folder, number))
     started.start()

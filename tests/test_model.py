@@ -14,8 +14,8 @@ from locater.errors import Refusal
 from locater.models import live as modules
 from locater.scanning.scan import scan
 from locater.stabilisers import Constant, LocAteR, Projected
-from locater.training.model import LanguageModel, WalkModel, WalkShape, linear_cross_entropy
-from locater.training.shape import SHAPES, Shape
+from locater_lab.train.model import LanguageModel, WalkModel, WalkShape, linear_cross_entropy
+from locater_lab.train.shape import SHAPES, Shape
 
 pytestmark = pytest.mark.quick
 

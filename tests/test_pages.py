@@ -12,7 +12,7 @@ import typer
 
 from command import locater
 from locater.cli import app
-from locater.training import run
+from locater_lab.train import run
 from training_cases import tiny
 
 ROOT = Path(__file__).parents[1]

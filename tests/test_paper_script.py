@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from locater.training.metrics import read_rows
-from locater.training.run import read_config
+from locater_lab.train.metrics import read_rows
+from locater_lab.train.run import read_config
 from training_cases import TINY, write_text
 
 SCRIPT = Path(__file__).parents[1] / "runs" / "paper.sh"

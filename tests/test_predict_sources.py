@@ -14,10 +14,10 @@ from locater.prediction.language_model import begins_with_bos, load_model, load_
 from locater.prediction.predict import Effort, predict
 from locater.prediction.probe import probe
 from locater.prediction.windows import given, random_windows, special_tokens
-from locater.training.data.vocabulary import Words
-from locater.training.export import export
-from locater.training.model import LanguageModel
-from locater.training.shape import Shape
+from locater_lab.data.vocabulary import Words
+from locater_lab.train.export import export
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.shape import Shape
 from predict_cases import GROUPED, LENGTH, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=3, test=1, texts=1)

@@ -12,8 +12,8 @@ from locater import scan
 from locater.errors import Refusal
 from locater.prediction.settings import Effort
 from locater.prediction.windows import cut_lines
-from locater.studies import real_data
-from locater.studies.real_data import Reading, compared, page
+from locater_lab.studies import real_data
+from locater_lab.studies.real_data import Reading, compared, page
 from predict_cases import model, save_with_tokenizer
 
 

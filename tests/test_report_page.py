@@ -22,8 +22,8 @@ from locater.report.packing import Pack
 from locater.report.reading import read_record
 from locater.report.views import views_of
 from locater.scanning import findings
-from locater.studies.study import measure_for, points_of
-from locater.studies.sweep.folder import create, open_sweep
+from locater_lab.studies.study import measure_for, points_of
+from locater_lab.studies.sweep.folder import create, open_sweep
 
 pytestmark = pytest.mark.quick
 

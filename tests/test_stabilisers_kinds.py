@@ -10,20 +10,8 @@ import torch
 import hand_written as own
 from locater import heads
 from locater.models.registry import is_in_tables
-from locater.stabilisers import (
-    AlphaDecay,
-    EntropyBonus,
-    LocAteR,
-    MimeticInitialisation,
-    QKClip,
-    QKDecay,
-    QKNorm,
-    SigmaReparam,
-    SoftCap,
-    SpectralInitialisation,
-    SpectralNorm,
-    ZLoss,
-)
+from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, SoftCap, ZLoss
+from locater_lab.rivals import AlphaDecay, MimeticInitialisation, SpectralInitialisation, SpectralNorm
 from stabiliser_models import ernie, gpt2, llama
 
 TOKENS = own.TOKENS

@@ -18,17 +18,15 @@ from locater.stabilisers import (
     RMS,
     EntropyBonus,
     LocAteR,
-    MimeticInitialisation,
     QKClip,
     QKDecay,
     QKNorm,
     SigmaReparam,
     SoftCap,
-    SpectralInitialisation,
-    SpectralNorm,
     Stabiliser,
     ZLoss,
 )
+from locater_lab.rivals import MimeticInitialisation, SpectralInitialisation, SpectralNorm
 from stabiliser_models import MODELS, TOKENS, Encoder, OwnAttention, gpt2, llama, outputs
 
 RIVALS = {
@@ -342,7 +340,7 @@ def test_mimetic_heads_look_like_the_identity():
 
 
 def test_mimetic_factors_are_the_best_of_their_rank():
-    from locater.stabilisers.rivals.initialisation import factors, noisy_identity
+    from locater_lab.rivals.initialisation import factors, noisy_identity
 
     wanted = noisy_identity(1, 12, 0.7, 0.7).double()
     query, key = factors(wanted, 5)

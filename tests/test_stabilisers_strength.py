@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from locater.stabilisers import AlphaDecay, Auto, LocAteR
-from locater.stabilisers.rivals.alpha_decay import tail_index
+from locater.stabilisers import Auto, LocAteR
 from locater.stabilisers.strength import SHARE, STEPS
+from locater_lab.rivals import AlphaDecay
+from locater_lab.rivals.alpha_decay import tail_index
 
 pytestmark = pytest.mark.quick
 

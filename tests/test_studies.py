@@ -11,7 +11,8 @@ import yaml
 
 from command import locater
 from locater.errors import BadArguments
-from locater.studies import (
+from locater.theory import closed_form
+from locater_lab.studies import (
     collapse,
     convergence,
     localisation_helps,
@@ -22,8 +23,8 @@ from locater.studies import (
     spectrum_vs_attention,
     trained,
 )
-from locater.studies.page import page
-from locater.studies.statistics import (
+from locater_lab.studies.page import page
+from locater_lab.studies.statistics import (
     Estimate,
     Finding,
     _newcombe,
@@ -35,9 +36,8 @@ from locater.studies.statistics import (
     tally,
     wilson,
 )
-from locater.studies.study import STUDIES, document, find, flat
-from locater.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
-from locater.theory import closed_form
+from locater_lab.studies.study import STUDIES, document, find, flat
+from locater_lab.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 
 pytestmark = pytest.mark.quick
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import locater.stabilisers
+import locater_lab.rivals
 from locater.attention.interception import Interception
 from locater.spectra import moments
 from locater.stabilisers import Stabiliser
 from locater.stabilisers.base import Stabiliser as Base
 from locater.stabilisers.rivals.attention_losses import AttentionLoss
-from locater.studies import (
+from locater_lab.studies import (
     alarm_limits,
     depth,
     early_warning,
@@ -25,8 +26,8 @@ from locater.studies import (
     sensitivity,
     small,
 )
-from locater.studies import spectrum_vs_attention as spectrum
-from locater.studies.study import find
+from locater_lab.studies import spectrum_vs_attention as spectrum
+from locater_lab.studies.study import find
 
 RANDOM = random.Random(1)
 
@@ -42,8 +43,8 @@ def ran():
 
 def test_the_loop_is_the_trainers(tmp_path, ran):
     """The same losses to rounding, step by step, as `locater train` has them."""
-    from locater.training import run
-    from locater.training.metrics import read_rows
+    from locater_lab.train import run
+    from locater_lab.train.metrics import read_rows
 
     run.start(config(steps=12, batch=4, log_every=1, validation_windows=4), tmp_path / "r", say=lambda said: None)
     theirs = [row["loss"] for row in read_rows(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "train"]
@@ -99,8 +100,9 @@ def test_a_held_spectrum_is_held_while_the_rest_learns():
 
 
 def test_no_stabiliser_is_left_out():
-    """Whoever adds one to the library adds it to the comparison."""
-    public = {getattr(locater.stabilisers, name) for name in locater.stabilisers.__all__}
+    """Whoever adds one adds it to the comparison."""
+    homes = (locater.stabilisers, locater_lab.rivals)
+    public = {getattr(home, name) for home in homes for name in home.__all__}
     kinds = {one for one in public if isinstance(one, type) and issubclass(one, Base)} - {AttentionLoss}
     assert kinds == {rival.kind for rival in rivals.RIVALS.values()}
     assert len({len(rival.settings) for rival in rivals.RIVALS.values()}) == 1, "as many trials for each"

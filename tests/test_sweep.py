@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from command import locater
-from locater.cli.sweep import parse_grid
 from locater.errors import BadArguments, Refusal
-from locater.studies.sweep.engines import local, slurm_script
-from locater.studies.sweep.folder import MOST_DEATHS, create, open_sweep
+from locater_lab.cli.sweep import parse_grid
+from locater_lab.studies.sweep.engines import local, slurm_script
+from locater_lab.studies.sweep.folder import MOST_DEATHS, create, open_sweep
 from training_cases import TINY, write_text
 
 POINTS = [{"number": number} for number in range(5)]

@@ -13,8 +13,8 @@ import yaml
 
 from command import locater
 from locater.errors import BadArguments, Refusal
-from locater.studies.sweep import on_ray
-from locater.studies.sweep.folder import create, open_sweep
+from locater_lab.studies.sweep import on_ray
+from locater_lab.studies.sweep.folder import create, open_sweep
 from test_sweep import children, grid, start, wait_for  # noqa: F401
 from training_cases import TINY, write_text
 

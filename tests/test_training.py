@@ -18,14 +18,14 @@ from locater.errors import Refusal
 from locater.models.live import layers
 from locater.prediction.language_model import load_tokenizer
 from locater.prediction.probe import probe
-from locater.training import loop, run, validation
-from locater.training.config import Config, OptimiserOptions, make_config
-from locater.training.data.sources import open_data
-from locater.training.export import load
-from locater.training.metrics import Metrics, read_rows
-from locater.training.model import LanguageModel
-from locater.training.parts import learning_rate
-from locater.training.processes import Processes
+from locater_lab.data.sources import open_data
+from locater_lab.train import loop, run, validation
+from locater_lab.train.config import Config, OptimiserOptions, make_config
+from locater_lab.train.export import load
+from locater_lab.train.metrics import Metrics, read_rows
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.parts import learning_rate
+from locater_lab.train.processes import Processes
 from training_cases import STATEFUL, assert_same_run, flags, tiny, weights, write_text
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -614,7 +614,7 @@ def test_epochs_are_steps(text, tmp_path):
 
 
 def test_help_needs_no_torch():
-    code = "import sys, locater.cli.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, locater_lab.cli.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

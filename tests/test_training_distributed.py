@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from launch import SCRIPTS, torchrun, uses_torchrun
-from locater.training import run
-from locater.training.metrics import read_rows
+from locater_lab.train import run
+from locater_lab.train.metrics import read_rows
 from training_cases import tiny, weights, write_text
 
 sys.path.insert(0, str(SCRIPTS))

@@ -17,7 +17,7 @@ def work(text, folder, cache) -> None:
     """A process of its own: starts the run, or resumes it."""
     os.environ["LOCATER_CACHE"] = str(cache)
     torch.set_num_threads(1)
-    from locater.training import run
+    from locater_lab.train import run
 
     if (folder / "config.json").exists():
         run.resume(folder, say=lambda sentence: None)
@@ -28,7 +28,7 @@ def work(text, folder, cache) -> None:
 def process(*arguments):
     """From a server that has imported everything already, so that a run takes a second."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["locater.training.run"])
+    context.set_forkserver_preload(["locater_lab.train.run"])
     started = context.Process(target=work, args=arguments)
     started.start()
     return started

@@ -8,17 +8,17 @@ import torch
 import yaml
 
 from command import locater
-from locater import stabilisers
 from locater.errors import Refusal
-from locater.training import loop, run
-from locater.training.config import Config, StabiliserOptions, make_config
-from locater.training.config_file import read_file, to_yaml
-from locater.training.data.sources import open_data
-from locater.training.export import load
-from locater.training.methods import METHODS
-from locater.training.metrics import read_rows
-from locater.training.model import LanguageModel
-from locater.training.processes import Processes
+from locater_lab.data.sources import open_data
+from locater_lab.train import loop, run
+from locater_lab.train.config import Config, StabiliserOptions, make_config
+from locater_lab.train.config_file import read_file, to_yaml
+from locater_lab.train.export import load
+from locater_lab.train.methods import METHODS
+from locater_lab.train.metrics import read_rows
+from locater_lab.train.model import LanguageModel
+from locater_lab.train.parts import class_of
+from locater_lab.train.processes import Processes
 from training_cases import assert_same_run, flags, tiny, write_text
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -159,7 +159,7 @@ def test_validation_sees_what_the_kernel_sees(text, tmp_path, name):
 
 def test_defaults_are_those_of_the_classes():
     for name, method in METHODS.items():
-        made = getattr(stabilisers, method.kind or method.class_name)
+        made = class_of(method.kind or method.class_name)
         known = inspect.signature(made.__init__).parameters
         for one, setting in method.settings.items():
             default = known[one].default

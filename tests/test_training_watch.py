@@ -5,9 +5,9 @@ import json
 import pytest
 
 from locater.errors import BadArguments, Refusal
-from locater.training.alarm_options import read_actions
-from locater.training.metrics import read_rows
-from locater.training.run import resume, start
+from locater_lab.train.alarm_options import read_actions
+from locater_lab.train.metrics import read_rows
+from locater_lab.train.run import resume, start
 from training_cases import tiny, weights, write_text
 
 WILD = dict(learning_rate=0.5, warmup=0, schedule="constant", steps=12, watch_every=2, validate_every=6)

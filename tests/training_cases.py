@@ -4,8 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from locater.training.config import make_config
-from locater.training.metrics import read_rows
+from locater_lab.train.config import make_config
+from locater_lab.train.metrics import read_rows
 
 # Sums and names in an order that no short rule gives, so that there is something to learn for longer than a test.
 WORDS, ANIMALS = ("the", "a", "one", "my"), ("cat", "dog", "owl")

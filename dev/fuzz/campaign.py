@@ -28,8 +28,8 @@ class Hang(BaseException):
 def signature(cause: BaseException) -> str:
     """The kind of the error and the innermost line of the package that it came through."""
     frames = traceback.extract_tb(cause.__traceback__)
-    ours = [frame for frame in frames if "/src/locater/" in frame.filename] or frames[-1:]
-    place = f"{ours[-1].filename.rpartition('/locater/')[2]}:{ours[-1].name}:{ours[-1].lineno}" if ours else "?"
+    ours = [frame for frame in frames if "/src/locater" in frame.filename] or frames[-1:]
+    place = f"{ours[-1].filename.rpartition('/src/')[2]}:{ours[-1].name}:{ours[-1].lineno}" if ours else "?"
     return f"{type(cause).__name__} at {place}: {str(cause)[:100]!r}"
 
 

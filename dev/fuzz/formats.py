@@ -379,7 +379,7 @@ def spoil_run(folder: Path, chance: random.Random) -> str:
 
 def run_run(folder: Path) -> Any:
     """Compared, shown, and resumed; what each refuses is fine, what resumes must be the run that was."""
-    from locater.training.run import resume
+    from locater_lab.train.run import resume
 
     ends = []
     for arguments in (["runs", folder], ["report", folder / "arm-seed0", "-o", folder / "page.html"]):
@@ -418,9 +418,9 @@ def spoil_tokens(folder: Path, chance: random.Random) -> str:
 
 
 def read_tokens(folder: Path) -> Any:
-    from locater.training.data.cache import tokenise
-    from locater.training.data.options import DataOptions
-    from locater.training.data.text import Corpus
+    from locater_lab.data.cache import tokenise
+    from locater_lab.data.options import DataOptions
+    from locater_lab.data.text import Corpus
 
     words = "the cat and the dog and one owl make seven " * 20
     with mock.patch.dict(os.environ, LOCATER_CACHE=str(folder / "cache")):

@@ -195,7 +195,7 @@ def write_documents(folder: Path) -> None:
 def write_run(folder: Path) -> None:
     """A finished run of a few steps, and the text it read."""
     sys.path.insert(0, str(TESTS))
-    from locater.training.run import start
+    from locater_lab.train.run import start
     from training_cases import tiny, write_text
 
     folder.mkdir(parents=True)

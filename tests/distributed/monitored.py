@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from locater.monitor import AttentionMonitor
-from locater.training.processes import leave
+from locater_lab.train.processes import leave
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from written_models import Fused, Net  # noqa: E402

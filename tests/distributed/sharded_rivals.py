@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from locater.errors import Refusal
 from locater.stabilisers import (
     L2,
-    AlphaDecay,
     EntropyBonus,
     LocAteR,
     QKClip,
@@ -21,11 +20,11 @@ from locater.stabilisers import (
     QKNorm,
     SigmaReparam,
     SoftCap,
-    SpectralNorm,
     Stabiliser,
     ZLoss,
 )
-from locater.training.muon import MuonWithAdamW
+from locater_lab.rivals import AlphaDecay, SpectralNorm
+from locater_lab.train.muon import MuonWithAdamW
 
 STEPS, TOLERANCE = 3, 1e-9
 Make = Callable[..., Stabiliser]

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from locater.stabilisers import Constant, LocAteR, Penalised, Projected
 from locater.stabilisers.live.sharding import shard_of
-from locater.training.processes import leave
+from locater_lab.train.processes import leave
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from locater.training import run
-from locater.training.config import Config
-from locater.training.loop import Diverged
-from locater.training.processes import leave
+from locater_lab.train import run
+from locater_lab.train.config import Config
+from locater_lab.train.loop import Diverged
+from locater_lab.train.processes import leave
 from training_cases import tiny
 
 # No dropout: it draws other numbers on other processes. A stabiliser that moves weights, and parts of batches.

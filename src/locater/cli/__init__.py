@@ -1,43 +1,41 @@
-"""The command line: {verb: function}. Building it imports neither torch nor anything that does."""
+"""The command line: verbs of the library and of entry points; building it imports no torch."""
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from ..errors import BadArguments, Refusal, net, shown
+from ..plugins import plugins
 from .compare import compare
-from .demo import demo
 from .doctor import doctor
-from .explore import explore
 from .families import families
-from .grouped_help import GroupedHelp, Help, Program
+from .help import Help, Program
 from .output import speak_plainly, writing
 from .predict import predict
 from .report import report
-from .runs import runs
 from .scan import scan
-from .study import study
-from .sweep import sweep
 from .theory import theory
-from .train import train
 
-VERBS = {
+VERBS: dict[str, Callable[..., Any]] = {
     "scan": scan,
     "compare": compare,
     "predict": predict,
-    "theory": theory,
-    "train": train,
-    "runs": runs,
-    "sweep": sweep,
-    "study": study,
     "report": report,
-    "explore": explore,
-    "demo": demo,
     "families": families,
     "doctor": doctor,
+    "theory": theory,
 }
+# What users do, in the order of the help; verbs of other packages come last.
+PANELS = {
+    "Look at a model": ("scan", "compare", "predict", "report", "families"),
+    "Guard training": ("doctor",),
+    "Understand the theory": ("theory", "explore"),
+    "Laboratory": ("demo", "train", "runs", "sweep", "study"),
+}
+OTHERS = "Further commands"
 
 app = typer.Typer(
     name="locater",
@@ -48,8 +46,17 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb, function in VERBS.items():
-    app.command(verb, cls=GroupedHelp if function is train else Help)(function)
+
+
+def _add_verbs() -> None:
+    verbs = VERBS | {name: point.load() for name, point in plugins("verbs").items() if name not in VERBS}
+    panel_of = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+    for verb in [*(verb for verb in panel_of if verb in verbs), *(verb for verb in verbs if verb not in panel_of)]:
+        function, panel = verbs[verb], panel_of.get(verb, OTHERS)
+        app.command(verb, cls=getattr(function, "help_class", Help), rich_help_panel=panel)(function)
+
+
+_add_verbs()
 
 
 def _print_version(wanted: bool) -> None:

@@ -9,8 +9,8 @@ from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, CsvPath, HtmlPath, JsonPath, Layers, Layout, Length, Raw, Timeout
 from .output import FittedTable, console_for, parse_spans, table
-from .report import save_html
-from .scan import raise_refused
+from .pages import save_html
+from .scans import raise_refused
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison

@@ -17,7 +17,7 @@ def run(*, seed: int, plot: Path | None, json: Path | None) -> None:
     import torch
 
     from ..records import write_json
-    from ..studies.phase_diagram import phase_diagram
+    from ..theory.phase_diagram import phase_diagram
 
     console = console_for(json)
     with progress("computing the plane", steps="rows", long=True) as tell:

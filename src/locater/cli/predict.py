@@ -12,9 +12,9 @@ from rich.markup import escape
 from ..errors import BadArguments, counted, shown
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, parse_spans, table
+from .pages import save_html
 from .probe import COLUMNS, print_probe, probe_with_progress
 from .progress import progress
-from .report import save_html
 
 if TYPE_CHECKING:
     from ..prediction.numbers import Numbers

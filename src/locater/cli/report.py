@@ -1,25 +1,20 @@
 """`locater report`: one self-contained page from results or models."""
 
-import os
 import re
-import shlex
-import sys
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from ..budget import limited
 from ..documents import as_written
-from ..errors import BadArguments, net, refusal, shown
+from ..errors import BadArguments, net, refusal
+from ..plugins import plugins
 from ..records import Json
 from .options import PagePath, Timeout
-from .output import console_for, example
-
-SWEEP_LIST = "sweep.json"
+from .output import example
+from .pages import save_html
+from .scans import scan_with_progress
 
 
 def report(
@@ -77,59 +72,17 @@ def read(source: str) -> Json:
 
 
 def _read(source: str) -> Json:
-    from ..report.reading import METRICS, SWEEP, is_record, read_record
+    from ..report.reading import is_record, read_record
 
     path = Path(source)
-    if path.is_dir() and (path / SWEEP_LIST).is_file():
-        return _of_sweep(path)
-    if path.is_dir() and not is_record(path) and any((entry / METRICS).is_file() for entry in path.iterdir()):
-        from ..studies.runs import compare_runs
-
-        return compare_runs(path)
+    if path.is_dir():
+        for reader in plugins("folders").values():
+            if (document := reader.load()(path)) is not None:
+                return document
     if is_record(path):
         document = read_record(path)
-        return _of_rows(document) if document["schema"] == SWEEP else document
+        reader = plugins("documents").get(document["schema"].removeprefix("locater.").partition("/")[0])
+        return document if reader is None else reader.load()(document)
     if path.suffix == ".html":
         raise refusal("results or a model", source, "the page itself goes after -o")
-    from .scan import scan_with_progress
-
     return scan_with_progress(source, {"eigenvalues": True, "curves": True}).to_json()
-
-
-def _of_sweep(folder: Path) -> Json:
-    """A sweep's own folder, finished or not."""
-    from ..report.reading import check
-    from ..studies.sweep.shown import sweep_document
-
-    return check(sweep_document(folder))
-
-
-def _of_rows(document: Json) -> Json:
-    """What `sweep --json` wrote."""
-    from ..studies.sweep.shown import rows_document
-
-    return rows_document(document["rows"], document["folder"])
-
-
-def save_html(documents: list[Json], path: Path, *, title: str | None = None, when: float | None = None) -> None:
-    """Write the page and say where; `when` is the date of what it shows, by default now."""
-    from ..report.page import save_page
-
-    save_page(documents, path, title=title, facts=facts_of(when))
-    console_for(None, aside=True).print(f"page: {escape(str(path))}", soft_wrap=True)
-
-
-def facts_of(when: float | None) -> dict[str, str]:
-    """Command, versions and date; SOURCE_DATE_EPOCH stands for now where builds must repeat."""
-    moment = float(os.environ.get("SOURCE_DATE_EPOCH") or (datetime.now(UTC).timestamp() if when is None else when))
-    date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    command = shown(shlex.join(["locater", *sys.argv[1:]]))
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("locater", "torch"))
-    return {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

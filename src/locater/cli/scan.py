@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..budget import limited
-from ..errors import BadArguments, Refusal, counted, shown
+from ..errors import BadArguments, counted, shown
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .options import AllowPickle, CsvPath, Heads, HtmlPath, JsonPath, Layers, Layout, Length, ParquetPath, Raw, Timeout
 from .output import FittedTable, console_for, example, parse_spans, print_bullet, table
+from .pages import save_html
 from .probe import print_probe, probe_with_progress
-from .progress import progress
-from .report import save_html
+from .scans import raise_refused, scan_with_progress
 
 if TYPE_CHECKING:
     from ..prediction.probe import Probe
@@ -95,20 +95,6 @@ def _conditions(fail_on: str | None, *, probe: bool) -> "Sequence[Condition]":
     if not probe and any(condition.column.startswith("probed_") for condition in conditions):
         raise BadArguments("--fail-on with a column that begins with probed_ needs --probe")
     return conditions
-
-
-def raise_refused(sentences: Sequence[str]) -> None:
-    """Exit 1 where something was not read, after all that was read has been shown."""
-    if sentences:
-        first, *others = sentences
-        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
-
-
-def scan_with_progress(source: str, options: dict[str, Any]) -> "Scan":
-    from ..scanning.scan import scan as run
-
-    with progress(f"scanning {source}", steps="layers") as tell:
-        return run(source, progress=tell, **options)
 
 
 def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bool) -> None:

@@ -104,7 +104,7 @@ def theory(
 
 
 def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict[str, Any]) -> Json:
-    from ..studies.profile import profile_of_moments
+    from ..theory.document import profile_of_moments
 
     given = [moment for moment in moments if moment is not None]
     if len(given) < 3:
@@ -120,7 +120,7 @@ def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict
 
 
 def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> Json:
-    from ..studies.profile import METHODS, profile_of_weights
+    from ..theory.document import METHODS, profile_of_weights
 
     methods = METHODS if method is Method.all else [method.value]
     return profile_of_weights(*weights, methods=methods, **options)
@@ -135,7 +135,7 @@ def _weights(
     if head is not None:
         return _load_head(head, options)
     if query is None and key is None:
-        from ..studies.profile import example_head
+        from ..theory.document import example_head
 
         aside("no weights were named, so this is a built-in example: --head MODEL:LAYER.HEAD takes a real one")
         return example_head()

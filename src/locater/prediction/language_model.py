@@ -22,10 +22,8 @@ from ..errors import Refusal, masked, refusal
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules
+from ..plugins import plugins
 from ..records import Json
-from ..training.data import vocabulary as own_vocabulary
-from ..training.export import load as load_own
-from ..training.model import LanguageModel
 from .model_type import type_by_names, untyped
 from .named import TAKEN, named
 from .windows import Tokenizer
@@ -42,12 +40,12 @@ def at_door(source: Source, timeout: float | None) -> AbstractContextManager[Non
 def load_model(source: Source) -> nn.Module:
     """The model in float32, ready to be run, with its output layer where it predicts the next token.
 
-    GGUF weights are unpacked; a folder that `locater train` wrote is read by the model's own class.
+    GGUF weights are unpacked; a folder that `locater train` wrote is read by the loader that is registered for it.
     """
     if isinstance(source, nn.Module):
         return source
-    if is_own(source):
-        return load_own(Path(source).expanduser())
+    if (loader := registered_loader(source)) is not None:
+        return loader.load_model(Path(source).expanduser())
     transformers = transformers_here()
     place, options = _place(source)
     _check_pickles(Path(place))
@@ -107,19 +105,22 @@ def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
 
 
-def is_own(source: str | PathLike[str]) -> bool:
+def registered_loader(source: str | PathLike[str]) -> Any:
+    """The module that loads models of the type that a folder's config names, None where none is registered."""
     try:
-        return read_config(LocalFolder(Path(source).expanduser())).get("model_type") == "locater"
+        model_type = read_config(LocalFolder(Path(source).expanduser())).get("model_type")
     except Refusal:
-        return False
+        return None
+    point = plugins("loaders").get(model_type) if isinstance(model_type, str) else None
+    return None if point is None else point.load()
 
 
 def load_tokenizer(source: Source) -> Tokenizer:
     """The tokenizer that lies beside or within the source; a GGUF file says whether a text begins with BOS."""
     if isinstance(source, nn.Module):
         raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
-    if is_own(source):
-        return OwnTokenizer(own_vocabulary.load(Path(source).expanduser()))
+    if (loader := registered_loader(source)) is not None:
+        return loader.load_tokenizer(Path(source).expanduser())
     transformers = transformers_here()
     place, options = _place(source)
     with quiet(transformers):
@@ -139,21 +140,6 @@ def load_tokenizer(source: Source) -> Tokenizer:
 def begins_with_bos(path: Path) -> bool:
     """What the GGUF file itself says; transformers drops it."""
     return bool(read_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
-
-
-class OwnTokenizer:
-    """The vocabulary of `locater train` under the names that transformers has."""
-
-    unk_token_id: int | None = None
-
-    def __init__(self, vocabulary: own_vocabulary.Vocabulary) -> None:
-        self.vocabulary = vocabulary
-
-    def __len__(self) -> int:
-        return self.vocabulary.size
-
-    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-        return {"input_ids": self.vocabulary.encode(text).tolist()}
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, Json]:
@@ -288,4 +274,4 @@ def next_token_losses(output: object, ids: Int[Tensor, "batch tokens"], model: n
 
 
 def _is_causal(model: nn.Module) -> bool:
-    return isinstance(model, LanguageModel) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return getattr(model, "predicts_next_token", False) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))

@@ -13,7 +13,7 @@ from ..errors import callers_own, masked, refusal
 from ..models import Layer, wanted_layers
 from ..models.live.explicit import Explicit
 from ..packaged import packaged
-from ..training.data.embedded_text import embedded_text
+from ..texts import embedded_text
 from .inputs import Inputs, InputsCollector, kept_windows
 from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
 from .model_type import note

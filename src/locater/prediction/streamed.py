@@ -22,7 +22,7 @@ from ..attention.capture import Take, inputs_of
 from ..checkpoints import Checkpoint
 from ..errors import Refusal
 from ..models import Config, Layer, Places, build, open_model, wanted_layers
-from .language_model import first_line, is_own, quiet, transformers_here
+from .language_model import first_line, quiet, registered_loader, transformers_here
 
 # Tables with more numbers than this are read by the rows that are looked up.
 LARGE = 2**24
@@ -111,7 +111,7 @@ def streamed(source: str | PathLike[str]) -> Iterator[Streamed]:
     Memory: the weights of one layer, those outside of layers, and the rows that are looked up. `CannotStream` where
     names or shapes of the file are not those of the model that transformers makes, or where it has several stacks.
     """
-    if is_own(source) or Path(source).expanduser().is_file():
+    if registered_loader(source) is not None or Path(source).expanduser().is_file():
         raise CannotStream(f"expected a directory or a hub id, got {fspath(source)}")
     with ExitStack() as stack:
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import refusal
 
-# One of transformers, or `OwnTokenizer`: called on a text it gives `input_ids`. Most of its names are
+# One of transformers, or of a registered loader: called on a text it gives `input_ids`. Most of its names are
 # optional and asked for one by one, so no protocol says more than this.
 Tokenizer = Any
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all

@@ -58,24 +58,25 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
         "paper": PAPER,
         "data": pack.text(data),
     }
-    return assemble("page.html", SCRIPTS, parts)
+    return assemble(asset("page.html"), [asset(f"{name}.js") for name in SCRIPTS], parts)
 
 
 def assemble(template: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
     """The template with style, scripts and parts in their places, and a policy that lets nothing else run or load."""
     style = asset("page.css")
-    script = '"use strict";\n(() => {\n' + "\n".join(asset(f"{name}.js") for name in scripts) + "\n})();\n"
+    script = '"use strict";\n(() => {\n' + "\n".join(scripts) + "\n})();\n"
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     filled = {"policy": policy, "style": style, "script": script, **parts}
     # In one pass: a title that says {{data}} stays a title.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], asset(template))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], template)
 
 
-def asset(name: str) -> str:
-    return resources.files(__package__ or "").joinpath("assets", name).read_text(encoding="utf-8")
+def asset(name: str, package: str = __package__ or "") -> str:
+    """The text of a file among the assets of a package, this one unless named."""
+    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -7,19 +7,16 @@ from .base import Stabiliser
 from .live.gains import Normalised, Raw
 from .locater import LocAteR
 from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
-from .rivals.alpha_decay import AlphaDecay
 from .rivals.attention_losses import EntropyBonus, ZLoss
-from .rivals.initialisation import MimeticInitialisation, SpectralInitialisation
 from .rivals.qk_clip import QKClip
 from .rivals.qk_norm import L2, RMS, QKNorm
-from .rivals.reparametrisation import SigmaReparam, SpectralNorm
+from .rivals.reparametrisation import SigmaReparam
 from .rivals.soft_cap import SoftCap
 from .rivals.weight_decay import QKDecay
 from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
 from .strength import Auto
 
 __all__ = [
-    "AlphaDecay",
     "Auto",
     "Constant",
     "EntropyBonus",
@@ -29,7 +26,6 @@ __all__ = [
     "Initial",
     "L2",
     "LocAteR",
-    "MimeticInitialisation",
     "Normalised",
     "OverOffsets",
     "Penalised",
@@ -42,8 +38,6 @@ __all__ = [
     "Scale",
     "SigmaReparam",
     "SoftCap",
-    "SpectralInitialisation",
-    "SpectralNorm",
     "Stabiliser",
     "TraceOfSquare",
     "Until",

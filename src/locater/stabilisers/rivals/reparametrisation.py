@@ -1,4 +1,4 @@
-"""W ↦ γ W/σ(W), σ the largest singular value by power iteration: σReparam and spectral normalisation."""
+"""W ↦ γ W/σ(W), σ the largest singular value by power iteration: σReparam."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,13 +10,9 @@ from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
 from ...errors import refusal
-from ...models.live.explicit import Explicit
-from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
-from ..live.find import find_pairs
 from ..live.sharding import check_not_spread
-from ..live.weights import Rows
 
 Indices = Int[Tensor, " rows"] | None
 
@@ -138,29 +134,3 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if attribute and weight is not None and id(weight) not in seen:
             seen.add(id(weight))
             yield module, attribute
-
-
-class SpectralNorm(Stabiliser):
-    """W ↦ W/σ(W) (Miyato et al. 2018, arXiv 1802.05957) on queries and keys.
-
-    The queries of all heads of a layer, and the keys, each with spectral norm one; values are not touched.
-
-    `detach()` gives the raw weights back; `detach(bake=True)` leaves the normalised ones.
-    """
-
-    def __init__(self, model: nn.Module, *, heads: Sequence[Explicit] = (), sample: Sample | None = None) -> None:
-        check_not_spread(model)
-        blocks: dict[tuple[int, str], list[Rows]] = {}
-        for pair in find_pairs(model, heads=heads, sample=sample, trained=False):
-            for rows in (pair.query, pair.key):
-                blocks.setdefault((id(rows.weight.module), rows.weight.attribute), []).append(rows)
-        weights = [rows[0].weight for rows in blocks.values()]
-        self.places = [(weight.module, weight.attribute) for weight in weights]
-        for (module, attribute), several in zip(self.places, blocks.values(), strict=True):
-            indices = [rows.places.flatten() for rows in several]
-            scale = SpectralScale(getattr(module, attribute), blocks=indices, axis=several[0].row_axis, gain=None)
-            parametrize.register_parametrization(module, attribute, scale)
-
-    def detach(self, *, bake: bool = False) -> None:
-        for module, attribute in self.places:
-            remove(module, attribute, bake=bake)

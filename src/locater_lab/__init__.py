@@ -1,0 +1,1 @@
+"""The laboratory: trainer, data, studies, sweeps, demo and explorer; the library never imports it."""

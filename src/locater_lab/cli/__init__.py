@@ -1,0 +1,1 @@
+"""Verbs of the laboratory, which join the command line by entry points."""

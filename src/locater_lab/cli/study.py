@@ -1,0 +1,127 @@
+"""`locater study`: a question of the paper's readers, measured, drawn and answered; resumes where it was stopped."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from locater.budget import limited
+from locater.cli.options import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout
+from locater.cli.output import FittedTable, console_for, table
+from locater.cli.pages import save_html
+from locater.errors import BadArguments, net
+from locater.records import Json
+
+from .measuring import measure_all
+
+REAL_DATA = "What do the columns of a scan say of attention measured on text? (with --model, docs/evidence.md)"
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="Which one; --list names them.")] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Name the studies and their questions.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
+    jobs: Jobs = 1,
+    on: Engine = None,
+    model: Annotated[list[str] | None, typer.Option(help="For real-data: a model; may be repeated.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="For real-data: the text to measure on.")] = None,
+    by_line: Annotated[bool, typer.Option("--by-line", help="For real-data: every line is a text of its own.")] = False,
+    window: Annotated[int, typer.Option(help="For real-data: tokens in a window.")] = 256,
+    timeout: Timeout = None,
+    retry: Retry = False,
+    json: JsonPath = None,
+    html: HtmlPath = None,
+) -> None:
+    """Answer one of the open questions about localisation: a grid, its rows, a figure, and sentences made from them."""
+    from locater.records import write_json
+
+    from ..studies.study import STUDIES, default_folder
+
+    console = console_for(json)
+    if list_them:
+        console.print(_questions())
+        return
+    if name is None:
+        raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
+    if name == "real-data":
+        folder = out or default_folder(name, quick=False)
+        with limited(seconds=timeout):
+            _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
+        return
+    found = _measured(console, name, out, quick=quick, run=dict(jobs=jobs, retry=retry, on=on))
+    if json:
+        write_json(found, json)
+    if html:
+        save_html([found], html)
+
+
+def _questions() -> FittedTable:
+    from ..studies.study import STUDIES, find
+
+    rows = [[name, number, find(name).question] for name, number in STUDIES.items()]
+    rows.insert(list(STUDIES).index("mechanism") + 1, ["real-data", "Q2", REAL_DATA])
+    return table(["study", "", "question"], rows, words=["study", "", "question"])
+
+
+def _measured(console: Console, name: str, out: Path | None, *, quick: bool, run: Json) -> Json:
+    """Every point of a study, then its answer, shown and saved."""
+    from ..studies.study import default_folder, document, kind_of, points_of
+    from ..studies.sweep import on_ray
+    from ..studies.sweep.folder import create
+
+    points = points_of(name, quick=quick)
+    on_ray.check(run["on"])
+    sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
+    measure_all(sweep, **run)
+    found = document(name, sweep.rows(), num_points=len(points))
+    _show(console, found, sweep.folder)
+    _save(found, sweep.folder)
+    return found
+
+
+def _real_data(console: Console, folder: Path, models: list[str], options: Json, *, json: Path | None) -> None:
+    """The tables of docs/evidence.md for the user's own models, and for those that the folder has rows of already."""
+    from locater.records import write_json
+
+    from ..studies.real_data import Reading, evidence, kept_rows, page
+
+    for number, one in enumerate(models):
+        Console(stderr=True).print(f"[dim]{number + 1} of {len(models)}: {escape(one)}[/dim]", soft_wrap=True)
+        with net(one):
+            evidence(one, folder, Reading(**options))
+    rows = kept_rows(folder)
+    if not rows:
+        raise BadArguments("real-data needs models: --model PATH, as often as there are")
+    console.print(page(rows), soft_wrap=True, markup=False, highlight=False)
+    if json:
+        write_json({"schema": "locater.evidence/2", "models": rows}, json)
+
+
+def _show(console: Console, found: Json, folder: Path) -> None:
+    console.print(f"[bold]{escape(found['question'])}[/bold]")
+    for sentence in found["answer"]:
+        console.print(f"· {escape(sentence)}")
+    if found["setting"]:
+        console.print(f"[dim]Setting: {escape(found['setting'])}.[/dim]")
+    for row in found["failures"][:3]:
+        console.print(f"[red]![/red] {escape(str(row['point'].get('name', row['point'])))}: {escape(row['error'])}")
+    if len(found["failures"]) > 3:
+        console.print(f"[red]![/red] and {len(found['failures']) - 3} more that failed; --retry measures them again")
+    console.print(f"[dim]{len(found['rows'])} rows in {escape(str(folder))}[/dim]", soft_wrap=True)
+
+
+def _save(found: Json, folder: Path) -> None:
+    """`study.json`, and the figure where matplotlib is installed."""
+    from locater.errors import Refusal
+    from locater.records import write_json
+    from locater.report import figures
+    from locater.report.studies import study_figure
+
+    write_json(found, folder / "study.json")
+    if found["rows"]:
+        with suppress(Refusal):  # without matplotlib the rows and the sentences are there all the same
+            figures.save(study_figure(found), folder / "figure.png")

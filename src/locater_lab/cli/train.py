@@ -1,0 +1,242 @@
+"""`locater train`: the paper's experiment and small language models, with or without LocAteR.
+
+The options are the fields of the config's dataclasses, each documented where it is declared.
+"""
+
+import inspect
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from locater.cli.options import JsonPath
+from locater.cli.output import FittedTable, aside, console_for, table
+from locater.errors import BadArguments
+from locater.records import Json
+
+from ..data.options import WALK
+from ..fields import choices_of
+from ..train.config import GROUPS, PRESETS, Config, make_config
+from ..train.shape import Shape
+from .grouped_help import ALL, GroupedHelp
+
+if TYPE_CHECKING:
+    from ..train.run import Outcome
+
+PANELS = {
+    "data": "Data",
+    "shape": "Model",
+    "optimiser": "Optimiser",
+    "stabiliser": "LocAteR and rivals",
+    "loop": "Loop",
+}
+
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,B=Y"}
+# What a resumed run may change: where it ends.
+LENGTH = {"steps", "epochs", "patience"}
+STOP_AFTER = "Stop at this step, to resume later."
+DEFAULT = "paper"
+CONFIG = "Options from a YAML or JSON file, such as a run's config.json; flags go before it."
+PRINT = "Print all options as such a file, and exit."
+RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end."
+
+
+def _print_help(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(ctx.get_help())
+        raise typer.Exit()
+
+
+def train(
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. [{DEFAULT}]")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
+    stop_after: Annotated[int | None, typer.Option(min=1, metavar="N", help=STOP_AFTER)] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
+    json: JsonPath = None,
+    help_all: Annotated[
+        bool, typer.Option(ALL, is_eager=True, callback=_print_help, help="Every option, and exit.")
+    ] = False,
+    **overrides: Any,
+) -> None:
+    """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
+    given = {name: value for name, value in overrides.items() if value is not None}
+    console = console_for(json)
+    if resume is not None:
+        _check_resume(given | {"preset": preset, "config": config, "out": out})
+    chosen = None if resume is not None else _chosen(preset, config, given)
+    if print_config:
+        _print(chosen, resume)
+        return
+    if chosen is not None and out is None:
+        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
+    from ..train import run
+
+    if chosen is not None and out is not None:
+        outcome = run.start(chosen, out, stop_after=stop_after, say=aside)
+    else:
+        assert resume is not None
+        outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
+    if outcome.is_first:
+        _report(console, outcome, json)
+    _leave(outcome)
+
+
+def _leave(outcome: "Outcome") -> None:
+    """A signal is passed on as the exit code that shells give it."""
+    code = 0 if outcome.signal is None else 128 + outcome.signal
+    if outcome.num_processes > 1:
+        from ..train.processes import leave
+
+        leave(code)
+    raise typer.Exit(code)
+
+
+def _check_resume(given: Json) -> None:
+    """A resumed run is as it was; only its end may move."""
+    if given.pop("out") is not None:
+        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
+    if others := sorted(name for name, value in given.items() if value is not None and name not in LENGTH):
+        named = ", ".join("--" + name.replace("_", "-") for name in others)
+        raise BadArguments(f"--resume takes the run's own config: leave out {named}")
+
+
+def _chosen(preset: str | None, file: Path | None, flags: Json) -> Config:
+    """Defaults, then the preset, then the file, then the flags."""
+    from ..train.config_file import read_file
+
+    named, values = (None, {}) if file is None else read_file(file)
+    config = make_config(preset or named or DEFAULT, **(values | flags))
+    _check_walk(config, flags)
+    return config
+
+
+def _print(config: Config | None, resume: Path | None) -> None:
+    """To standard output, as a file that --config reads."""
+    from ..train.config_file import to_yaml
+
+    if config is None:
+        from ..train.run import read_config
+
+        assert resume is not None
+        config = read_config(resume)
+    print(to_yaml(config), end="")
+
+
+def _check_walk(config: Config, given: Json) -> None:
+    """The theory's own model has a width and a length, no kernel, and nothing else to choose."""
+    if config.data.data != WALK:
+        return
+    if ignored := sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"}):
+        named = ", ".join("--" + name.replace("_", "-") for name in ignored)
+        raise BadArguments(f"--data {WALK} trains one head of --walk-width and --context: leave out {named}")
+    if config.stabiliser.method.in_forward:
+        raise BadArguments(
+            f"--data {WALK} calls no attention kernel for --stabiliser {config.stabiliser.name} to act on"
+        )
+
+
+def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
+    """What was reached, and how to go on."""
+    from locater.records import write_json
+
+    row = outcome.validation or {}
+    early = ", no validation improved any more" if outcome.is_done and outcome.step < outcome.num_steps else ""
+    console.print(f"step {outcome.step} of {outcome.num_steps}{early}" + ("" if outcome.is_done else ", stopped"))
+    for name in ("loss", "perplexity", "entropy"):
+        if name in row:
+            console.print(f"validation {name} {row[name]:.4f} (step {row['step']})")
+    if row.get("heads"):
+        console.print(_heads(row["heads"]))
+    if "propagation" in row:
+        console.print(_propagation(row["propagation"]))
+    model = shlex.quote(str(outcome.folder / "model"))
+    console.print(escape(f"model: {model} (locater scan {model})"), soft_wrap=True)
+    if not outcome.is_done:
+        folder = shlex.quote(str(outcome.folder))
+        console.print(escape(f"continue with: locater train --resume {folder}"), soft_wrap=True)
+    if json:
+        write_json(outcome.to_json(), json)
+
+
+def _heads(rows: list[Json]) -> FittedTable:
+    columns = {"tr W/λ": "trace", "η/λ": "eta", "ξ": "xi", "local": "localisation", "entropy": "normalised_entropy"}
+    per_unit = ("trace", "eta")
+    body = []
+    for row in rows[:16]:
+        numbers = [
+            row.get(name, float("nan")) / (row["temperature"] if name in per_unit else 1) for name in columns.values()
+        ]
+        body.append([f"{row['layer']}.{row['head']}", *(f"{number:.3f}" for number in numbers), row["regime"]])
+    return table(["head", *columns, "regime"], body, words=["regime"])
+
+
+def _propagation(found: dict[str, list[float]]) -> FittedTable:
+    """Some positions of the walk: how often a gradient passed, and what the theory says."""
+    length = len(found["measured"])
+    positions = sorted({round(1 + (length - 1) * n / 7) for n in range(8)})
+    body = [
+        [
+            str(t),
+            f"{found['measured'][t - 1]:.3f} ± {found['standard_error'][t - 1]:.3f}",
+            *(f"{found[name][t - 1]:.3f}" for name in ("exact", "closed")),
+        ]
+        for t in positions
+    ]
+    return table(["t", "gradient passes", "exact ρ", "closed ρ"], body)
+
+
+def _with_options(function: Any) -> Any:
+    """The function with one keyword for every field of the config; None means that the preset decides."""
+    own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    hints = {one.name: one.annotation for one in own}
+    further = []
+    for group, kind in GROUPS.items():
+        for one in fields(kind):
+            if one.init:
+                hints[one.name] = _annotation(one, PANELS[group])
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                further.append(inspect.Parameter(one.name, keyword, default=None, annotation=hints[one.name]))
+    function.__signature__ = inspect.Signature([*own, *further])
+    function.__annotations__ = hints
+    function.help_class = GroupedHelp
+    return function
+
+
+def _annotation(one: Any, panel: str) -> Any:
+    help = one.metadata["help"]
+    flag = "--" + one.name.replace("_", "-")
+    if one.type is bool:
+        names = [f"{flag}/--no-{flag[2:]}"]
+        return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
+    choices, numbers = choices_of(one.type), float in get_args(one.type)
+    kind = str if choices else one.type
+    words = ["X", *choices] if numbers else choices
+    metavar = "|".join(words) if choices else OWN_METAVARS.get(one.name, METAVARS[kind])
+    check = _among(choices, numbers) if choices else None
+    options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
+    return Annotated[kind | None, typer.Option(flag, **options)]
+
+
+def _among(choices: tuple[str, ...], numbers: bool) -> Any:
+    def check(value: str | None) -> str | float | None:
+        if value is None or value in choices:
+            return value
+        try:
+            return float(value) if numbers else float("")
+        except ValueError:
+            among = f"is not {'a number or ' * numbers}one of {', '.join(choices)}"
+            raise typer.BadParameter(f"{value!r} {among}") from None
+
+    return check
+
+
+train = _with_options(train)

@@ -1,0 +1,1 @@
+"""Two small models, without and with LocAteR: trained, compared, drawn."""

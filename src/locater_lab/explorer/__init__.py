@@ -1,0 +1,1 @@
+"""The theory as a page to play with."""

@@ -1,0 +1,131 @@
+"""LocAteR over depth, with and without warm-up; and per layer, ρ beside the gradient that reaches each token."""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from locater.attention.capture import inputs_of
+from locater.models import live
+from locater.records import Json
+from locater.stabilisers import LocAteR
+from locater.theory.of_head import profile
+
+from .small import Ran, nothing, result, seeds, tiny, train
+from .statistics import Finding, corrected, paired, spearman, tally
+from .study import Answer, Study, intervals
+from .sweep.folder import Point
+from .trained import findings
+
+ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength=1e-2)}
+NUM_TEXTS = 64
+
+
+def grid(quick: bool) -> list[Point]:
+    steps = 40 if quick else 200
+    return [
+        {
+            "name": f"{depth}-{'warm-up' if warmup else 'cold'}-{arm}-seed{seed}",
+            "condition": f"{depth} layer{'s' if depth > 1 else ''}, {'' if warmup else 'no '}warm-up",
+            "arm": arm,
+            "seed": seed,
+            "options": {"num_layers": depth, "warmup": warmup, "steps": steps, "learning_rate": 3e-3},
+        }
+        for seed in seeds(quick)
+        for depth in ((1, 2) if quick else (1, 2, 4, 8))
+        for warmup in (steps // 10, 0)
+        for arm in ARMS
+    ]
+
+
+def measure(point: Point, place: Path) -> Json:
+    ran = train(tiny(point["seed"], **point["options"]), ARMS[point["arm"]])
+    return result(ran) | {"agreement": agreement(ran) if ran.is_finite else []}
+
+
+def agreement(ran: Ran) -> list[float]:
+    """Layer by layer, the rank correlation over tokens of ρ_t with the share of gradient that token t is sent."""
+    tokens, targets = ran.data.batches.validation(0, NUM_TEXTS)
+    sites = live.sites(ran.model)
+    shares = gradient_shares(ran.model, tokens, targets)
+    with torch.no_grad(), inputs_of(dict(ran.model.named_modules()), [site.query_name for site in sites]) as seen:
+        ran.model(tokens)
+    found = []
+    for site, x, share in zip(sites, seen, shares, strict=True):
+        rho = torch.stack(
+            [profile(head, length=x.shape[1], covariance=step_covariance(x)) for head in site.build().heads]
+        )
+        # The query itself is left out: its gradient comes past attention too.
+        found.append(spearman(rho.mean(0)[:-1].tolist(), share[:-1].tolist()).value)
+    return [value for value in found if value == value]
+
+
+def step_covariance(x: Float[Tensor, "texts tokens d"]) -> Float[Tensor, "d d"]:
+    """Of the steps of a random walk that has these inputs' second moment, on average over its tokens."""
+    flat = x.flatten(0, 1).double()
+    return flat.mT @ flat / len(flat) / ((x.shape[1] + 1) / 2)
+
+
+def gradient_shares(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> list[Float[Tensor, " tokens"]]:
+    """|∂(loss of the last token)/∂x_t| of every layer's input, as shares of their sum; means over texts."""
+    inputs: list[Tensor] = []
+
+    def keep(layer: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        given[0].retain_grad()
+        inputs.append(given[0])
+
+    hooks = [layer.register_forward_pre_hook(keep) for layer in model.layers]  # type: ignore
+    try:
+        with torch.enable_grad():
+            last = model(tokens)[:, -1]
+            torch.nn.functional.cross_entropy(last, targets[:, -1], reduction="sum").backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
+    lengths = [one.grad.norm(dim=-1) for one in inputs if one.grad is not None]
+    return [(one / one.sum(-1, keepdim=True)).mean(0) for one in lengths]
+
+
+def conclude(rows: list[Json]) -> Answer:
+    losses = [
+        replace(one, of=one.of.removeprefix("locater with "))
+        for one in findings(rows, "best_loss", "validation loss, LocAteR − none")
+    ]
+    agreements = []
+    for depth in sorted({row["options"]["num_layers"] for row in rows}):
+        known = _by_seed([row for row in rows if row["options"]["num_layers"] == depth and row["arm"] == "none"])
+        words = f"{depth} layer{'s' if depth > 1 else ''}"
+        agreements.append(
+            Finding("share of gradient over ρ", words, paired(known, dict.fromkeys(known, 0.0)), "relation")
+        )
+    agreements = corrected(agreements)
+    return Answer(
+        f"The loss with LocAteR against none: {tally(losses)} (paired by seed, Holm).",
+        "From token to token, as ρ (from the layer's own inputs) grows, the share of gradient that arrives "
+        f"{tally(agreements)} (rank correlations, means over layers, against 0, Holm).",
+        [*losses, *agreements],
+    )
+
+
+def _by_seed(rows: list[Json]) -> dict[int, float]:
+    values: dict[int, list[float]] = {}
+    for row in rows:
+        values.setdefault(row["seed"], []).extend(row["agreement"])
+    return {seed: fmean(some) for seed, some in values.items() if some}
+
+
+STUDY = Study(
+    question="Does what one layer shows carry over to 2, 4 and 8, with and without warm-up, and does ρ hold per layer?",
+    grid=grid,
+    measure=measure,
+    conclude=conclude,
+    figure=intervals("estimate and its interval"),
+    drawn=("validation loss, LocAteR − none", "share of gradient over ρ"),
+    budget="80 runs of 200 steps: five minutes of one core",
+    setting="models of width 32 with 2 heads after 200 steps, learning rate 3e-3, LocAteR with κ = 1e-2",
+    doubt="Longer runs; other strengths at each depth; another walk for the inputs than one of their second moment.",
+)

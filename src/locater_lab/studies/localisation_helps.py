@@ -1,0 +1,124 @@
+"""Intervene on localisation itself: windows, temperatures, and a mean or a scale held while the other varies."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+
+from locater.records import Json
+from locater.stabilisers import LocAteR, Projected, WarmUp
+
+from .interventions import Held, Temperature, Window
+from .small import SCALE, Attach, nothing, result, seeds, tiny, train
+from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
+from .study import Answer, Figure, Study
+from .sweep.folder import Point
+from .trained import findings
+
+ETA, XI = 0.3, 1.0  # what is held while the other varies
+
+
+def _window(size: int) -> Attach:
+    return lambda model: Window(model, size)
+
+
+def _temperature(factor: float) -> Attach:
+    return lambda model: Temperature(model, factor)
+
+
+def _held(xi: float, eta: float) -> Attach:
+    return lambda model: Held(model, xi=xi, eta=eta)
+
+
+def _mean(target: float) -> Attach:
+    return lambda model: LocAteR(model, strength=1e-2, mean=Projected(WarmUp(target, 30)))
+
+
+# By kind: what is set, and to what.
+KINDS: dict[str, dict[str, Attach]] = {
+    "window": {f"window {size}": _window(size) for size in (1, 2, 4, 8, 16)},
+    "temperature": {f"temperature {factor:g}": _temperature(factor) for factor in (0.1, 0.3, 3, 10)},
+    "ξ at equal η": {f"ξ {xi:g} at η {ETA:g}": _held(xi, ETA) for xi in (-2, -1, 0, 1, 2)},
+    "η at equal ξ": {f"η {eta:g} at ξ {XI:g}": _held(XI, eta) for eta in (0.03, 0.1, 1, 3)},
+    "mean": {f"mean {target:g}": _mean(target) for target in (-1, 0, 1)},
+}
+ARMS: dict[str, Attach] = {"none": nothing} | {name: make for kind in KINDS.values() for name, make in kind.items()}
+KIND_OF = {name: kind for kind, arms in KINDS.items() for name in arms} | {"none": "none"}
+QUICK = ("none", "window 2", "window 8", "temperature 0.3", "temperature 3", "ξ -2 at η 0.3", "ξ 2 at η 0.3")
+
+
+def grid(quick: bool) -> list[Point]:
+    return [
+        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else 300}
+        for seed in seeds(quick)
+        for arm in (QUICK if quick else tuple(ARMS))
+    ]
+
+
+def measure(point: Point, place: Path) -> Json:
+    ran = train(tiny(point["seed"], steps=point["steps"]), ARMS[point["arm"]])
+    return result(ran) | {"kind": KIND_OF[point["arm"]]}
+
+
+def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
+    """Spearman over arms of one quantity with another, seed by seed and then together."""
+    rows = [row for row in rows if x in row and y in row]
+    by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+    return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
+
+
+def conclude(rows: list[Json]) -> Answer:
+    """Whether the loss follows where attention looks among arms that were made to differ in it, kind by kind."""
+    kinds = ["", *(kind for kind in KINDS if len({row["arm"] for row in rows if row["kind"] == kind}) > 3)]
+    relations = [
+        Finding(f"loss over {word}", kind or "all arms", follows(_of_kind(rows, kind), x), "relation")
+        for x, word in (("near_mass", "near mass"), ("entropy", "entropy"))
+        for kind in kinds
+    ]
+    relations, losses = corrected(relations), findings(rows, "best_loss", "validation loss")
+    near = [row["near_mass"] for row in rows]
+    of_near, of_entropy = ([one for one in relations if one.what.endswith(word)] for word in ("near mass", "entropy"))
+    return Answer(
+        f"With the mass on the last 4 tokens set from {min(near):.2f} to {max(near):.2f}, the loss over it: "
+        f"{tally(of_near)}; over entropy: {tally(of_entropy)} (rank correlations over arms, seeds apart, Holm).",
+        f"Against a model that is left alone, the loss: {tally(losses)} (paired by seed, Holm).",
+        [*relations, *losses],
+    )
+
+
+def _of_kind(rows: list[Json], kind: str) -> list[Json]:
+    return [row for row in rows if kind in ("", row["kind"])]
+
+
+def by_arm(rows: list[Json]) -> list[Json]:
+    """A point for each arm: means over seeds, the loss against none's of the same seed."""
+    none = {row["seed"]: row["best_loss"] for row in rows if row["arm"] == "none"}
+    found = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        some = [row for row in rows if row["arm"] == arm and row["seed"] in none]
+        if some:
+            losses, near = [row["best_loss"] - none[row["seed"]] for row in some], [row["near_mass"] for row in some]
+            found.append({"arm": arm, "kind": some[0]["kind"], "near_mass": fmean(near), "difference": fmean(losses)})
+    return found
+
+
+STUDY = Study(
+    question="If localisation is set from outside, does the loss follow it, or does it only accompany a small scale?",
+    grid=grid,
+    measure=measure,
+    conclude=conclude,
+    figure=Figure(
+        "near_mass",
+        "difference",
+        "kind",
+        "",
+        "mass on the last 4 tokens",
+        "validation loss minus none's",
+        by_label="what is set",
+        level=0.0,
+        kind="points",
+    ),
+    shown=by_arm,
+    budget="110 runs of 300 steps: three minutes of one core",
+    setting=SCALE,
+    doubt="Texts whose next word depends on what is far; models of several layers, in which few heads need be local.",
+)

@@ -1,0 +1,142 @@
+"""`docs/studies.md` from kept rows: question, answer, figure, command, budget, and what would change our mind.
+
+`make studies` writes it, by runs/studies.py.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from locater.documents import read_json
+from locater.records import Json, write
+
+from .study import STUDIES, document
+from .sweep.folder import Row
+
+HEAD = """# Studies
+
+What readers of the paper are left asking, Q1 to Q10, and some more. Every answer is written by code from the rows in
+[runs/studies](../runs/studies), and `make studies` writes this page anew: two sentences for each question, a figure,
+and every comparison behind them. How to read them:
+
+- An interval is one of 95 %. "No difference seen" says that it holds zero, not that there is none.
+- Differences are paired by seed, and fewer than three seeds make no claim. Where several are compared, Holm's method
+  corrects them, and an interval that it unmakes takes in zero. Seeds that agree exactly have no interval.
+- Rank correlations (Spearman's) and shares are over the points of a grid, which we chose: they say how the plane looks,
+  not how models are distributed over it. Seeds share the grid, so they do not count as more points.
+- Most training studies are of models that train in seconds: they are complete, and small.
+- `--quick` is a miniature of under two minutes; what each took is said with its budget.
+
+"""
+# Q2 is of whole models, and has a page of its own.
+REAL_DATA = """## `real-data`
+
+**Q2. What of the random-walk prediction holds on text, and what does each measured moment add?**
+
+Its rows are of {models} real checkpoints with {heads:,} heads in all, and stand with their tables in
+[evidence.md](evidence.md). Rows: `locater study real-data --model PATH …`.
+
+"""
+BEFORE_REAL_DATA = "mechanism"
+TIMES = "times.json"
+MOST_ROWS = 30  # of a table; the rest is in the rows
+NOTHING = {"rows": [], "num_points": 0, "quick": False}
+SWEEPS = """## Sweeps
+
+```console
+$ locater sweep --grid "strength=0,1e-3,1e-2 seed=0,1,2 steps=500 data=notes/" --out sweep --jobs 2
+$ locater sweep --resume sweep            # after a stop, a kill, or a loss of power
+$ locater runs sweep/runs --against strength=0
+$ locater sweep grid.yaml --out sweep --emit slurm && sbatch sweep/array.sh
+$ locater sweep grid.yaml --out sweep --on ray --jobs 8            # or --on ray://HOST:6379, a cluster's head
+```
+
+A file has `preset` and `grid`, a list of values for each option. Every point has a row in `rows/`, written whole; what
+failed is a row too, and `--retry` measures it again. Workers share nothing but the folder: one that dies is replaced,
+and its run goes on from its last checkpoint. On Ray every point is a task of one processor, on nodes that share the
+folder; `--asha` ends trials early that are behind the others, whose rows then say `"is_done": false`. Rows are the same
+whatever the engine.
+"""
+
+
+def keep_rows(kind: str, rows: Sequence[Row], path: Path, *, num_points: int, quick: bool) -> None:
+    """Rows in one file, five digits of each number."""
+    kept = {"kind": kind, "quick": quick, "num_points": num_points, "rows": _rounded(list(rows))}
+    write(path, lambda temporary: temporary.write_text(json.dumps(kept, ensure_ascii=False) + "\n", encoding="utf-8"))
+
+
+def _rounded(value: object) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
+
+
+def documents(folder: Path) -> dict[str, Json]:
+    """What the kept rows say, study by study."""
+    found = {}
+    for name in STUDIES:
+        path = folder / f"{name}.json"
+        kept = read_json(path) if path.exists() else NOTHING
+        rows: Sequence[Row] = kept["rows"]
+        found[name] = document(name, rows, num_points=kept["num_points"]) | {"quick": kept["quick"]}
+    return found
+
+
+def page(folder: Path, *, pictures: str) -> str:
+    """The whole page."""
+    times, parts = quick_times(folder), [HEAD]
+    for name, found in documents(folder).items():
+        parts.append(_section(name, found | {"time": times.get(name)}, pictures))
+        parts += [_real_data(folder)] if name == BEFORE_REAL_DATA else []
+    return "".join(parts) + SWEEPS
+
+
+def quick_times(folder: Path) -> Json:
+    """Seconds of `--quick`, study by study, as far as they were measured."""
+    path = folder / TIMES
+    return read_json(path) if path.exists() else {}
+
+
+def _real_data(folder: Path) -> str:
+    path = folder / "real-data.json"
+    models = read_json(path)["models"] if path.exists() else []
+    return REAL_DATA.format(models=len(models), heads=sum(one["heads"] for one in models)) if models else ""
+
+
+def _section(name: str, found: Json, pictures: str) -> str:
+    number = f"{found['number']}. " if found["number"] else ""
+    lines = [f"## `{name}`", "", f"**{number}{found['question']}**", "", " ".join(found["answer"]), ""]
+    lines += [f"Setting: {found['setting']}.", ""] if found["setting"] else []
+    if found["rows"]:
+        lines += [f"![{name}]({pictures}/{name}.png)", ""]
+    return "\n".join([*lines, *_behind(found["behind"]), _made(name, found), "", ""])
+
+
+def _made(name: str, found: Json) -> str:
+    command = f"locater study {name}"
+    made = f"`{command} --quick`; the full grid, `{command}`, is open" if found["quick"] else f"`{command}`"
+    made = made if found["rows"] else f"nothing kept yet; open, with `{command}`"
+    time = found["time"]
+    quick = f"; `--quick` took {time['processor_seconds']:.0f} s of one core" if time else ""
+    return f"Rows: {made}. Budget: {found['budget']}{quick}. What would change our mind: {found['doubt']}"
+
+
+def _behind(table: Json | None) -> list[str]:
+    """The comparisons as a table: all, or those that show something, then the first of the others."""
+    if table is None:
+        return []
+    rows = list(table["rows"])
+    kept = (
+        sorted(rows, key=lambda row: "seen" in row[-1] or "too few" in row[-1])[:MOST_ROWS]
+        if len(rows) > MOST_ROWS
+        else rows
+    )
+    cut = f", {MOST_ROWS} of {len(rows)}, those with a verdict first" if len(kept) < len(rows) else ""
+    body = [
+        [str(cell).replace("|", "\\|") for cell in row]
+        for row in (table["columns"], ["---"] * len(table["columns"]), *kept)
+    ]
+    return [f"Behind it{cut}:", "", *("| " + " | ".join(row) + " |" for row in body), ""]

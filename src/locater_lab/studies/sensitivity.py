@@ -1,0 +1,91 @@
+"""LocAteR's gain over width, heads, learning rate, positions, norm placement and batch, one at a time."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from locater.records import Json
+from locater.stabilisers import LocAteR
+
+from .small import SCALE, nothing, result, seeds, tiny, train
+from .statistics import Estimate, Finding, corrected, paired, tally
+from .study import Answer, Study, intervals
+from .sweep.folder import Point
+from .trained import by_seed, findings
+
+ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength=1e-2)}
+AS_IT_IS = "as it is"
+FACTORS: dict[str, Json] = {
+    AS_IT_IS: {},
+    "half the width": {"d_model": 16, "d_feedforward": 32},
+    "twice the width": {"d_model": 64, "d_feedforward": 128},
+    "one head": {"num_heads": 1},
+    "four heads": {"num_heads": 4},
+    "learning rate × 3": {"learning_rate": 3e-2},
+    "learning rate / 3": {"learning_rate": 3e-3},
+    "rotary": {"positions": "rotary"},
+    "learned positions": {"positions": "learned"},
+    "pre-LN": {"norm_first": True},
+    "batch × 2": {"batch": 16},
+    "batch / 2": {"batch": 4},
+}
+
+
+def grid(quick: bool) -> list[Point]:
+    chosen = (AS_IT_IS, "learning rate × 3", "pre-LN") if quick else tuple(FACTORS)
+    return [
+        {
+            "name": f"{factor}-{arm}-seed{seed}",
+            "condition": factor,
+            "arm": arm,
+            "seed": seed,
+            "steps": 80 if quick else 300,
+        }
+        for seed in seeds(quick)
+        for factor in chosen
+        for arm in ARMS
+    ]
+
+
+def measure(point: Point, place: Path) -> Json:
+    options = {"steps": point["steps"]} | FACTORS[point["condition"]]
+    return result(train(tiny(point["seed"], **options), ARMS[point["arm"]]))
+
+
+def conclude(rows: list[Json]) -> Answer:
+    """The gain of each setting, and whether it differs from the gain as it is."""
+    gains = findings(rows, "best_loss", "loss, LocAteR − none")
+    gains = [replace(one, of=one.of.removeprefix("locater with ")) for one in gains]
+    changes = corrected(
+        [Finding("its change against 'as it is'", factor, _change(rows, factor)) for factor in _others(rows)]
+    )
+    return Answer(
+        f"With one thing changed at a time, the loss with LocAteR (κ = 1e-2) against none: {tally(gains)} (paired by "
+        "seed, Holm).",
+        f"That difference, against the one of the model as it is: {tally(changes)}.",
+        [*gains, *changes],
+    )
+
+
+def _others(rows: list[Json]) -> list[str]:
+    return [name for name in dict.fromkeys(row["condition"] for row in rows) if name != AS_IT_IS]
+
+
+def _change(rows: list[Json], factor: str) -> Estimate:
+    gains = {}
+    for name in (factor, AS_IT_IS):
+        with_it, without = (by_seed(rows, name, arm, "best_loss") for arm in ("locater", "none"))
+        gains[name] = {seed: with_it[seed] - without[seed] for seed in with_it.keys() & without.keys()}
+    return paired(gains[factor], gains[AS_IT_IS])
+
+
+STUDY = Study(
+    question="Does LocAteR's gain depend on width, heads, learning rate, positions, norm placement or batch?",
+    grid=grid,
+    measure=measure,
+    conclude=conclude,
+    figure=intervals("estimate and its interval"),
+    drawn=("loss, LocAteR − none",),
+    budget="120 runs of 300 steps: three minutes of one core",
+    setting=SCALE,
+    doubt="A strength tuned for every factor; factors in combination.",
+)

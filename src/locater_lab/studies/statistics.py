@@ -1,0 +1,237 @@
+"""Differences and correlations with their uncertainty, and the words that they allow; knows no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Literal
+
+from locater.records import Json
+
+LEVEL = 0.95
+# Fewer pairs than this make no claim, whatever their interval.
+FEWEST = 3
+# Differences of seeds that are this near to each other, as a share of what is compared, are equal but for rounding.
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its interval; `count` is of pairs, or of points, and `p` that of no difference."""
+
+    value: float
+    low: float
+    high: float
+    p: float
+    count: int
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the interval leaves out zero, and enough stand behind it."""
+        return self.count >= FEWEST and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        """Three digits of the largest, and as many places of the others."""
+        parts = [value for value in (self.value, self.low, self.high) if math.isfinite(value)]
+        largest = max(map(abs, parts), default=0.0)
+        places = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+        value, low, high = (f"{part:+.{places}f}" for part in (self.value, self.low, self.high))
+        return f"{value} [{low}, {high}]" if len(parts) == 3 else f"{value} (no interval)"
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
+    """Mean difference over the seeds that both have, with Student's interval of its pairs.
+
+    Nothing is assumed of what two seeds share, only that differences of seeds are alike. One pair has no interval, nor
+    have pairs that agree exactly: they show no spread to judge by, which is not certainty.
+    """
+    differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+    mean = fmean(differences) if differences else math.nan
+    scale = max(map(abs, [*ours.values(), *theirs.values()]), default=0.0)
+    if not differences or max(differences) - min(differences) <= SAME * scale:
+        return Estimate(mean, -math.inf, math.inf, 1.0, len(differences))
+    from scipy.stats import t
+
+    error, free = stdev(differences) / math.sqrt(len(differences)), len(differences) - 1
+    half = float(t.ppf((1 + LEVEL) / 2, free)) * error
+    return Estimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
+
+
+def paired_shares(ours: Mapping[int, Sequence[bool]], theirs: Mapping[int, Sequence[bool]]) -> Estimate:
+    """Difference of two shares of a grid's points, each a sequence for every seed.
+
+    Seeds share the grid, so they add no points: the error of the points is Newcombe's (1998, his method 10) for as many
+    as one seed has, the error of the seeds is Student's; the wider end counts, and the larger p.
+    """
+    seeds = sorted(ours.keys() & theirs.keys())
+    first, second = (
+        {seed: sum(some[seed]) / len(some[seed]) for seed in seeds if some[seed]} for some in (ours, theirs)
+    )
+    by_seed = paired(first, second)
+    if not by_seed.count:
+        return by_seed
+    counts = [fmean(len(some[seed]) for seed in seeds) for some in (ours, theirs)]
+    low, high, p = _newcombe(fmean(first.values()), counts[0], fmean(second.values()), counts[1])
+    if math.isinf(by_seed.low):  # one seed, or seeds that agree: the points alone say how sure it is
+        return replace(by_seed, low=low, high=high, p=p)
+    return replace(by_seed, low=min(low, by_seed.low), high=max(high, by_seed.high), p=max(p, by_seed.p))
+
+
+def _newcombe(share: float, count: float, other: float, other_count: float) -> tuple[float, float, float]:
+    """The interval of a difference of two independent shares, and p of the pooled test that they are one."""
+    from scipy.stats import norm
+
+    (low, high), (other_low, other_high) = wilson(share * count, count), wilson(other * other_count, other_count)
+    difference, both = share - other, (share * count + other * other_count) / (count + other_count)
+    error = math.sqrt(both * (1 - both) * (1 / count + 1 / other_count))
+    p = 2 * float(norm.sf(abs(difference) / error)) if error else 1.0
+    below, above = math.hypot(share - low, other_high - other), math.hypot(high - share, other - other_low)
+    return difference - below, difference + above, p
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
+    """Rank correlation with the interval of Fisher's z, widened for ranks (Bonett and Wright 2000)."""
+    from scipy.stats import norm, spearmanr
+
+    if len(x) < 4 or len(set(x)) == 1 or len(set(y)) == 1:
+        return Estimate(math.nan, -1.0, 1.0, 1.0, len(x))
+    found = spearmanr(x, y)
+    value = max(-0.999999, min(0.999999, float(found.statistic)))  # type: ignore
+    error = math.sqrt((1 + value**2 / 2) / (len(x) - 3))
+    half = float(norm.ppf((1 + LEVEL) / 2)) * error
+    low, high = (math.tanh(math.atanh(value) + side * half) for side in (-1, 1))
+    return Estimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
+
+
+def pooled(estimates: Sequence[Estimate]) -> Estimate:
+    """Rank correlations of several seeds as one: the mean of Fisher's z, each with its own error, seeds apart.
+
+    Seeds that agree to the last rank do not make it certain: the error is that of so few points.
+    """
+    from scipy.stats import norm
+
+    known = [one for one in estimates if not math.isnan(one.value) and one.count > 3]
+    if not known:
+        return Estimate(math.nan, -1.0, 1.0, 1.0, 0)
+    values = [max(-0.999, min(0.999, one.value)) for one in known]
+    z = fmean(map(math.atanh, values))
+    squares = [(1 + value**2 / 2) / (one.count - 3) for value, one in zip(values, known, strict=True)]
+    error = math.sqrt(sum(squares)) / len(known)
+    half = float(norm.ppf((1 + LEVEL) / 2)) * error
+    p = 2 * float(norm.sf(abs(z) / error))
+    return Estimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
+
+
+def wilson(count: float, total: float) -> tuple[float, float]:
+    """The interval of a share (Wilson 1927).
+
+    >>> [round(end, 2) for end in wilson(9, 10)]
+    [0.6, 0.98]
+    """
+    if not total:
+        return 0.0, 1.0
+    from scipy.stats import norm
+
+    z, share = float(norm.ppf((1 + LEVEL) / 2)), count / total
+    middle, half = share + z**2 / (2 * total), z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    return (middle - half) / (1 + z**2 / total), (middle + half) / (1 + z**2 / total)
+
+
+def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+    """Each with p corrected for how many were compared (Holm 1979); an interval that this unmakes takes in 0."""
+    corrected: dict[str, Estimate] = {}
+    highest = 0.0
+    ordered = sorted(estimates.items(), key=lambda item: item[1].p)
+    for place, (name, one) in enumerate(ordered):
+        highest = max(highest, min(1.0, one.p * (len(ordered) - place)))
+        widened = one if highest < 1 - LEVEL else replace(one, low=min(one.low, 0.0), high=max(one.high, 0.0))
+        corrected[name] = replace(widened, p=highest)
+    return {name: corrected[name] for name in estimates}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: `what` was looked at, `of` whom (with whom it is compared), and what its interval allows to say.
+
+    Of `kind` "difference" it is paired by seed, of "relation" it is a rank correlation over points.
+    """
+
+    what: str
+    of: str
+    estimate: Estimate
+    kind: Literal["difference", "relation"] = "difference"
+
+    @property
+    def verdict(self) -> str:
+        one = self.estimate
+        if self.kind == "relation":
+            if math.isnan(one.value):
+                return "too few points, or no variation"
+            return ("rises" if one.value > 0 else "falls") if one.is_seen else "no relation seen"
+        if one.count < FEWEST:
+            return "too few seeds"
+        if math.isinf(one.low) and one.value:
+            return "no spread to judge by"
+        return ("lower" if one.value < 0 else "higher") if one.is_seen else "no difference seen"
+
+    def __str__(self) -> str:
+        return f"{self.of} ({self.estimate})"
+
+    def to_json(self) -> Json:
+        one = self.estimate
+        numbers = {name: getattr(one, name) if math.isfinite(getattr(one, name)) else None for name in NUMBERS}
+        return {
+            "what": self.what,
+            "of": self.of,
+            "kind": self.kind,
+            "count": one.count,
+            "verdict": self.verdict,
+        } | numbers
+
+
+NUMBERS = ("value", "low", "high", "p")
+
+
+NULLS = ("no difference seen", "no relation seen")
+
+
+def corrected(findings: Sequence[Finding]) -> list[Finding]:
+    """All of them with estimates corrected for how many they are."""
+    estimates = holm({str(number): one.estimate for number, one in enumerate(findings)})
+    return [replace(one, estimate=estimates[str(number)]) for number, one in enumerate(findings)]
+
+
+def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
+    """Who is lower, higher, or not seen to differ: up to `most` of each by name; of the strongest its interval too.
+
+    >>> seen, null = Estimate(-0.5, -0.6, -0.4, 0.01, 3), Estimate(0.1, -0.4, 0.6, 0.9, 3)
+    >>> tally([Finding("loss", "a", seen), Finding("loss", "b", null), Finding("loss", "c", null)])
+    'lower for a (-0.500 [-0.600, -0.400]); no difference seen for b and c'
+    """
+    groups: dict[str, list[Finding]] = {}
+    for one in sorted(findings, key=lambda one: -abs(one.estimate.value) if one.estimate.is_seen else math.inf):
+        groups.setdefault(one.verdict, []).append(one)
+    if len(groups) == 1 and len(findings) > 1 and next(iter(groups)) in NULLS:
+        return f"{next(iter(groups))} for any of {len(findings)}"
+    return "; ".join(f"{verdict} for {_who(some, len(findings), most)}" for verdict, some in groups.items())
+
+
+def _who(some: Sequence[Finding], total: int, most: int) -> str:
+    """The members of one group."""
+    is_seen = some[0].estimate.is_seen
+    names = [str(some[0]) if is_seen else some[0].of, *(one.of for one in some[1:])]
+    if len(some) <= most:
+        return together(names)
+    if not is_seen:
+        return f"the other {len(some)}" if len(some) < total else f"all {total}"
+    return (f"all {total}" if len(some) == total else f"{len(some)} of {total}") + f", most for {names[0]}"
+
+
+def together(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def capital(words: str) -> str:
+    """As the beginning of a sentence; a letter of the theory stays as it is."""
+    return words[0].upper() + words[1:] if words[:1].isascii() else words

@@ -1,0 +1,136 @@
+"""Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from locater.errors import refusal
+from locater.records import Json, JsonMapping
+
+from ..train import run
+from ..train.config import make_config
+from ..train.export import load
+from ..train.metrics import METRICS, read_rows
+from ..train.model import LanguageModel, WalkModel
+from .runs import QUANTITIES
+from .statistics import Estimate, Finding, corrected, paired
+from .sweep.folder import Point
+
+Rows = list[Json]
+Options = JsonMapping
+
+
+def measure(point: Point, place: Path) -> Json:
+    """Train, or go on, in the point's folder; SIGTERM saves, and ends the worker without a row."""
+    if not _go_on(point, place).is_done:
+        raise KeyboardInterrupt
+    return result(place)
+
+
+def advance(point: Point, place: Path) -> bool:
+    """Train to the next validation; whether that was the last."""
+    rows = [row for row in read_rows(place / METRICS) if row["kind"] == "validation"]
+    every = make_config(point["preset"], **point["options"]).loop.validate_every
+    return _go_on(point, place, stop_after=(rows[-1]["step"] if rows else 0) + every).is_done
+
+
+def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.Outcome:
+    if (place / run.CONFIG).exists():
+        return run.resume(place, stop_after=stop_after, say=_quiet)
+    config = make_config(point["preset"], seed=point["seed"], **point["options"])
+    return run.start(config, place, stop_after=stop_after, say=_quiet)
+
+
+def _quiet(sentence: str) -> None:
+    """Workers have nobody to talk to."""
+
+
+def result(folder: Path, *, is_done: bool = True) -> Json:
+    """What a run came to: its best and its last validation, and how many directions its W has left."""
+    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
+    if not rows:
+        raise refusal(f"a validation in {folder / METRICS}", "none")
+    best, last = min(rows, key=lambda row: row["loss"]), rows[-1]
+    found: Json = {"step": last["step"], "best_step": best["step"], "best_loss": best["loss"]}
+    found |= {"is_done": is_done, "course": {str(row["step"]): row["loss"] for row in rows}}
+    for name, quantity in QUANTITIES.items():
+        try:
+            found[name] = quantity.read(last)
+        except (KeyError, ArithmeticError):
+            continue  # a random walk has no perplexity, an exploded head no spectrum
+    weights = folder / run.MODEL
+    return found | ({"directions": directions(load(weights))} if weights.exists() else {})
+
+
+def directions(model: LanguageModel | WalkModel) -> float:
+    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads."""
+    counts = []
+    for layer in model.layers:
+        attention = layer.attention
+        assert isinstance(attention, torch.nn.Module)
+        query, key = (getattr(attention, name).weight.detach().double() for name in ("query", "key"))
+        d_head = getattr(attention, "d_head", len(query))
+        group = len(query) // len(key)
+        for head, rows in enumerate(query.split(d_head)):
+            start = head // group * d_head
+            squares = torch.linalg.svdvals(key[start : start + d_head].mT @ rows).square()
+            counts.append(float(squares.sum().square() / squares.square().sum()))
+    return sum(counts) / len(counts)
+
+
+def points(
+    arms: Mapping[str, Options],
+    *,
+    seeds: Sequence[int],
+    preset: str,
+    common: Options,
+    conditions: Mapping[str, Options],
+) -> list[Point]:
+    """Seeds outermost: wherever a sweep stops, arms can be compared on the seeds that are done."""
+    return [
+        {
+            "name": "-".join(filter(None, (condition, arm, f"seed{seed}"))),
+            "condition": condition,
+            "arm": arm,
+            "seed": seed,
+            "preset": preset,
+            "options": {**common, **changed, **options},
+        }
+        for seed in seeds
+        for condition, changed in conditions.items()
+        for arm, options in arms.items()
+    ]
+
+
+def command(point: Point) -> str:
+    """The same run by itself, as one types it."""
+    options = {"preset": point["preset"], "seed": point["seed"], **point["options"]}
+    options["out"] = point["name"].replace(" ", "-")
+    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join(["locater", "train", *flags])
+
+
+def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:
+    some = [row for row in rows if (row["condition"], row["arm"]) == (condition, arm) and quantity in row]
+    return {row["seed"]: row[quantity] for row in some}
+
+
+def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tuple[str, str], Estimate]:
+    """Of every arm to one, within each condition, paired by seed."""
+    pairs = dict.fromkeys((row["condition"], row["arm"]) for row in rows if row["arm"] != against)
+    return {
+        (condition, arm): paired(by_seed(rows, condition, arm, quantity), by_seed(rows, condition, against, quantity))
+        for condition, arm in pairs
+    }
+
+
+def findings(rows: Rows, quantity: str, what: str, *, against: str = "none") -> list[Finding]:
+    """One for each arm and condition against another arm, corrected for how many they are."""
+    found = differences(rows, quantity, against=against)
+    return corrected([Finding(what, _named(condition, arm), one) for (condition, arm), one in found.items()])
+
+
+def _named(condition: str, arm: str) -> str:
+    return f"{arm} with {condition}" if condition else arm

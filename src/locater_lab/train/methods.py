@@ -1,0 +1,171 @@
+"""The stabilisers that `locater train --stabiliser` takes: one row each; knows no torch, so that help is quick."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from locater.errors import BadArguments
+
+Value = float | int | bool
+WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One option of a stabiliser; without a default it must be given."""
+
+    kind: type
+    default: Value | None
+    help: str
+
+    def read(self, text: str) -> Value:
+        """Raises ValueError for what is no value of this kind."""
+        if self.kind is not bool:
+            return self.kind(text)
+        if text.lower() not in WORDS:
+            raise ValueError(text)
+        return WORDS[text.lower()]
+
+    @property
+    def word(self) -> str:
+        return {float: "number", int: "whole number", bool: "yes or no"}[self.kind]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A class of `locater.stabilisers` and its options.
+
+    `takes_optimizer`: it is made after the optimiser, which it is given. `in_forward`: it changes or watches the calls
+    of attention. `stays`: the trained model is not itself without it. `kind` names a class that is made from the
+    options and given as `kind`.
+    """
+
+    class_name: str
+    help: str
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    takes_optimizer: bool = False
+    in_forward: bool = False
+    stays: bool = False
+    kind: str = ""
+
+
+def _weight(of: str) -> dict[str, Setting]:
+    return {"weight": Setting(float, None, f"Weight of {of} in the loss.")}
+
+
+LOCATER, QK_DECAY, NONE = "locater", "qk-decay", "none"
+METHODS: dict[str, Method] = {
+    NONE: Method("Stabiliser", "Nothing."),
+    LOCATER: Method("LocAteR", "κ Σ η² in the loss, by --strength, --mean and what follows them."),
+    "qk-clip": Method(
+        "QKClip",
+        "Rescale heads whose largest logit exceeded a threshold in a step.",
+        {
+            "threshold": Setting(float, 100.0, "The largest logit allowed."),
+            "log_only": Setting(bool, False, "Measure, change nothing."),
+        },
+        in_forward=True,
+    ),
+    "qk-norm": Method("QKNorm", "RMS norm of queries and keys, with a learned gain.", in_forward=True, stays=True),
+    "qk-norm-l2": Method(
+        "QKNorm",
+        "Cosine of query and key, times a learned temperature for each head.",
+        {"length": Setting(int, 512, "L of the temperature's start, log₂(L² − L).")},
+        in_forward=True,
+        stays=True,
+        kind="L2",
+    ),
+    "soft-cap": Method(
+        "SoftCap",
+        "Logits through c·tanh(ω/c).",
+        {"cap": Setting(float, 50.0, "c, which no logit exceeds.")},
+        in_forward=True,
+        stays=True,
+    ),
+    "sigma-reparam": Method(
+        "SigmaReparam",
+        "Every linear weight as γ W/σ(W).",
+        {"gain": Setting(float, 1.0, "γ at the start; it is learned.")},
+    ),
+    "spectral-norm": Method("SpectralNorm", "Queries and keys with spectral norm one."),
+    "z-loss": Method(
+        "ZLoss", "weight · mean (log Σ e^ω)² in the loss.", _weight("the squared log-sum"), in_forward=True
+    ),
+    "entropy-bonus": Method(
+        "EntropyBonus", "−weight · mean entropy in the loss.", _weight("the entropy"), in_forward=True
+    ),
+    QK_DECAY: Method(
+        "QKDecay",
+        "Decoupled weight decay of queries and keys alone.",
+        {"decay": Setting(float, None, "Share of a weight taken off, times the learning rate.")},
+        takes_optimizer=True,
+    ),
+    "alpha-decay": Method(
+        "AlphaDecay",
+        "Weight decay of linear layers by the tail of their spectrum; give --weight-decay 0.",
+        {
+            "decay": Setting(float, 0.1, "Share of a weight taken off, times the learning rate."),
+            "lowest": Setting(float, 2 / 3, "What multiplies it for the heaviest tail."),
+            "highest": Setting(float, 5.0, "What multiplies it for the lightest tail."),
+            "every": Setting(int, 500, "Steps between two looks at the spectra."),
+        },
+        takes_optimizer=True,
+    ),
+    "mimetic-initialisation": Method(
+        "MimeticInitialisation",
+        "Start from W ≈ noise·Z + identity·I.",
+        {
+            "identity": Setting(float, 0.7, "Share of the identity."),
+            "noise": Setting(float, 0.7, "Share of the noise Z, of variance 1/d."),
+        },
+    ),
+    "spectral-initialisation": Method(
+        "SpectralInitialisation",
+        "Start every head from a chosen ξ and η.",
+        {"xi": Setting(float, None, "tr W / η."), "eta": Setting(float, None, "η in units of λ.")},
+    ),
+}
+
+
+def method_of(name: str) -> Method:
+    if name not in METHODS:
+        raise BadArguments(f"--stabiliser expects one of {', '.join(METHODS)}, got {name!r}")
+    return METHODS[name]
+
+
+def read_settings(name: str, text: str) -> dict[str, Any]:
+    """All options of a stabiliser, from `name=value` pairs between commas or spaces, and its defaults.
+
+    >>> read_settings("qk-clip", "threshold=50")
+    {'threshold': 50.0, 'log_only': False}
+    """
+    settings = method_of(name).settings
+    found: dict[str, Any] = {one: setting.default for one, setting in settings.items()}
+    for part in text.replace(",", " ").split():
+        key, separator, value = part.partition("=")
+        key = key.replace("-", "_")
+        if not separator or key not in settings:
+            known = f"it takes {', '.join(settings)}" if settings else _without_options(name)
+            raise BadArguments(f"--stabiliser {name} has no option {part!r}: {known}")
+        try:
+            found[key] = settings[key].read(value)
+        except ValueError:
+            raise BadArguments(f"{key} of --stabiliser {name} expects a {settings[key].word}, got {value!r}") from None
+    if missing := [one for one, value in found.items() if value is None]:
+        example = ",".join(f"{one}=…" for one in missing)
+        raise BadArguments(f"--stabiliser {name} needs {' and '.join(missing)}: --stabiliser-options {example}")
+    return found
+
+
+def _without_options(name: str) -> str:
+    return "it has flags of its own, --strength and --mean" if name == LOCATER else "it takes none"
+
+
+def written(settings: Mapping[str, Any]) -> str:
+    """The pairs that `read_settings` takes.
+
+    >>> written({"threshold": 50.0, "log_only": True})
+    'threshold=50.0,log_only=yes'
+    """
+    words = {True: "yes", False: "no"}
+    return ",".join(f"{one}={words[value] if isinstance(value, bool) else value}" for one, value in settings.items())

@@ -1,0 +1,105 @@
+"""Metrics as they arise: a line of JSON each, TensorBoard beside it on request, and a bar on a terminal."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from locater.documents import as_written, read_lines
+from locater.errors import refusal
+from locater.records import Json, head_key, layer_key, write
+
+METRICS = "metrics.jsonl"
+Row = Json
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The whole lines of a file of metrics; what a killed process left of a last one is dropped."""
+    if not path.exists():
+        return []
+    return read_lines(path, constant=float)
+
+
+def rows_of_run(folder: Path) -> list[Row]:
+    """The metrics of a run that is to go on."""
+    path = folder / METRICS
+    with as_written(path):
+        return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0 and _line(row)]
+
+
+class Metrics:
+    """`metrics.jsonl` of a run, continued from a step; a process that is not the first writes nothing."""
+
+    def __init__(self, folder: Path, *, step: int, tensorboard: bool, is_first: bool) -> None:
+        self.file = self.board = None
+        if not is_first:
+            return
+        kept = "".join(_line(row) for row in rows_of_run(folder) if row["step"] <= step)
+        self.board = _board(folder, step) if tensorboard else None
+        path = folder / METRICS
+        write(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
+        self.file = path.open("a", encoding="utf-8")
+
+    def add(self, row: Row) -> None:
+        """Seen by any reader as soon as this returns."""
+        if self.file is None:
+            return
+        try:
+            self.file.write(_line(row))
+            self.file.flush()
+        except OSError as reason:
+            raise refusal(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None
+        if self.board is not None:
+            for name, value in flat(row):
+                self.board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """What could not be written was refused by `add` already; a second complaint would hide the first."""
+        for one in (self.file, self.board):
+            if one is not None:
+                with suppress(OSError):
+                    one.close()
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def flat(row: Row) -> Iterator[tuple[str, float]]:
+    """Names as loggers like them: `validation/loss`, `attention/layer_00/head_00/xi`, `tokens/layer_00/residual`."""
+    for name, value in row.items():
+        if isinstance(value, int | float) and name != "step":
+            yield f"{row['kind']}/{name}", value
+    for group, place in (("heads", "attention"), ("layers", "tokens")):
+        for part in row.get(group, []):
+            at = f"{place}/{layer_key(part['layer'])}" + (f"/{head_key(part['head'])}" if "head" in part else "")
+            numbers = {name: value for name, value in part.items() if name not in ("layer", "head")}
+            yield from ((f"{at}/{name}", value) for name, value in numbers.items() if isinstance(value, int | float))
+
+
+def _board(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        remedy = 'install it with: pip install "locater[tensorboard]"'
+        raise refusal("the package tensorboard", "none", remedy) from None
+    # Lines of a run that was stopped later than its last checkpoint are hidden by the viewer.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+
+@contextmanager
+def bar(total: int, *, start: int, shown: bool) -> Iterator[Any]:
+    """A function that is told step, loss and tokens per second; it draws on a terminal only."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task("starting", total=total, completed=start)
+
+        def tell(step: int, loss: float, speed: float) -> None:
+            progress.update(task, completed=step, description=f"loss {loss:.3f} · {speed:,.0f} tokens/s")
+
+        yield tell

@@ -1,0 +1,265 @@
+"""A small transformer language model, readable top to bottom, and the one-head predictor of the paper's theory.
+
+Attention goes through `scaled_dot_product_attention`, which is the slot that stabilisers and monitors attach to.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from locater.errors import refusal
+from locater.theory.clipped_softmax import clipped_linear
+
+from .shape import Shape
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu-tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+# Logits of so many tokens are held at once: few enough for the processor's caches, of large vocabularies too.
+TOKENS_AT_ONCE = 128
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "tokens d_model"], weight: Float[Tensor, "words d_model"], targets: Int[Tensor, " tokens"]
+) -> Float[Tensor, ""]:
+    """−log softmax(W x)_target, the mean over tokens, without holding all logits: O(TOKENS_AT_ONCE · words) memory.
+
+    Held all at once by torch before 2.13, in compiled code, and under autocast, where torch's own would round the loss
+    to bfloat16.
+    """
+    in_pieces = hasattr(functional, "linear_cross_entropy") and not torch.compiler.is_compiling()
+    if in_pieces and not torch.is_autocast_enabled(weight.device.type):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=min(len(x), TOKENS_AT_ONCE))
+        return functional.linear_cross_entropy(x, weight, targets, options=options)
+    logits = functional.linear(x, weight)
+    return functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+
+
+def make_norm(shape: Shape) -> nn.Module:
+    if shape.norm == "rms":
+        return nn.RMSNorm(shape.d_model, eps=shape.epsilon)
+    return nn.LayerNorm(shape.d_model, eps=shape.epsilon, bias=shape.bias)
+
+
+def angles(length: int, num_pairs: int, *, base: float, spacing: int) -> Float[Tensor, "length num_pairs"]:
+    """position · base^(−j/spacing), in float64 so that long texts keep their phase."""
+    frequencies = base ** (-torch.arange(num_pairs, dtype=torch.float64) / spacing)
+    return torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+
+
+def sinusoids(length: int, d_model: int) -> Float[Tensor, "length d_model"]:
+    """Sines, then cosines, of geometric frequencies from 1 to 1/10,000, as in fairseq."""
+    turned = angles(length, d_model // 2, base=10_000.0, spacing=max(1, d_model // 2 - 1))
+    return torch.cat([turned.sin(), turned.cos()], 1).float()
+
+
+def rotate(
+    x: Float[Tensor, "batch heads tokens d_head"],
+    cosine: Float[Tensor, "tokens pairs"],
+    sine: Float[Tensor, "tokens pairs"],
+) -> Float[Tensor, "batch heads tokens d_head"]:
+    """Turn the pairs (j, j + d_head/2) of each token by its angles."""
+    first, second = x.chunk(2, -1)
+    cosine, sine = cosine.to(x), sine.to(x)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; grouped keys serve num_heads / key_heads query heads each."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.d_head, self.dropout = shape.d_head, shape.attention_drop
+        self.grouped = shape.key_heads != shape.num_heads
+        keys = shape.key_heads * shape.d_head
+        self.query = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.key = nn.Linear(shape.d_model, keys, bias=shape.bias)
+        self.value = nn.Linear(shape.d_model, keys, bias=shape.bias)
+        self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.turns = shape.positions == "rotary"
+        if self.turns:
+            turned = angles(shape.context, shape.d_head // 2, base=shape.rotary_base, spacing=shape.d_head // 2)
+            self.register_buffer("cosine", turned.cos().float(), persistent=False)
+            self.register_buffer("sine", turned.sin().float(), persistent=False)
+
+    def forward(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch tokens d_model"]:
+        projected = self.query(x), self.key(x), self.value(x)
+        query, key, value = (rearrange(one, "b t (h d) -> b h t d", d=self.d_head) for one in projected)
+        if self.turns:
+            cosine, sine = self.cosine[: x.shape[1]], self.sine[: x.shape[1]]
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout * self.training, is_causal=True, enable_gqa=self.grouped
+        )
+        return self.output(rearrange(mixed, "b h t d -> b t (h d)"))
+
+
+class FeedForward(nn.Module):
+    """W₂ f(W₁ x + b₁) + b₂, token by token."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.inner = nn.Linear(shape.d_model, shape.d_feedforward, bias=shape.bias)
+        self.outer = nn.Linear(shape.d_feedforward, shape.d_model, bias=shape.bias)
+        self.activation = ACTIVATIONS[shape.activation]
+
+    def forward(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch tokens d_model"]:
+        return self.outer(self.activation(self.inner(x)))
+
+
+class Layer(nn.Module):
+    """x + f(norm x) for attention, then feed-forward; or norm(x + f(x)), the older post-LN."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm_first = shape.norm_first
+        self.attention, self.attention_norm = Attention(shape), make_norm(shape)
+        self.feedforward, self.feedforward_norm = FeedForward(shape), make_norm(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch tokens d_model"]:
+        if self.norm_first:
+            x = x + self.dropout(self.attention(self.attention_norm(x)))
+            return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
+        x = self.attention_norm(x + self.dropout(self.attention(x)))
+        return self.feedforward_norm(x + self.dropout(self.feedforward(x)))
+
+
+class LanguageModel(nn.Module):
+    """Tokens to the logits of each next token, or with `targets` to the mean cross entropy."""
+
+    predicts_next_token = True  # so its loss on a text can be shown
+    sinusoids: Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        if shape.vocab_size < 1:
+            raise refusal("a vocabulary", shape.vocab_size, "set vocab_size")
+        self.config = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
+        if shape.positions == "learned":
+            self.position = nn.Embedding(shape.context, shape.d_model)
+        elif shape.positions == "sinusoidal":
+            self.register_buffer("sinusoids", sinusoids(shape.context, shape.d_model), persistent=False)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        self.norm = make_norm(shape) if shape.norm_first else nn.Identity()
+        self.output = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+        self.apply(self._initialise)
+        self._scale_attention()
+        if shape.tied:
+            self.output.weight = self.embedding.weight
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Biases zero; embeddings of unit size once scaled and balanced projections (fairseq), else 0.02 (GPT-2)."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            if not self.config.scaled_embedding:
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+            else:
+                nn.init.xavier_uniform_(module.weight)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    @torch.no_grad()
+    def _scale_attention(self) -> None:
+        """Multiply queries, keys and values by `qkv_gain`: Xavier's bound scales with its gain."""
+        for module in self.modules() if self.config.qkv_gain != 1 else ():
+            if isinstance(module, Attention):
+                for projection in (module.query, module.key, module.value):
+                    projection.weight *= self.config.qkv_gain
+
+    def embed(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
+        x = self.embedding(tokens)
+        if self.config.scaled_embedding:
+            x = x * math.sqrt(self.config.d_model)
+        if self.config.positions == "learned":
+            x = x + self.position.weight[: tokens.shape[1]]
+        elif self.config.positions == "sinusoidal":
+            x = x + self.sinusoids[: tokens.shape[1]]
+        return self.dropout(x)
+
+    def hidden(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
+        """What the output layer sees."""
+        if tokens.shape[1] > self.config.context:
+            raise refusal(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise --context")
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch tokens"], targets: Int[Tensor, "batch tokens"] | None = None
+    ) -> Float[Tensor, "..."]:
+        x = self.hidden(tokens)
+        if targets is None:
+            return self.output(x)
+        return linear_cross_entropy(x.flatten(0, 1), self.output.weight, targets.flatten())
+
+
+@dataclass(frozen=True)
+class WalkShape:
+    """The paper's theoretical model: one head on a walk of that width, without norms or positions."""
+
+    d_model: int = 16
+    context: int = 32
+    num_layers: int = 1
+    num_heads: int = 1
+    num_key_heads: int = 1
+    positions: str = "none"
+    model_type: str = field(default="locater", init=False)
+
+
+class WalkHead(nn.Module):
+    """One head that looks at the whole walk from its last point, through the clipped linear softmax."""
+
+    def __init__(self, shape: WalkShape) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(shape.d_model, shape.d_model, bias=False) for _ in range(3))
+
+    def logits(self, walk: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch tokens"]:
+        query = self.query(walk[:, -1:])
+        return (query @ self.key(walk).mT)[:, 0] / math.sqrt(query.shape[-1])
+
+    def forward(self, walk: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch d_model"]:
+        attention = clipped_linear(self.logits(walk))
+        return self.value((attention[:, None] @ walk)[:, 0])
+
+
+class WalkLayer(nn.Module):
+    """Holds the head under the name that it has in a language model."""
+
+    def __init__(self, shape: WalkShape) -> None:
+        super().__init__()
+        self.attention = WalkHead(shape)
+
+
+class WalkModel(nn.Module):
+    """x_1 … x_T to a prediction of x_{T+1}, or with `targets` to the mean squared error per dimension."""
+
+    def __init__(self, shape: WalkShape) -> None:
+        super().__init__()
+        self.config = shape
+        self.layers = nn.ModuleList([WalkLayer(shape)])
+
+    def forward(
+        self, walk: Float[Tensor, "batch tokens d_model"], targets: Float[Tensor, "batch d_model"] | None = None
+    ) -> Float[Tensor, "..."]:
+        layer = self.layers[0]
+        assert isinstance(layer, WalkLayer)
+        predicted = layer.attention(walk)
+        return predicted if targets is None else functional.mse_loss(predicted, targets)

@@ -1,0 +1,116 @@
+"""What a validation looks at beside the loss: each head's spectrum and attention, and how alike the tokens become;
+on random walks, how often a gradient passes token t, against ρ_t.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from locater.attention import Statistics, mean_over_queries, rank
+from locater.attention.call_statistics import statistics_of_call
+from locater.attention.calls import AttentionCall
+from locater.attention.capture import inputs_of
+from locater.attention.interception import Interception
+from locater.models import live
+from locater.records import Json
+from locater.scanning.scan import scan
+from locater.theory import closed_form, exact
+from locater.theory.clipped_softmax import clipped_linear
+
+from ..data.batches import Batches
+from .model import LanguageModel, WalkHead, WalkModel
+
+WALKS_AT_ONCE = 256
+SPECTRUM = (
+    "trace",
+    "trace_of_square",
+    "frobenius_squared",
+    "mean",
+    "variance",
+    "spread",
+    "xi",
+    "eta",
+    "localisation",
+    "regime",
+    "temperature",
+)
+
+
+@torch.no_grad()
+def spectra(model: nn.Module, *, length: int) -> list[Json]:
+    """A row per head, from the weights; gains of norms folded in, as a scan does."""
+    rows = scan(model, length=length, eigenvalues=True).heads
+    return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
+
+
+@torch.no_grad()
+def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
+    """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.
+
+    Heads as the kernel sees them, behind every stabiliser. The rank rows are of each layer's input, and one more of
+    what the output layer sees.
+    """
+    sites, calls = live.sites(model), []
+    was_training = model.training
+    model.eval()
+    names = [site.query_name for site in sites]
+    with inputs_of(dict(model.named_modules()), names) as seen, Interception(lambda call: _note(call, calls)):
+        last = model.hidden(tokens)
+    model.train(was_training)
+    heads: list[dict] = []
+    for statistics in calls:
+        means = {name: mean_over_queries(values).value.tolist() for name, values in statistics.numbers()}
+        heads += [{name: values[head] for name, values in means.items()} for head in range(model.config.num_heads)]
+    layers = []
+    for number, x in enumerate([*seen, last]):
+        found = {name: float(values.mean()) for name, values in vars(rank(x)).items()}
+        layers.append({"layer": number} | {name: value for name, value in found.items() if math.isfinite(value)})
+    return heads, layers
+
+
+def _note(call: AttentionCall, calls: list[Statistics]) -> None:
+    """One layer's attention; the call itself is let be."""
+    calls.append(statistics_of_call(call))
+
+
+def finite(rows: list[Json]) -> list[Json]:
+    """Without numbers that JSON cannot hold."""
+    return [
+        {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+        for row in rows
+    ]
+
+
+@torch.enable_grad()
+def passes(logits: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+    """1 where the derivative of S(ω)_t by its own logit is not zero, by autograd through the clipped softmax."""
+    deviation = logits.detach().clone().requires_grad_()
+    found = clipped_linear(deviation)
+    total = torch.zeros_like(logits)
+    for t in range(logits.shape[1]):
+        (gradient,) = torch.autograd.grad(found[:, t].sum(), deviation, retain_graph=True)
+        total[:, t] = (gradient[:, t] != 0).to(total)
+    return total
+
+
+def propagation(model: WalkModel, batches: Batches, *, num_walks: int = 512) -> dict[str, list[float]]:
+    """Measured share per position with its standard error, and ρ_t by the closed form and exactly."""
+    layer = model.layers[0]
+    head = layer.attention
+    assert isinstance(head, WalkHead)
+    shares = []
+    with torch.no_grad():
+        for first in range(0, num_walks, WALKS_AT_ONCE):
+            walk, _ = batches.validation(first, min(WALKS_AT_ONCE, num_walks - first))
+            shares.append(passes(head.logits(walk.to(head.query.weight))))
+        measured = torch.cat(shares).mean(0)
+        weights = head.query.weight.detach().double().cpu(), head.key.weight.detach().double().cpu()
+        length = measured.shape[0]
+        return {
+            "measured": measured.tolist(),
+            "standard_error": (measured * (1 - measured) / num_walks).sqrt().tolist(),
+            "closed": closed_form.profile(*weights, length=length).tolist(),
+            "exact": exact.profile(*weights, length=length).tolist(),
+        }

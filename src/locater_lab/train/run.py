@@ -1,0 +1,219 @@
+"""A run in its folder: started, stopped by a signal or a number of steps, resumed, exported."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from locater.errors import refusal, within
+from locater.records import Json, write_json
+
+from ..data.sources import open_data
+from ..data.text import would_read
+from .config import Config
+from .export import export
+from .loop import Trainer, Validated, has_bf16
+from .metrics import METRICS, bar, read_rows
+from .processes import Processes, process_group
+from .validation import plain_copy
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+CONFIG, MODEL = "config.json", "model"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run stands: `signal` is set if one stopped it, `validation` is its last row of that kind."""
+
+    folder: Path
+    step: int
+    num_steps: int
+    validation: Json | None
+    is_done: bool
+    signal: int | None = None
+    is_first: bool = True
+    num_processes: int = 1
+
+    def to_json(self) -> Json:
+        """The document that `locater train --json` writes."""
+        row = {"validation": self.validation, "step": self.step, "num_steps": self.num_steps, "done": self.is_done}
+        return {"schema": "locater.train/1", "folder": str(self.folder)} | row
+
+
+def start(config: Config, folder: Path, *, stop_after: int | None = None, say: Say = print) -> Outcome:
+    """A new run; refuses a folder that holds anything, or that would be read as part of the data."""
+    if would_read(Path(config.data.data), folder):
+        raise refusal("a run outside of the folder that is its data", folder, "choose another --out")
+    with process_group(config.loop.device) as processes, _claimed(folder, processes), locked(folder, processes):
+        return _go(config, folder, processes, stop_after=stop_after, say=say)
+
+
+def resume(
+    folder: Path, *, length: Mapping[str, int | float] | None = None, stop_after: int | None = None, say: Say = print
+) -> Outcome:
+    """Continue from the last checkpoint as if there was no stop; `length` (steps, epochs, patience) moves its end."""
+    config = read_config(folder)
+    if length:
+        # As for a new run, epochs go before steps: with a new end those of before do not count any more.
+        before: dict[str, float] = {} if length.keys() == {"patience"} else {"epochs": 0.0}
+        config = replace(config, loop=replace(config.loop, **{**before, **length}))
+    with process_group(config.loop.device) as processes, locked(folder, processes):
+        return _go(config, folder, processes, stop_after=stop_after, say=say)
+
+
+def read_config(folder: Path) -> Config:
+    """The config that a run was started with."""
+    path = folder / CONFIG
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise refusal(
+            f"the folder of a run, with {CONFIG}", f"{folder} ({reason!s:.80})", "start one with --out"
+        ) from None
+    with within(str(path)):
+        return Config.from_dict(document)
+
+
+@contextmanager
+def _claimed(folder: Path, processes: Processes) -> Iterator[None]:
+    """The folder of a new run; if nothing came into it, it is gone again, with the parents that were made for it."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if processes.is_first else []
+    try:
+        if processes.is_first:
+            _claim(folder)
+        processes.wait()
+        yield
+    except BaseException:
+        for path in made:
+            with suppress(OSError):  # something did come into it
+                path.rmdir()
+        raise
+
+
+def _claim(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = next(folder.iterdir(), None)
+    except OSError as reason:
+        raise refusal(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
+    if taken is not None:
+        remedy = f"continue it with --resume {shlex.quote(str(folder))}, or choose another --out"
+        raise refusal("a new or empty folder for the run", f"{folder}, which holds {taken.name}", remedy)
+
+
+@contextmanager
+def locked(folder: Path, processes: Processes) -> Iterator[None]:
+    """Nobody else trains in this folder meanwhile; a process that dies, however it does, lets go."""
+    if fcntl is None or not processes.is_first:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    assert fcntl is not None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise refusal(f"to be the only one that trains in {folder}", "another process", "wait for its end") from None
+    except OSError:
+        pass  # a file system that locks no folders
+
+
+@contextmanager
+def _begun(config: Config, folder: Path, processes: Processes) -> Iterator[None]:
+    """Keep the config of a new run, unless what follows is refused: then the folder is as empty as it was."""
+    path = folder / CONFIG
+    is_new = processes.is_first and not path.exists()
+    if is_new:
+        write_json(config.to_dict(), path)
+    try:
+        yield
+    except Exception:
+        if is_new:
+            path.unlink()
+        raise
+
+
+def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say) -> Outcome:
+    say = say if processes.is_first else lambda sentence: None
+    data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=say)
+    config = replace(config, data=data.options)
+    if config.loop.precision == "bf16" and not has_bf16(processes.device):
+        say("this processor has no instructions for bfloat16: float32 would be faster")
+    with _begun(config, folder, processes):
+        trainer = Trainer(config, data, folder, processes)
+    trainer.say = say
+    try:
+        _move_end(trainer, folder, say)
+        with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
+            until = trainer.num_steps if stop_after is None else stop_after
+            trainer.advance(until, tell=tell, validated=_line(trainer, say), stop=lambda: bool(received))
+        plain = plain_copy(trainer.model, processes, config.stabiliser)
+        if plain is not None:
+            vocabulary = data.tokens.vocabulary if data.tokens else None
+            export(plain, folder / MODEL, vocabulary, stabiliser=config.stabiliser)
+    finally:
+        trainer.watch.end()
+        trainer.metrics.close()
+    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
+    last, stopped_by = rows[-1] if rows else None, received[0] if received else None
+    who = processes.is_first, processes.count
+    return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, *who)
+
+
+def _line(trainer: Trainer, say: Say) -> Validated:
+    """A sentence per validation where no terminal shows a bar: in a file or a job's log."""
+    if sys.stderr.isatty():
+        return lambda row: None
+    return lambda row: say(f"step {trainer.step} of {trainer.num_steps}: validation loss {row['loss']:.4f}")
+
+
+def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
+    """Keep a config with another end; what is behind cannot be undone."""
+    if trainer.num_steps < trainer.step:
+        done = f"an end after the {trainer.step} steps that are done"
+        raise refusal(done, f"{trainer.num_steps} steps", "start a shorter run with --out")
+    if not trainer.processes.is_first or read_config(folder).loop == trainer.config.loop:
+        return
+    if trainer.config.optimiser.schedule == "cosine":
+        say("the cosine of the learning rate now has another end: a run begun with this length would differ")
+    write_json(trainer.config.to_dict(), folder / CONFIG)
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """SIGINT (Ctrl-C) and SIGTERM are noted, and the step is finished; a second one ends the process at once."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note)
+    except ValueError:
+        pass  # not the main thread, which alone may listen
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

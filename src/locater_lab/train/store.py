@@ -1,0 +1,204 @@
+"""Checkpoints on disk by `torch.distributed.checkpoint`: whole or absent, readable by any number of processes."""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from locater.checkpoints.distributed import check_harmless
+from locater.errors import refusal
+from locater.records import Json, State, write_json
+
+from .processes import Processes
+
+INDEX, SMALL, CHECKSUMS = "index.json", "state.json", "checksums.json"
+PARTIAL = ".partial"
+FIELDS = ("step", "best", "loss_sum", "loss_count", "data")  # of the small document
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter once, and the buffers that a state dict holds: those of stabilisers, the models have none."""
+    stored = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in stored}
+
+
+def optimiser_state(optimizer: Optimizer, parameters: dict[str, Tensor]) -> State:
+    """Adam's moments and counts, Muon's momentum, under the parameters' names; zero where no step was taken yet.
+
+    Learning rates and decays are not stored: the config and the step say them.
+    """
+    groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    for parameter in trained.values():
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = _blank(parameter, is_adam="betas" in groups[id(parameter)])
+    return {name: optimizer.state[parameter] for name, parameter in trained.items()}
+
+
+def _blank(parameter: Tensor, *, is_adam: bool) -> State:
+    names = ("exp_avg", "exp_avg_sq") if is_adam else ("momentum_buffer",)
+    moments = {name: torch.zeros_like(parameter) for name in names}
+    return {"step": torch.zeros(()), **moments} if is_adam else moments
+
+
+class Store:
+    """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read."""
+
+    def __init__(self, folder: Path, processes: Processes, model_config: Json) -> None:
+        self.folder, self.processes, self.model_config = folder, processes, model_config
+
+    def names(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        return _beside(path, _read(path, ("last",))) if path.exists() else {}
+
+    def small(self, which: str = "last") -> Json:
+        """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
+        name = self.names().get(which)
+        return _read(self.folder / name / SMALL, FIELDS) if name else {}
+
+    def save(self, state: State, small: Json, *, keep: Sequence[str] = ()) -> None:
+        """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one.
+
+        It is the last from then on; what else it is, such as the best, is kept until another one is.
+        """
+        name = self._free_name(small["step"])
+        partial = self.folder / (name + PARTIAL)
+        if self.processes.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.processes.wait()
+        try:
+            self._write(partial, state, small)
+        except (OSError, RuntimeError, CheckpointException) as reason:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(_innermost(reason), KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            kept = self.names().get("last")
+            remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
+            raise refusal(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
+        if self.processes.is_first:
+            self._publish(partial, name, ("last", *keep))
+        self.processes.wait()
+
+    def _write(self, partial: Path, state: State, small: Json) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a single process, which is meant
+            state_dict_saver.save(state, checkpoint_id=partial, no_dist=self.processes.count == 1)
+        if self.processes.is_first:
+            write_json(self.model_config, partial / "config.json")  # by which `locater scan` reads it
+            write_json(small, partial / SMALL)
+            write_json(checksums_of(partial), partial / CHECKSUMS)
+
+    def _free_name(self, step: int) -> str:
+        """A name that the index does not use: a step that is saved twice never stands in the way of itself."""
+        names = (f"step-{step:08d}", f"step-again-{step:08d}")
+        return next(name for name in names if name not in (self.names().get("last"), None))
+
+    def _publish(self, partial: Path, name: str, keep: Sequence[str]) -> None:
+        if (self.folder / name).exists():  # written by a run that was stopped before it could say so, or not the last
+            shutil.rmtree(self.folder / name)
+        partial.rename(self.folder / name)
+        names = self.names() | dict.fromkeys(keep, name)
+        write_json(names, self.folder / INDEX)
+        _flush(self.folder)
+        for other in self.folder.glob("step-*"):
+            if other.name not in names.values():
+                shutil.rmtree(other, ignore_errors=True)
+
+    def keep(self, which: str, under: str) -> None:
+        """The checkpoint of one name has another name too, if there is one."""
+        names = self.names()
+        if self.processes.is_first and which in names:
+            write_json(names | {under: names[which]}, self.folder / INDEX)
+            _flush(self.folder)
+        self.processes.wait()
+
+    def load(self, state: State, *, which: str = "last") -> None:
+        """Into the tensors of `state`, in place, whatever number of processes wrote them."""
+        name = self.names()[which]
+        damaged = damaged_files(self.folder / name) if self.processes.is_first else []
+        if self.processes.any(bool(damaged)):
+            got = f"other bytes in {', '.join(damaged[:3])}" if damaged else "others"
+            remedy = "restore the folder, or start a new run with --out"
+            raise refusal(f"the checkpoint that was written to {self.folder / name}", got, remedy)
+        check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                state_dict_loader.load(state, checkpoint_id=self.folder / name, no_dist=self.processes.count == 1)
+            except (OSError, RuntimeError, CheckpointException) as reason:
+                raise refusal(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
+
+
+def _read(path: Path, names: tuple[str, ...]) -> Json:
+    """A small document with at least these names in it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in names if name not in found]
+        if isinstance(found, dict) and not missing:
+            return found
+        got = f"one without {', '.join(missing)}" if missing else f"a {type(found).__name__}"
+    except (OSError, ValueError, TypeError) as reason:
+        got = _cause(reason)
+    raise refusal(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
+
+
+def _beside(path: Path, names: Json) -> dict[str, str]:
+    """The names, where each is that of an entry beside the document: none leads out of the folder."""
+    for name in names.values():
+        if not isinstance(name, str) or not name.strip(". ") or "\0" in name or Path(name).name != name:
+            raise refusal(f"names of what lies beside it in {path}", repr(name), "restore it, or start a new run")
+    return names
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """By file; what is not in it cannot be told from what the disk made of it."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    return {path.name: _checksum(path) for path in files}
+
+
+def damaged_files(folder: Path) -> list[str]:
+    """The files of a checkpoint that are not as they were written; none where it was written without checksums."""
+    if not (folder / CHECKSUMS).exists():
+        return []
+    kept = _read(folder / CHECKSUMS, (SMALL,))
+    _beside(folder / CHECKSUMS, {name: name for name in kept})
+    return [name for name, checksum in kept.items() if _checksum(folder / name) != checksum]
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+    except OSError:
+        return "none"
+
+
+def _innermost(reason: BaseException) -> BaseException:
+    """The checkpoint library wraps errors by rank."""
+    is_wrapped = isinstance(reason, CheckpointException) and reason.failures
+    return next(iter(reason.failures.values()))[0] if is_wrapped else reason  # type: ignore[union-attr]
+
+
+def _cause(reason: BaseException) -> str:
+    """The innermost error in one line."""
+    reason = _innermost(reason)
+    lines = str(getattr(reason, "strerror", None) or reason).strip().splitlines()
+    return f"{lines[0]:.160}" if lines else type(reason).__name__
+
+
+def _flush(folder: Path) -> None:
+    """Make renames in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,158 @@
+"""The monitor of a run: what its alarms say, and what is done about them. All of it is part of a checkpoint."""
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from locater.errors import refusal
+from locater.monitor import AttentionMonitor, Report
+from locater.monitor.report import SERIOUS
+from locater.records import Json
+from locater.stabilisers import QKClip, Stabiliser
+
+from .alarm_options import ATTACH_QK_CLIP, CHECKPOINT, ROLL_BACK, STOP, read_actions
+from .model import LanguageModel
+
+if TYPE_CHECKING:
+    from .loop import Trainer
+
+MOST_ROLL_BACKS = 3
+# Checkpoints that are kept beside the last and the best. A report is of the pass before the step that ends it: its
+# state is a candidate, and good once the next report is without serious alarms too. The run's start is good.
+GOOD, CANDIDATE, ALARM = "good", "candidate", "alarm"
+
+
+class Watch:
+    """Looks at every `watch_every`-th step. Actions come between two steps, alike on all processes.
+
+    A roll-back needs a good state on disk: a checkpoint is written at every report without serious alarms. The step
+    goes on, so that the texts behind an alarm are not met again, at `rate` times the rate that the config says.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        loop = trainer.config.loop
+        self.trainer, self.actions = trainer, read_actions(loop.on_alarm)
+        self.rate, self.num_roll_backs, self.has_saved, self.should_stop = 1.0, 0, False, False
+        self.clip: Stabiliser | None = None
+        self.monitor: AttentionMonitor | None = None
+        if loop.watch_every:
+            if not isinstance(trainer.module, LanguageModel):
+                raise refusal("a language model to watch", "a random walk", "leave out --watch-every")
+            self.monitor = AttentionMonitor(
+                trainer.module, every=loop.watch_every, budget=2**40, stabilisers=[trainer.stabiliser]
+            )
+
+    def begin(self) -> None:
+        """From the trainer's present step on."""
+        if self.monitor is not None:
+            self.monitor.attach().num_steps = self.trainer.step
+        if ROLL_BACK in self.actions and not self._has_good():
+            self.trainer.store.keep("last", GOOD)
+
+    def end(self) -> None:
+        if self.monitor is not None:
+            self.monitor.detach()
+
+    def step(self) -> None:
+        """After a step of the optimiser: a report, if one is due, its row of metrics, and what follows from it."""
+        if self.clip is not None:
+            self.clip.step()
+        report = None if self.monitor is None else self.monitor.step(self.trainer.step)
+        if report is None:
+            return
+        serious = [str(alarm) for alarm in report.alarms if alarm.kind in SERIOUS]
+        done = self._act("; ".join(serious)) if serious else self._keep()
+        self.trainer.metrics.add(_row(self.trainer.step, report, done))
+
+    def rescue(self, reason: str) -> bool:
+        """After a step whose loss is not finite: whether the run can go on from a good state."""
+        if ROLL_BACK not in self.actions or not self._has_good():
+            return False
+        assert self.monitor is not None
+        self.monitor.seen.begin()  # what was seen of the lost step
+        done = self._act(reason)
+        self.trainer.step += 1
+        self.monitor.num_steps = self.trainer.step
+        row = {"kind": "watch", "step": self.trainer.step, "alarms": [reason], "actions": done}
+        self.trainer.metrics.add(row)
+        return not self.should_stop
+
+    def _act(self, reason: str) -> list[str]:
+        trainer, done = self.trainer, []
+        if CHECKPOINT in self.actions and not self.has_saved:
+            self.has_saved = True
+            trainer.save(keep=ALARM)
+            done.append(f"checkpoint {trainer.store.names()[ALARM]}")
+        if ROLL_BACK in self.actions and self._has_good():
+            done.append(self._roll_back())
+        if ATTACH_QK_CLIP in self.actions and self.clip is None:
+            self._attach()
+            done.append("attached QK-clip")
+        if STOP in self.actions:
+            self.should_stop = True
+            done.append("stop")
+        trainer.say(f"step {trainer.step}: {reason}" + (f" ({', '.join(done)})" if done else ""))
+        return done
+
+    def _has_good(self) -> bool:
+        return GOOD in self.trainer.store.names()
+
+    def _keep(self) -> list[str]:
+        if ROLL_BACK in self.actions:
+            self.trainer.store.keep(CANDIDATE, GOOD)
+            self.trainer.save(keep=CANDIDATE)
+        return []
+
+    def _roll_back(self) -> str:
+        if self.num_roll_backs >= MOST_ROLL_BACKS:
+            self.should_stop = True
+            return f"stop after {MOST_ROLL_BACKS} roll-backs"
+        self.num_roll_backs += 1
+        self.rate *= self.actions[ROLL_BACK] or 1.0
+        step = self.trainer.reload(GOOD)
+        self.trainer.store.keep(GOOD, CANDIDATE)
+        return f"back to the weights of step {step}, {self.rate:g} times the learning rate"
+
+    def _attach(self) -> None:
+        module: nn.Module = self.trainer.module
+        self.clip = QKClip(module, threshold=self.actions[ATTACH_QK_CLIP] or 50.0)
+        if self.monitor is not None:
+            self.monitor.stabilisers.append(self.clip)
+            self.monitor.num_given += 1  # stepped here, not by the monitor
+
+    def state(self) -> Json:
+        """What a resumed run must know; nothing where nothing is watched."""
+        if self.monitor is None:
+            return {}
+        moments = {
+            key: [
+                [step, {name: [_number(one) for one in values] for name, values in numbers.items()}]
+                for step, numbers in kept
+            ]
+            for key, kept in self.monitor.trends.moments.items()
+        }
+        numbers = {"rate": self.rate, "num_roll_backs": self.num_roll_backs, "has_saved": self.has_saved}
+        return {**numbers, "has_clip": self.clip is not None, "trends": moments}
+
+    def restore(self, state: Json) -> None:
+        if self.monitor is None or not state:
+            return
+        self.rate, self.num_roll_backs, self.has_saved = (
+            state[name] for name in ("rate", "num_roll_backs", "has_saved")
+        )
+        self.monitor.trends.load_state_dict({"moments": state["trends"]})
+        if state["has_clip"] and self.clip is None:
+            self._attach()
+
+
+def _number(value: float) -> float:
+    """JSON has no NaN; growth from 0 is none."""
+    return value if math.isfinite(value) else 0.0
+
+
+def _row(step: int, report: Report, done: list[str]) -> Json:
+    """One line of metrics: every layer's numbers under their names in logs, the alarms and the actions."""
+    numbers = {name: value for name, value in report.metrics().items() if math.isfinite(value)}
+    said = {"alarms": [str(one) for one in report.alarms], "actions": done, "notes": list(report.notes)}
+    return {"kind": "watch", "step": step, **numbers, **said}
