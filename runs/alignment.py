@@ -13,6 +13,7 @@ from locater.studies.small import Ran, tiny, train
 from locater.records import Json, write_json
 from locater.spectra import moments
 from locater.theory.depth import layer_of_moments, propagate, token_kernel
+from locater_lab.studies.small import Ran, tiny, train
 
 STEPS = (0, 10, 30, 100, 300, 1000, 3000)
 SEEDS = (0, 1, 2)
