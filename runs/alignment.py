@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from locater.studies.small import Ran, tiny, train
 
 from locater.records import Json, write_json
 from locater.spectra import moments

@@ -1,4 +1,4 @@
-"""`make test-quick` touches every package."""
+"""`make test-quick` touches every package of the library, and the laboratory."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,8 @@ pytestmark = pytest.mark.quick
 
 TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src"
-PACKAGES = sorted(".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.glob("*/*/__init__.py"))
+INNER = (path.parent.relative_to(SOURCE).parts for path in SOURCE.glob("locater/*/__init__.py"))
+PACKAGES = [*sorted(map(".".join, INNER)), "locater_lab"]
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..attention import statistics
 from ..errors import refusal
 from ..spectra import Moments
 from .random_walk import VARIATES_AT_ONCE, Estimate, check_length, check_temperature
@@ -155,7 +156,7 @@ def _follow(
 
 
 def _normalised_entropy(attention: Float[Tensor, "draws length length"], *, causal: bool) -> Float[Tensor, " draws"]:
-    entropy, length = torch.special.entr(attention).sum(-1), attention.shape[-1]
+    entropy, length = statistics.entropy(attention), attention.shape[-1]
     if not causal:
         return entropy.mean(-1) / math.log(length)
     return (entropy[..., 1:] / torch.arange(2, length + 1).to(entropy).log()).mean(-1)
