@@ -15,10 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from locater_lab.studies.figures import study_figure
-
 from locater.records import write_json
 from locater.report import figures
+from locater.report.studies import study_figure
 from locater_lab.studies.page import TIMES, documents, keep_rows, page, quick_times
 from locater_lab.studies.real_data import page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from locater.studies.sweep.folder import create
 
 from command import locater
 from locater import documents
 from locater.errors import Refusal
+from locater_lab.studies.sweep.folder import create
 from test_cli_runs import row, write_run
 
 JUNK = [None, True, -1, 0, 3, 10**400, 1.5, 1e300, "", "x", "../../x", "\n", [], [1], [[]], {}, {"a": 1}, [{}], ["x"]]
@@ -113,7 +113,7 @@ def a_sweep(folder: Path) -> Path:
 
 
 def a_study(folder: Path) -> Path:
-    from locater.studies.study import measure_for, points_of
+    from locater_lab.studies.study import measure_for, points_of
 
     sweep = create(folder / "study", "study profiles", points_of("profiles", quick=True)[:3])
     sweep.work(measure_for(sweep))
