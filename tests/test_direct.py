@@ -6,8 +6,9 @@ import torch
 from locater.head import Head
 from locater.positions import Alibi
 from locater.projections import Norm, Projection
+from locater.scanning.batch import HeadBatch, batches
 from locater.scanning.direct import QUERIES, SEEN, DirectInputs, direct_logits, wanted_queries
-from locater.scanning.products import products, products_and_queries
+from locater.scanning.products import multiply
 
 pytestmark = pytest.mark.quick
 
@@ -27,12 +28,15 @@ def split(stored: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[tor
 
 def found(heads: list[Head], x: torch.Tensor) -> torch.Tensor:
     """The queries by their folded weights, as a scan makes them."""
-    inputs = DirectInputs(x)
-    wanted = wanted_queries(heads, inputs)
+    return torch.cat([found_together(batch, DirectInputs(x)) for batch in batches(heads)])
+
+
+def found_together(batch: HeadBatch, inputs: DirectInputs) -> torch.Tensor:
+    wanted = wanted_queries(batch, inputs)
     if wanted is None:
-        return direct_logits(heads, inputs, None)
-    sides = [head.folded().query for head in heads]
-    return direct_logits(heads, inputs, torch.stack([side(wanted).mT for side in sides]))
+        return direct_logits(batch, inputs, None)
+    queries = torch.stack([head.folded().query(wanted).mT for head in batch.heads])
+    return direct_logits(batch, inputs, queries.unflatten(0, (batch.num_groups, -1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -79,12 +83,11 @@ def test_queries_on_the_way_are_those_of_folded_weights(heads_per_key, transpose
         return torch.randn(D_MODEL, D_HEAD).T if transposed else torch.randn(D_HEAD, D_MODEL)
 
     keys = [Projection(weight(), input_norm=norm) for _ in range(2)]
-    groups = [
-        [Head(0, n, Projection(weight(), input_norm=norm), key, 0.2) for n in range(heads_per_key)] for key in keys
-    ]
+    heads = [Head(0, n, Projection(weight(), input_norm=norm), key, 0.2) for key in keys for n in range(heads_per_key)]
+    (batch,) = batches(heads)
     x = torch.randn(5, D_MODEL)
-    grams, queries = products_and_queries(groups, x, raw=False)
-    for own, other in zip(grams, products(groups, raw=False), strict=True):
+    products = multiply(batch, x, raw=False)
+    for own, other in zip(products.grams, multiply(batch, raw=False).grams, strict=True):
         torch.testing.assert_close(own, other)
-    heads = [head for group in groups for head in group]
-    torch.testing.assert_close(queries, torch.stack([head.folded().query.weight @ x.mT for head in heads]))
+    expected = torch.stack([head.folded().query.weight @ x.mT for head in heads])
+    torch.testing.assert_close(products.queries.flatten(0, 1), expected)

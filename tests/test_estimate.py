@@ -15,8 +15,10 @@ from locater.projections import Norm, Projection
 from locater.report.headline import headline
 from locater.report.views import views_of
 from locater.scanning import direct, estimate, findings
+from locater.scanning.batch import HeadBatch, batches
+from locater.scanning.bounds import Biases
 from locater.scanning.conditions import failures, parse
-from locater.scanning.products import products
+from locater.scanning.products import multiply
 from predict_cases import model
 
 pytestmark = pytest.mark.quick
@@ -56,8 +58,13 @@ def slow_near(one: Head, *, swing: float) -> float:
 
 
 def estimated(*heads: Head) -> list[estimate.Estimate | None]:
-    groups = [[one] for one in heads]
-    return estimate.estimates(groups, products(groups, raw=False), None, num_layers=NUM_LAYERS)
+    return [own for batch in batches(heads) for own in estimated_together(batch)]
+
+
+def estimated_together(batch: HeadBatch) -> list[estimate.Estimate | None]:
+    products = multiply(batch, raw=False)
+    biases = Biases.of(batch, products)
+    return estimate.estimates(batch, products.grams, biases, None, num_layers=NUM_LAYERS)
 
 
 @pytest.mark.parametrize(

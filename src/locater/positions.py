@@ -5,7 +5,9 @@ Every variant answers `frequencies(base, num_dims, length)` and carries the `amp
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -211,6 +213,7 @@ class Alibi:
     """−slope × distance (Press et al. 2022, arXiv 2108.12409)."""
 
     slope: float
+    kind: ClassVar[tuple[str | int, ...]] = ("slope",)
 
     def __call__(self, distance: Distance) -> Added:
         return -self.slope * distance.to(torch.float64)
@@ -226,6 +229,11 @@ class Buckets:
 
     def __call__(self, distance: Distance) -> Added:
         return self.table[self.bucket(distance)]
+
+    @property
+    def kind(self) -> tuple[str | int, ...]:
+        """What the bucket of a distance depends on."""
+        return "buckets", len(self.table), self.bidirectional, self.max_distance
 
     def bucket(self, distance: Distance) -> Distance:
         num_buckets, offset = len(self.table), torch.zeros_like(distance)
@@ -243,3 +251,16 @@ class Buckets:
 
 
 PositionBias = Alibi | Buckets
+
+
+def added_by_distance(biases: Sequence[PositionBias], distance: Distance) -> Float[Tensor, "heads *batch queries keys"]:
+    """What each of several biases adds, which are slopes or tables of one kind: buckets are found once for all.
+
+    >>> added_by_distance([Alibi(0.5), Alibi(2.0)], torch.tensor([[0, 1]])).tolist()
+    [[[-0.0, -0.5]], [[-0.0, -2.0]]]
+    """
+    tables = [bias.table for bias in biases if isinstance(bias, Buckets)]
+    if isinstance(biases[0], Buckets):
+        return torch.stack(tables)[:, biases[0].bucket(distance)]
+    slopes = torch.tensor([bias.slope for bias in biases if isinstance(bias, Alibi)], dtype=torch.float64)
+    return -slopes[(...,) + (None,) * distance.dim()] * distance.to(torch.float64)

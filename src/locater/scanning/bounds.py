@@ -1,116 +1,131 @@
 """What no logit of a head can exceed, from its weights alone: a norm bounds its inputs, or its queries and keys."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from ..head import Head
-from ..positions import Alibi
+from ..positions import Alibi, Buckets
 from ..projections import Norm, Projection, widen
 from ..spectra import Grams, side_norms
+from .batch import HeadBatch
+from .products import Products
 
-Biases = list[tuple[Tensor | None, Tensor | None]]
+
+@dataclass(frozen=True, eq=False)
+class Biases:
+    """What is added to every query and key of the normalised input, W b_norm + b.
+
+    None where nothing is, and where a norm behind the projection would change it.
+    """
+
+    query: Float[Tensor, "groups heads d_head"] | None
+    key: Float[Tensor, "groups 1 d_head"] | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, batch: HeadBatch, products: Products) -> "Biases":
+        if not batch.is_linear:
+            return NO_BIASES
+        sides = (batch.queries, products.query_shift), (batch.keys, products.key_shift)
+        return cls(*(_total(side, shift, batch.num_groups) for side, shift in sides))
 
 
+NO_BIASES = Biases(None, None)
+
+
+def _total(side: Sequence[Projection], shift: Tensor | None, num_groups: int) -> Tensor | None:
+    own = [projection.bias for projection in side if projection.bias is not None]
+    if not own:
+        return shift
+    total = widen(torch.stack(own)).unflatten(0, (num_groups, -1))
+    return total if shift is None else total + shift
+
+
+@torch.no_grad()
 def logit_bounds(
-    groups: list[list[Head]], grams: Grams, sigma: Tensor, biases: Biases, *, temperature: float
+    batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases, *, temperature: float
 ) -> list[float | None]:
     """max |ω| of each head over all inputs and distances; None where nothing bounds it.
 
-    `biases` are those of `folded_biases`. With inputs of length r = √d behind their norm (gain folded):
+    With inputs of length r = √d behind their norm (gain folded):
     (σ₁(W) r² + ‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K|)/λ, and under rotary positions
     (σ₁(W_Q) r + ‖b_Q‖)(σ₁(W_K) r + ‖b_K‖)/λ. With QK-norm: the lengths that its gains allow. A soft-cap bounds too.
     """
-    first = groups[0][0]
+    first = batch.first
     if first.query.norm is not None and first.key.norm is not None:
-        products = [_length(head.query) * _length(head.key) for group in groups for head in group]
+        keys = _lengths(batch.keys).repeat_interleave(batch.per_group)
+        products = _lengths(batch.queries) * keys
     elif not _is_bounded(first.query) or not _is_bounded(first.key):
-        products = [math.inf for group in groups for _ in group]
+        products = torch.full((len(batch),), math.inf, dtype=torch.float64)
     else:
-        products = _by_input(groups, grams, sigma, biases)
-    heads = [head for group in groups for head in group]
-    return [_finished(head, product / temperature) for head, product in zip(heads, products, strict=True)]
+        products = _by_input(batch, grams, sigma, biases)
+    bounds = _with_positions(batch, products / temperature).tolist()
+    return [bound if math.isfinite(bound) else None for bound in bounds]
 
 
 def _is_bounded(projection: Projection) -> bool:
     return projection.input_norm is not None and projection.is_linear
 
 
-def folded_biases(groups: list[list[Head]]) -> Biases:
-    """What is added to every query and key of the normalised input, by head."""
-    heads = [head for group in groups for head in group]
-    sides = {id(side): side for head in heads for side in (head.query, head.key)}  # a group's key once
-    biases = {number: _bias(side) for number, side in sides.items()}
-    return [(biases[id(head.query)], biases[id(head.key)]) for head in heads]
+def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases) -> Float[Tensor, " heads"]:
+    sides = batch.first.query, batch.first.key
+    query_radius, key_radius = (_radius(side.input_norm, batch.first.d_model) for side in sides)
+    if batch.first.rotary is None:
+        through = sigma.double() * query_radius * key_radius
+        return (through + _of_biases(biases, grams, (query_radius, key_radius))).flatten()
+    of_query, of_key = (norm.double() for norm in side_norms(grams))  # upper bounds
+    query_length, key_length = (0.0 if bias is None else bias.norm(dim=-1).double() for bias in _both(biases))
+    product = (of_query * query_radius + query_length) * (of_key * key_radius + key_length)
+    return product.expand_as(sigma).flatten()
 
 
-def _by_input(groups: list[list[Head]], grams: Grams, sigma: Tensor, own: Biases) -> list[float]:
-    heads = [head for group in groups for head in group]
-    radii = _radius(heads[0].query.input_norm, heads[0].d_model), _radius(heads[0].key.input_norm, heads[0].d_model)
-    if heads[0].rotary is None:
-        through = sigma.flatten().double() * radii[0] * radii[1]
-        return (through + _of_biases(own, grams, radii)).tolist() if _any(own) else through.tolist()
-    lengths = [[0.0 if bias is None else float(bias.norm()) for bias in pair] for pair in own]
-    norms = [norm.expand_as(sigma).flatten().tolist() for norm in side_norms(grams)]  # upper bounds
-    return [
-        (of_query * radii[0] + query_bias) * (of_key * radii[1] + key_bias)
-        for of_query, of_key, (query_bias, key_bias) in zip(*norms, lengths, strict=True)
-    ]
+def _both(biases: Biases) -> tuple[Tensor | None, Tensor | None]:
+    return biases.query, biases.key
 
 
-def _any(biases: Biases) -> bool:
-    return any(bias is not None for pair in biases for bias in pair)
-
-
-def _of_biases(biases: Biases, grams: Grams, radii: tuple[float, float]) -> Tensor:
+def _of_biases(biases: Biases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:
     """‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K| of every head, the lengths by the Gram matrices: b^T W W^T b."""
-    none = grams.query.new_zeros(grams.query.shape[-1])
-    query, key = (
-        torch.stack([none if bias is None else bias for bias in side]).to(none).unflatten(0, grams.query.shape[:-2])
-        for side in zip(*biases, strict=True)
-    )
-    of_keys, of_queries = _stretched(query, grams.key), _stretched(key, grams.query)
-    return (of_keys * radii[1] + of_queries * radii[0] + (query * key).sum(-1).abs()).flatten().double()
+    query, key, total = biases.query, biases.key, 0.0
+    if query is not None:
+        total = total + _stretched(query, grams.key) * radii[1]
+    if key is not None:
+        total = total + _stretched(key, grams.query) * radii[0]
+    if query is not None and key is not None:
+        total = total + (query * key).sum(-1).abs()
+    return total
 
 
 def _stretched(bias: Tensor, gram: Tensor) -> Tensor:
     """√(b^T G b); rounding may leave it below 0 where it is nothing."""
-    return ((bias[..., None, :] @ gram)[..., 0, :] * bias).sum(-1).clamp_min(0).sqrt()
+    return ((bias[..., None, :].to(gram) @ gram)[..., 0, :] * bias).sum(-1).clamp_min(0).sqrt()
 
 
 def _radius(norm: Norm | None, d_model: int) -> float:
     return 1.0 if norm is not None and norm.kind == "l2" else math.sqrt(d_model)
 
 
-def _bias(projection: Projection) -> Tensor | None:
-    """W b_norm + b: what is added to every query or key of the normalised input."""
-    bias, norm = projection.bias, projection.input_norm
-    total = None if bias is None else widen(bias.detach())
-    if norm is not None and norm.bias is not None:
-        weight = widen(projection.weight.detach())
-        shift = weight @ norm.bias.detach().to(weight)
-        total = shift if total is None else total + shift
-    return total
+def _lengths(side: Sequence[Projection]) -> Float[Tensor, " heads"]:
+    """How long queries or keys behind their own norm can be: max |gain| · √rows, and the norm's bias."""
+    first, norms = side[0], [projection.norm for projection in side if projection.norm is not None]
+    rows = len(first.weight if first.whole is None else first.whole.weight)
+    length = 1.0 if norms[0].kind == "l2" else math.sqrt(rows)
+    gains = [norm.gain for norm in norms if norm.gain is not None]
+    biases = [norm.bias for norm in norms if norm.bias is not None]
+    gain = torch.stack(gains).abs().amax(-1).double() if gains else torch.ones(len(side), dtype=torch.float64)
+    return gain * length + torch.stack(biases).norm(dim=-1).double() if biases else gain * length
 
 
-def _length(projection: Projection) -> float:
-    """How long a query or key behind its own norm can be: max |gain| · √rows, and its bias."""
-    norm = projection.norm
-    assert norm is not None
-    rows = len(projection.whole.weight) if projection.whole is not None else len(projection.weight)
-    gain = 1.0 if norm.gain is None else float(norm.gain.detach().abs().max())
-    bias = 0.0 if norm.bias is None else float(norm.bias.detach().norm())
-    return gain * (1.0 if norm.kind == "l2" else math.sqrt(rows)) + bias
-
-
-def _finished(head: Head, bound: float) -> float | None:
+def _with_positions(batch: HeadBatch, bounds: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
     """With the amplitude of stretched rotary positions, the soft-cap, and what distance adds."""
-    if head.query.norm is not None and head.rotary is not None:
-        bound *= max(1.0, head.rotary.amplitude) ** 2
-    bound = bound if head.softcap is None else min(bound, head.softcap)
-    if isinstance(head.position_bias, Alibi):
-        bound = bound if head.lookahead == 0 else math.inf  # ahead, what it adds grows without end
-    elif head.position_bias is not None:
-        bound += float(head.position_bias.table.detach().abs().max())
-    return bound if math.isfinite(bound) else None
+    first, tables = batch.first, [head.position_bias for head in batch.heads]
+    if first.query.norm is not None and first.rotary is not None:
+        bounds = bounds * max(1.0, first.rotary.amplitude) ** 2
+    bounds = bounds if first.softcap is None else bounds.clamp(max=first.softcap)
+    if isinstance(first.position_bias, Alibi):
+        return bounds if first.lookahead == 0 else bounds + math.inf  # ahead, what it adds grows without end
+    added = [bias.table for bias in tables if isinstance(bias, Buckets)]
+    return bounds + torch.stack(added).abs().amax(-1).double() if added else bounds

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from ..head import Head
+from ..positions import Rotary
 from ..spectra import Grams, Moments, rotary_forms, rotation
 from ..theory import closed_form, exact
+from .batch import HeadBatch
 
 if TYPE_CHECKING:
     from .layer import Settings
@@ -32,35 +34,26 @@ def distances(length: int) -> list[int]:
     return sorted({0, *(distance for distance in powers if distance < length)})
 
 
-def curves_of(
-    groups: list[list[Head]], grams: Grams, found: Moments, profiles: Tensor, settings: "Settings"
-) -> list[Curves]:
-    """Every head of a chunk: ρ without positions, ρ with them where there are any, and the expected logit."""
-    first, length = groups[0][0], settings.length
+def curves_of(batch: HeadBatch, grams: Grams, found: Moments, profiles: Tensor, settings: "Settings") -> list[Curves]:
+    """Every head of a batch: ρ without positions, ρ with them where there are any, and the expected logit."""
+    first, length = batch.first, settings.length
     temperature = settings.temperature_of(first)
     at = positions(length, NUM_POINTS)
     closed = closed_form.at(at.double(), found, length=length, temperature=temperature).flatten(0, 1)
-    placed = first.rotary is not None or first.position_bias is not None
-    thinned = profiles[:, positions(profiles.shape[1], NUM_POINTS) - 1]
-    logits = _expected_logits(groups, grams, length) / temperature if first.rotary is not None else None
-    heads = [head for group in groups for head in group]
-    rows: list[Curves] = []
-    for number, head in enumerate(heads):
-        own: Curves = {"profiles": {"closed": closed[number].tolist()}}
-        if placed:
-            own["profiles"]["positions"] = thinned[number].tolist()
-        if settings.exact and head.query.is_linear and head.key.is_linear:
-            own["profiles"]["exact"] = _exact(head, settings)
-        if logits is not None:
-            own["expected_logits"] = {"weights": logits[number].tolist()}
-        rows.append(own)
+    drawn = {"closed": closed.tolist()}
+    if first.rotary is not None or first.position_bias is not None:
+        drawn["positions"] = profiles[:, positions(profiles.shape[1], NUM_POINTS) - 1].tolist()
+    if settings.exact and batch.is_linear:
+        drawn["exact"] = [_exact(head, settings) for head in batch.heads]
+    rows: list[Curves] = [{"profiles": dict(zip(drawn, own, strict=True))} for own in zip(*drawn.values(), strict=True)]
+    if first.rotary is not None:
+        logits = _expected_logits(first.rotary, grams, length) / temperature
+        rows = [row | {"expected_logits": {"weights": own}} for row, own in zip(rows, logits.tolist(), strict=True)]
     return rows
 
 
-def _expected_logits(groups: list[list[Head]], grams: Grams, length: int) -> Tensor:
+def _expected_logits(rotary: Rotary, grams: Grams, length: int) -> Tensor:
     """tr W(Δ) of every head: the expected logit, times λ, of two tokens of one white content at distance Δ."""
-    rotary = groups[0][0].rotary
-    assert rotary is not None
     forms = rotary_forms(grams, rotary.pairs)
     terms = rotation(torch.tensor(distances(length), dtype=torch.float64), rotary.frequencies(length))
     traces = forms.trace.double() @ terms.mT

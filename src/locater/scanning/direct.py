@@ -15,6 +15,7 @@ from ..errors import refusal
 from ..head import Block, Head
 from ..models import Config, embedding_scale
 from ..projections import Norm, is_finite, widen
+from .batch import HeadBatch
 
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
 SEEN = 128
@@ -61,31 +62,26 @@ def nothing(block: Block, with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are at hand."""
 
 
-def wanted_queries(heads: Sequence[Head], inputs: DirectInputs) -> Float[Tensor, "queries d_model"] | None:
+def wanted_queries(batch: HeadBatch, inputs: DirectInputs) -> Float[Tensor, "queries d_model"] | None:
     """The inputs, normalised and before gain and bias, of which `direct_logits` wants the queries; of most heads."""
-    norm = heads[0].query.input_norm
-    return inputs.behind(norm)[FIRST_QUERY::EVERY] if all(_is_bilinear(head, norm) for head in heads) else None
+    first = batch.first
+    is_bilinear = batch.is_linear and first.softcap is None
+    return inputs.behind(first.query.input_norm)[FIRST_QUERY::EVERY] if is_bilinear else None
 
 
 def direct_logits(
-    heads: Sequence[Head], inputs: DirectInputs, queries: Float[Tensor, "heads d_head queries"] | None
+    batch: HeadBatch, inputs: DirectInputs, queries: Float[Tensor, "groups heads d_head queries"] | None
 ) -> Float[Tensor, "heads tokens queries"]:
     """`Head.logits` of every EVERY-th query for all tokens, behind the layer's norm.
 
     But for a number per query, the same for all keys, which no softmax sees. `queries` are those of `wanted_queries`,
-    biases included. Keys are taken together where their weights lie evenly in memory.
+    biases included.
     """
     if queries is None:
-        return torch.stack([_one_by_one(head, inputs) for head in heads])
-    scales = [head.scale for head in heads]
-    alike = scales.count(scales[0]) == len(scales)
-    queries = queries * (scales[0] if alike else queries.new_tensor(scales)[:, None, None])
-    if _lie_evenly([head.key.weight for head in heads], inputs.x.dtype):
-        logits = _bilinear(heads, inputs, queries)
-    else:
-        own = zip(heads, queries.split(1), strict=True)
-        logits = torch.cat([_bilinear([head], inputs, asking) for head, asking in own])
-    return logits if heads[0].position_bias is None else logits + _position_biases(heads, logits)
+        return torch.stack([_one_by_one(head, inputs) for head in batch.heads])
+    logits = _bilinear(batch, inputs, queries * batch.first.scale)
+    added = batch.added_by_distance(QUERIES - torch.arange(SEEN)[:, None])
+    return logits if added is None else logits + added.to(logits)
 
 
 def _one_by_one(head: Head, inputs: DirectInputs) -> Float[Tensor, "tokens queries"]:
@@ -94,26 +90,22 @@ def _one_by_one(head: Head, inputs: DirectInputs) -> Float[Tensor, "tokens queri
 
 
 def _bilinear(
-    heads: Sequence[Head], inputs: DirectInputs, queries: Float[Tensor, "heads d_head queries"]
+    batch: HeadBatch, inputs: DirectInputs, queries: Float[Tensor, "groups heads d_head queries"]
 ) -> Float[Tensor, "heads tokens queries"]:
-    """x·(W_K^T q) of heads whose keys lie evenly, or of one: queries are few, keys many.
+    """x·(W_K^T q): queries are few, keys many.
 
     A bias of keys, the norm's own too, adds one number to all keys of a query, and is left out.
     """
-    norm = heads[0].query.input_norm
+    norm = batch.first.query.input_norm
     x = inputs.behind(norm)
     x = x if norm is None or norm.gain is None else x * norm.gain.to(x)
-    return x @ (_as_one([head.key.weight for head in heads], x).mT @ queries.to(x))
-
-
-def _position_biases(heads: Sequence[Head], logits: Tensor) -> Float[Tensor, "heads tokens queries"]:
-    distance = QUERIES - torch.arange(SEEN)[:, None]
-    return torch.stack([head.position_bias(distance) for head in heads if head.position_bias]).to(logits)
-
-
-def _is_bilinear(head: Head, norm: Norm | None) -> bool:
-    """Whether its logits are x_K^T W x_Q behind this norm, but for biases."""
-    return head.query.input_norm is norm and head.query.is_linear and head.key.is_linear and head.softcap is None
+    asking = queries.to(x).transpose(1, 2).flatten(2)  # those of a group beside each other: they share a key
+    weights = [key.weight for key in batch.keys]
+    if _lie_evenly(weights, x.dtype):
+        through = _as_one(weights).mT @ asking
+    else:
+        through = torch.stack([weight.to(x).mT @ own for weight, own in zip(weights, asking, strict=True)])
+    return x @ through.unflatten(-1, (batch.per_group, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _lie_evenly(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -130,12 +122,10 @@ def _lie_evenly(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
     )
 
 
-def _as_one(weights: Sequence[Tensor], x: Tensor) -> Float[Tensor, "heads d_head d_model"]:
-    """The weights of all heads, nothing copied; of a single one, in the precision of x."""
-    if len(weights) == 1:
-        return weights[0].to(x)[None]
-    first, second = weights[:2]
-    step = second.storage_offset() - first.storage_offset()
+def _as_one(weights: Sequence[Tensor]) -> Float[Tensor, "groups d_head d_model"]:
+    """Weights that lie evenly as one tensor, nothing copied."""
+    first = weights[0]
+    step = weights[1].storage_offset() - first.storage_offset() if len(weights) > 1 else 0
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 

@@ -4,7 +4,7 @@ The random walk is the theory's model of tokens and does not describe trained mo
 position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md` has how well each estimate holds.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.statistics import FIRST_QUERY, NEAR
-from ..head import Head, admitted
+from ..head import admitted
 from ..positions import Rotary
-from ..projections import Projection, widen
 from ..spectra import Grams
+from .batch import HeadBatch
+from .bounds import Biases
 from .direct import QUERIES, SEEN, Direct, DirectInputs, direct_logits
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
@@ -51,12 +52,12 @@ class Estimate:
         return cls(near, None if margin is None else (max(0.0, near - margin), min(1.0, near + margin)))
 
 
-def direct_into(groups: list[list[Head]], direct: Direct) -> DirectInputs | None:
+def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
     """What comes into these heads by the direct path; None where it tells nothing of them.
 
     Rotary heads have their positions in themselves; what cross-attention and pictures look at is no text.
     """
-    first = groups[0][0]
+    first = batch.first
     if first.block in ("cross", "vision") or first.rotary is not None:
         return None
     inputs = direct(first.block, first.position_bias is None)
@@ -65,28 +66,29 @@ def direct_into(groups: list[list[Head]], direct: Direct) -> DirectInputs | None
 
 @torch.no_grad()
 def estimates(
-    groups: list[list[Head]],
+    batch: HeadBatch,
     acting: Grams,
+    biases: Biases,
     inputs: DirectInputs | None,
-    queries: Float[Tensor, "heads d_head queries"] | None = None,
+    queries: Float[Tensor, "groups heads d_head queries"] | None = None,
     *,
     num_layers: int,
 ) -> list[Estimate | None]:
-    """An `Estimate` of every head of a chunk, or None where nothing is known that holds.
+    """An `Estimate` of every head of a batch, or None where nothing is known that holds.
 
-    `acting` are the Gram products with all gains and norms in them; `inputs` and `queries` are of the direct path,
-    where there is one; `num_layers` are those of the model, for its depth. Rotary heads that are two-sided, untrained
-    or of few pairs, cross-attention and heads without any positions have none.
+    `acting` are the Gram products with all gains and norms in them, `biases` those of heads without norms; `inputs`
+    and `queries` are of the direct path, where there is one; `num_layers` are those of the model, for its depth. Rotary
+    heads that are two-sided, untrained or of few pairs, cross-attention and heads without any positions have none.
     """
-    heads = [head for group in groups for head in group]
-    first = heads[0]
+    first = batch.first
     if inputs is not None:
         margin = DIRECT_MARGIN if first.position_bias is None else None
-        return [Estimate.of(near, margin) for near in _direct(heads, inputs, queries)]
-    rotary = None if first.block in ("cross", "vision") or first.lookahead != 0 else first.rotary
-    if rotary is None or _num_turning(rotary) < FEWEST_TURNING:
-        return [None] * len(heads)
-    return [*_rotary(heads, acting, num_layers)]
+        near = _direct(batch, inputs, queries)
+    elif first.block in ("cross", "vision") or first.lookahead != 0 or first.rotary is None:
+        return [None] * len(batch)
+    else:
+        margin, near = ROTARY_MARGIN, _rotary(batch, first.rotary, acting, biases, num_layers)
+    return [Estimate.of(mass, margin) if math.isfinite(mass) else None for mass in near]
 
 
 @lru_cache(maxsize=8)
@@ -104,39 +106,37 @@ def swing(layer: int, num_layers: int) -> float:
     return SWING * min(1.0, FIRST_SWING + 2 * (1 - FIRST_SWING) * layer / max(1, num_layers))
 
 
-def _rotary(heads: Sequence[Head], acting: Grams, num_layers: int) -> Sequence[Estimate | None]:
+def _rotary(batch: HeadBatch, rotary: Rotary, acting: Grams, biases: Biases, num_layers: int) -> list[float]:
     """softmax over Δ of `swing` · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
 
     Strength is ‖q rows‖‖k rows‖. Fast pairs tell near from far, slow ones tell nothing: typical tokens have a part in
-    common whose logit falls off with distance as fast as the pairs turn. O(pairs · LENGTH) per head.
+    common whose logit falls off with distance as fast as the pairs turn. O(pairs · LENGTH) per head. NaN where the
+    estimate does not hold.
     """
-    rotary = heads[0].rotary
-    assert rotary is not None
     strength = _strengths(acting, rotary)
     total = (strength.sum(-1) + _still(acting, rotary)).clamp(min=torch.finfo(strength.dtype).tiny)
-    if not _is_trained(heads[0], strength, total):
-        return [None] * len(heads)
+    if _num_turning(rotary) < FEWEST_TURNING or not _is_trained(batch, strength, total):
+        return [math.nan] * len(batch)
     cosines, sines = _turns(rotary)
     share = strength / total[:, None]
-    logits = swing(heads[0].layer, num_layers) * share @ cosines
-    biases = [_bias_terms(head) for head in heads]
-    if any(term is not None for term in biases):
-        even, odd = (torch.stack(parts) for parts in zip(*(term or _no_terms(rotary) for term in biases), strict=True))
+    logits = swing(batch.first.layer, num_layers) * share @ cosines
+    if biases.query is not None and biases.key is not None:
+        even, odd = _bias_terms(biases.query.double(), biases.key.double(), rotary, batch.first.scale)
         logits = logits + even @ cosines + odd @ sines
-    window = heads[0].lookback
+    window = batch.first.lookback
     if window is not None and window + 1 < LENGTH:
         logits[:, window + 1 :] = -torch.inf
-    return [Estimate.of(near, ROTARY_MARGIN) for near in near_by_distance(logits).tolist()]
+    return near_by_distance(logits).tolist()
 
 
-def _is_trained(head: Head, strength: Float[Tensor, "heads pairs"], total: Float[Tensor, " heads"]) -> bool:
-    """Whether the heads of a layer, of which this is one, are like those that the constants were fitted to."""
+def _is_trained(batch: HeadBatch, strength: Float[Tensor, "heads pairs"], total: Float[Tensor, " heads"]) -> bool:
+    """Whether the heads of a layer, of which these are some, are like those that the constants were fitted to."""
     tiny = torch.finfo(strength.dtype).tiny
     varied = float((strength.std(-1) / strength.mean(-1).clamp(min=tiny)).median())
-    if varied < max(LEAST_VARIED, BY_CHANCE / (2 * head.d_model) ** 0.5):
+    if varied < max(LEAST_VARIED, BY_CHANCE / (2 * batch.first.d_model) ** 0.5):
         return False
-    logits = head.scale * float(total.median())
-    return logits > LEAST_LOGITS or not (head.query.is_linear and head.key.is_linear)  # a norm sets their size
+    logits = batch.first.scale * float(total.median())
+    return logits > LEAST_LOGITS or not batch.is_linear  # a norm sets their size
 
 
 def near_by_distance(logits: Float[Tensor, "heads distances"]) -> Float[Tensor, " heads"]:
@@ -167,40 +167,21 @@ def _turns(rotary: Rotary) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _bias_terms(head: Head) -> tuple[Tensor, Tensor] | None:
-    """What the biases alone put into each pair: cosine and sine parts of b_QᵀR_Δ b_K/λ."""
-    query, key = _bias(head.query), _bias(head.key)
-    if head.rotary is None or query is None or key is None:
-        return None
-    first, second = head.rotary.pairs.unbind(-1)
-    size = head.scale * head.rotary.amplitude**2
-    even = query[first] * key[first] + query[second] * key[second]
-    odd = query[first] * key[second] - query[second] * key[first]
-    return even * size, odd * size
+def _bias_terms(query: Tensor, key: Tensor, rotary: Rotary, scale: float) -> tuple[Tensor, Tensor]:
+    """What the biases alone put into each pair: cosine and sine parts of b_QᵀR_Δ b_K/λ, (heads, pairs) each."""
+    first, second = rotary.pairs.unbind(-1)
+    size = scale * rotary.amplitude**2
+    even = query[..., first] * key[..., first] + query[..., second] * key[..., second]
+    odd = query[..., first] * key[..., second] - query[..., second] * key[..., first]
+    return (even * size).flatten(0, 1), (odd * size).flatten(0, 1)
 
 
-def _no_terms(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    zeros = torch.zeros(rotary.num_dims // 2, dtype=torch.float64)
-    return zeros, zeros
-
-
-def _bias(projection: Projection) -> Float[Tensor, " d_head"] | None:
-    """The bias on normalised inputs; none where a norm behind the projection would change it."""
-    if not projection.is_linear:
-        return None
-    bias, norm = projection.bias, projection.input_norm
-    if norm is not None and norm.bias is not None:
-        weight = widen(projection.weight)
-        shift = weight @ norm.bias.to(weight)
-        bias = shift if bias is None else bias.to(shift) + shift
-    return None if bias is None else bias.double()
-
-
-def _direct(heads: Sequence[Head], inputs: DirectInputs, queries: Tensor | None) -> list[float]:
+def _direct(batch: HeadBatch, inputs: DirectInputs, queries: Tensor | None) -> list[float]:
     """The near mass of each head when embeddings and positions come straight into its layer, through its norm."""
-    hidden, near = _masks(heads[0].lookback, heads[0].lookahead)
-    p = direct_logits(heads, inputs, queries).add_(hidden).softmax(-2)
-    return _extended(p.mul_(near).sum(-2), both=heads[0].lookahead != 0).tolist()
+    first = batch.first
+    hidden, near = _masks(first.lookback, first.lookahead)
+    p = direct_logits(batch, inputs, queries).add_(hidden).softmax(-2)
+    return _extended(p.mul_(near).sum(-2), both=first.lookahead != 0).tolist()
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""The heads of one layer, as rows: taken in chunks of one shape by several threads, so that memory stays bounded."""
+"""The heads of one layer, as rows: taken in batches of one kind by several threads, so that memory stays bounded."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +17,14 @@ from ..positions import Rotary
 from ..spectra import Grams, Moments, largest_singular_value, moments_of, spread
 from ..theory import closed_form, regimes
 from ..theory.rotary import Series
-from .bounds import Biases, folded_biases, logit_bounds
+from .batch import HeadBatch, batches
+from .bounds import NO_BIASES, Biases, logit_bounds
 from .curves import curves_of
 from .curves import positions as positions_of
-from .direct import Direct, DirectInputs, nothing, wanted_queries
+from .direct import Direct, nothing, wanted_queries
 from .estimate import direct_into, estimates
-from .products import Linear, chunks, products, products_and_queries
-from .rows import HeadRow
+from .products import Linear, multiply
+from .rows import HeadRow, make_rows
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -92,18 +93,17 @@ class Settings:
 
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
     """The spectrum and the profile of every head, in order. Cost: three d_h×d×d_h products per head."""
-    parts = chunks(heads, parts=workers.count)
-    return joined(workers.map(partial(_analyse_chunk, settings=settings), parts))
+    parts = batches(heads, parts=workers.count)
+    return joined(workers.map(partial(_analyse_batch, settings=settings), parts))
 
 
-def _analyse_chunk(groups: list[list[Head]], *, settings: Settings) -> Analysis:
-    heads = [head for group in groups for head in group]
+def _analyse_batch(batch: HeadBatch, *, settings: Settings) -> Analysis:
     try:
-        return Analysis(_rows(groups, settings))
+        return Analysis(_rows(batch, settings), normalised=not (settings.raw or batch.is_linear))
     except Refusal as reason:
-        if len(heads) > 1:  # find out which of them it is
-            return joined([_analyse_chunk([[head]], settings=settings) for head in heads])
-        return Analysis([], [f"{heads[0].label}: {reason}"])
+        if len(batch) > 1:  # find out which of them it is
+            return joined(_analyse_batch(single, settings=settings) for single in batch.singles())
+        return Analysis([], [f"{batch.first.label}: {reason}"])
 
 
 def joined(parts: Iterable[Analysis]) -> Analysis:
@@ -116,64 +116,44 @@ def joined(parts: Iterable[Analysis]) -> Analysis:
     return replace(whole, normalised=normalised)
 
 
-def _rows(stored: list[list[Head]], settings: Settings) -> list[HeadRow]:
-    groups = [[head.anywhere() for head in group] for group in stored]
+@torch.no_grad()
+def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
+    batch, raw = stored.anywhere(), settings.raw
+    inputs = None if raw else direct_into(batch, settings.direct)
+    x = None if inputs is None else wanted_queries(batch, inputs)
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
-    is_linear = settings.raw or all(side.is_linear for side in (groups[0][0].query, groups[0][0].key))
-    biases = folded_biases(groups) if is_linear and not settings.raw else []
-    inputs = None if settings.raw else direct_into(groups, settings.direct)
-    x = None if inputs is None else wanted_queries([head for group in groups for head in group], inputs)
-    linear = None if is_linear else Linear(raw=False)
-    grams, queries = products_and_queries(groups, x, raw=settings.raw, linear=linear)
-    queries = None if x is None else _with_biases(queries, biases)
-    spectrum = moments_of(grams, d_model=groups[0][0].d_model)
+    linear = None if raw or batch.is_linear else Linear(raw=False)
+    products = multiply(batch, x, raw=raw, linear=linear)
+    biases = NO_BIASES if raw else Biases.of(batch, products)
+    grams, queries = products.grams, None if x is None else _with_biases(products.queries, biases)
+    spectrum = moments_of(grams, d_model=batch.first.d_model)
     sigma = largest_singular_value(grams)
+    profiles = _profiles(batch, grams, spectrum, settings)
+    absent: list[None] = [None] * len(batch)
     values = _eigenvalues(grams.core).flatten(0, 1) if settings.keep_eigenvalues else None
-    profiles = _profiles(groups, grams, spectrum, settings)
-    columns = _columns(spectrum) | _estimated(groups, grams, settings, inputs, queries)
-    columns |= {
-        "spread": [None] * len(sigma.flatten()) if values is None else spread(values, spectrum.d_model).tolist(),
+    near = absent if raw else estimates(batch, grams, biases, inputs, queries, num_layers=settings.num_layers)
+    temperature = settings.temperature_of(batch.first)
+    columns = _columns(spectrum) | {
+        "spread": absent if values is None else spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
         "sigma": sigma.flatten().tolist(),
-        "logit_bound": _bounds(stored, grams, sigma, biases, settings),
+        # Of weights as stored absent is bounded: what multiplies them between norm and logit is left out there.
+        "logit_bound": absent if raw else logit_bounds(stored, grams, sigma, biases, temperature=temperature),
+        "estimated_near_mass": [estimate and estimate.near_mass for estimate in near],
+        "estimated_near_mass_interval": [estimate and estimate.interval for estimate in near],
+        "eigenvalues": absent if values is None else _pairs(values),
+        "curves": curves_of(batch, grams, spectrum, profiles, settings) if settings.keep_curves else absent,
     }
     _check_finite(columns)
-    heads = [head for group in groups for head in group]
-    pairs = [None] * len(heads) if values is None else _pairs(values)
-    curves = curves_of(groups, grams, spectrum, profiles, settings) if settings.keep_curves else [None] * len(heads)
-    cells = (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
-    return [
-        HeadRow(
-            block=head.block,
-            layer=head.layer,
-            head=head.index,
-            key_head=head.index if head.key_index is None else head.key_index,
-            d_model=head.d_model,
-            d_head=head.d_head,
-            temperature=settings.temperature_of(head),
-            eigenvalues=own_pairs,
-            curves=own_curves,
-            **own_cells,
-        )
-        for head, own_pairs, own_curves, own_cells in zip(heads, pairs, curves, cells, strict=True)
-    ]
+    return make_rows(batch.heads, columns, temperature=temperature)
 
 
 def _check_finite(columns: dict[str, list]) -> None:
     """Finite weights can have moments that are not; a result with infinity in it is no result."""
     for name, cells in columns.items():
-        if any(isinstance(cell, float) and not math.isfinite(cell) for cell in cells):
+        if not all(map(math.isfinite, [cell for cell in cells if isinstance(cell, float)])):
             raise refusal(f"a finite {name.replace('_', ' ')}", "NaN or infinity", "the weights are too large")
-
-
-def _bounds(
-    groups: list[list[Head]], grams: Grams, sigma: Tensor, biases: Biases, settings: Settings
-) -> list[float | None]:
-    """None for weights as stored: what multiplies them between the norm and the logit is left out there."""
-    if settings.raw:
-        return [None for group in groups for _ in group]
-    return logit_bounds(groups, grams, sigma, biases, temperature=settings.temperature_of(groups[0][0]))
 
 
 def _eigenvalues(core: Tensor) -> Tensor:
@@ -185,36 +165,19 @@ def _eigenvalues(core: Tensor) -> Tensor:
 
 def _with_biases(queries: Tensor, biases: Biases) -> Tensor:
     """The products leave biases out."""
-    if all(own is None for own, _ in biases):
-        return queries
-    none = queries.new_zeros(queries.shape[1])
-    return queries + torch.stack([none if own is None else own.to(none) for own, _ in biases])[..., None]
+    return queries if biases.query is None else queries + biases.query[..., None].to(queries)
 
 
-def _estimated(
-    groups: list[list[Head]], grams: Grams, settings: Settings, inputs: DirectInputs | None, queries: Tensor | None
-) -> dict[str, list]:
-    """What the heads probably do; nothing is said of weights without their gains."""
-    num_heads = sum(map(len, groups))
-    num_layers = settings.num_layers
-    found = [None] * num_heads if settings.raw else estimates(groups, grams, inputs, queries, num_layers=num_layers)
-    found = [one if one is not None and math.isfinite(one.near_mass) else None for one in found]
-    return {
-        "estimated_near_mass": [one and one.near_mass for one in found],
-        "estimated_near_mass_interval": [one and one.interval for one in found],
-    }
-
-
-def _profiles(groups: list[list[Head]], grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:
-    """ρ over the context for every head of a chunk, by the closed form, with its positions and norms."""
-    head = groups[0][0]
-    if settings.raw and not (head.query.is_linear and head.key.is_linear):
-        grams = products(groups, raw=True, linear=Linear(raw=True))
+def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:
+    """ρ over the context for every head of a batch, by the closed form, with its positions and norms."""
+    head = batch.first
+    if settings.raw and not batch.is_linear:
+        grams = multiply(batch, raw=True, linear=Linear(raw=True)).grams
         spectrum = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:
         positions = positions_of(settings.length, NUM_POSITIONS)
-        shift = _shift(groups, settings.length, positions)
+        shift = _shift(batch, settings.length, positions)
         profile = closed_form.at(
             positions.double(), spectrum, length=settings.length, temperature=temperature, shift=shift
         )
@@ -230,13 +193,12 @@ def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
     return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
 
 
-def _shift(groups: list[list[Head]], length: int, positions: Tensor) -> Tensor | None:
+def _shift(batch: HeadBatch, length: int, positions: Tensor) -> Tensor | None:
     """What positions add to the logits of the last query (ALiBi, T5's buckets), less the mean over the context."""
-    if groups[0][0].position_bias is None:
+    added = batch.added_by_distance(torch.arange(length - 1, -1, -1)[None])
+    if added is None:
         return None
-    distances = torch.arange(length - 1, -1, -1)[None]
-    biases = [head.position_bias(distances).detach()[0] for group in groups for head in group if head.position_bias]
-    bias = torch.stack(biases).double().unflatten(0, (len(groups), -1))
+    bias = added[:, 0].double().unflatten(0, (batch.num_groups, -1))
     return (bias - bias.mean(-1, keepdim=True))[..., positions - 1]
 
 

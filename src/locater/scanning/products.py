@@ -1,11 +1,11 @@
-"""The Gram products of many heads, norms folded in.
+"""The Gram products of a batch of heads, norms folded in.
 
-Weights are widened and folded in one small buffer, a group of heads at a time: nothing as large as a layer is copied,
-and what is multiplied is still in the cache.
+Weights are widened and folded in one small buffer, some groups of heads at a time: nothing as large as a layer is
+copied, and what is multiplied is still in the cache.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -14,8 +14,10 @@ from torch import Tensor
 from ..head import Head
 from ..projections import Norm, Projection, widen
 from ..spectra import Grams
+from .batch import HeadBatch
 
 ROWS_AT_ONCE = 256
+CACHE_BYTES = 2**20  # weights that are folded and multiplied at a time, unless one group has more
 
 
 class Linear:
@@ -28,31 +30,34 @@ class Linear:
         self.raw = raw
         self.sums: dict[tuple[int, int], tuple[object, Tensor, Tensor]] = {}
 
-    def apply(self, rows: Tensor, projection: Projection) -> None:
-        """Change the folded rows (d_h, d) of the projection in place."""
-        low_rank, norm = projection.low_rank, projection.norm
+    def apply(self, rows: Float[Tensor, "heads d_head d_model"], projections: Sequence[Projection]) -> None:
+        """Change the folded rows of projections of one kind in place."""
+        first = projections[0]
+        low_rank, norm = first.low_rank, first.norm
         if low_rank is not None and low_rank.norm is not None:
             inner = low_rank.norm
             if inner.kind == "layer":  # the mean is taken inside, between down and up
-                rows.copy_((projection if self.raw else projection.folded()).linearised().detach())
+                whole = projections if self.raw else [projection.folded() for projection in projections]
+                rows.copy_(torch.stack([projection.linearised() for projection in whole]))
                 return
-            _, square = self._shared(low_rank.down, projection)
-            rows[: len(low_rank.up)] *= _factor(inner, square, len(low_rank.down))
+            _, square = self._shared(low_rank.down, first)
+            rows[:, : len(low_rank.up)] *= _factor(inner, square, len(low_rank.down))
         if norm is not None:
-            self._outer(rows, norm, projection)
+            self._outer(rows, norm, projections)
 
-    def _outer(self, rows: Tensor, norm: Norm, projection: Projection) -> None:
-        if projection.whole is None:
-            centre, square, count = rows.mean(0), rows.square().sum(), len(rows)
+    def _outer(self, rows: Tensor, norm: Norm, projections: Sequence[Projection]) -> None:
+        whole = projections[0].whole
+        if whole is None:
+            centre, square, count = rows.mean(1, keepdim=True), rows.square().sum((1, 2)), rows.shape[1]
         else:
-            centre, square = self._shared(projection.whole.weight, projection)
-            count = len(projection.whole.weight)
+            (centre, square), count = self._shared(whole.weight, projections[0]), len(whole.weight)
         if norm.kind == "layer":
             rows -= centre
-            square = square - count * centre.square().sum()
-        rows *= _factor(norm, square, count)
-        if norm.gain is not None:
-            rows *= norm.gain.detach().to(rows)[:, None]
+            square = square - count * centre.square().sum((-2, -1) if whole is None else -1)
+        rows *= _factor(norm, square, count)[..., None, None]
+        gains = [side.norm.gain for side in projections if side.norm is not None and side.norm.gain is not None]
+        if gains:
+            rows *= torch.stack(gains).to(rows)[..., None]
 
     def _shared(self, weight: Tensor, projection: Projection) -> tuple[Tensor, Tensor]:
         """The mean row of a folded weight, and the sum of its squares."""
@@ -80,98 +85,99 @@ def _factor(norm: Norm, square: Tensor, count: int) -> Tensor:
     return (square / (1 if norm.kind == "l2" else count) + norm.epsilon).rsqrt()
 
 
-# Weights held in float32 at a time, and entries of each kind of Gram matrix analysed together.
-BUFFER_BYTES = 16 * 2**20
-GRAM_ENTRIES = 2**20
+@dataclass(frozen=True, eq=False)
+class Products:
+    """What the weights of a batch are multiplied into, in one pass over them.
 
-
-def chunks(heads: Sequence[Head], *, parts: int = 1) -> Iterator[list[list[Head]]]:
-    """Groups of heads that share a key, as many at a time as the budget and one common shape allow.
-
-    With `parts`, no chunk holds more than that share of the groups.
+    `grams` are (groups, heads, d_h, d_h), the key's (groups, 1, d_h, d_h). `queries` are W_Q x of the inputs that were
+    given, biases apart. `query_shift` and `key_shift` are W b of the input norm's bias b, before its gain is folded in.
     """
-    for _, alike in groupby(_groups(heads), key=lambda group: (len(group), group[0].d_head, group[0].d_model)):
-        groups = list(alike)
-        at_once = max(1, GRAM_ENTRIES // (len(groups[0]) * groups[0][0].d_head ** 2))
-        at_once = min(at_once, -(-len(groups) // parts))
-        for start in range(0, len(groups), at_once):
-            yield groups[start : start + at_once]
+
+    grams: Grams
+    queries: Float[Tensor, "groups heads d_head inputs"]
+    query_shift: Float[Tensor, "groups heads d_head"] | None
+    key_shift: Float[Tensor, "groups 1 d_head"] | None
 
 
-def _groups(heads: Sequence[Head]) -> Iterator[list[Head]]:
-    for _, group in groupby(heads, key=lambda head: (id(head.key), id(head.query.input_norm))):
-        members = list(group)
-        at_once = max(1, BUFFER_BYTES // (4 * members[0].query.weight.numel()) - 1)
-        for start in range(0, len(members), at_once):
-            yield members[start : start + at_once]
-
-
-def products(groups: list[list[Head]], *, raw: bool, linear: Linear | None = None) -> Grams:
-    """Core and query Gram as (groups, heads, d_h, d_h), key Gram as (groups, 1, d_h, d_h).
+@torch.no_grad()
+def multiply(
+    batch: HeadBatch, x: Float[Tensor, "inputs d_model"] | None = None, *, raw: bool, linear: Linear | None = None
+) -> Products:
+    """The products of all heads of a batch, and W_Q x: beside W_Q W_Q^T it costs little.
 
     `raw` takes the weights as stored, else the input norm's gain is folded in; `linear` puts the norms behind the
     projections into them.
     """
-    return products_and_queries(groups, None, raw=raw, linear=linear)[0]
+    buffer = _Buffer(batch, x, raw=raw, linear=linear)
+    for start in range(0, batch.num_groups, buffer.num_groups):
+        buffer.take(start)
+    grams = Grams(buffer.core, buffer.query_grams, buffer.key_grams)
+    grams = grams if raw else _amplified(grams, batch.first)
+    return Products(grams, buffer.queries, buffer.query_shift, buffer.key_shift)
 
 
-def products_and_queries(
-    groups: list[list[Head]], x: Float[Tensor, "inputs d_model"] | None, *, raw: bool, linear: Linear | None = None
-) -> tuple[Grams, Float[Tensor, "heads d_head inputs"]]:
-    """`products`, and W_Q x of every head, biases apart: beside W_Q W_Q^T it costs little."""
-    first, num_heads, size = groups[0][0], len(groups[0]), groups[0][0].d_head
-    inputs = first.query.weight.new_empty(0, first.d_model) if x is None else x
-    rows = _buffer((1 + num_heads) * size, first.query.weight, inputs)
-    weights, inputs = rows.split([(1 + num_heads) * size, len(inputs)])
-    buffer = weights.unflatten(0, (-1, size))
-    with_key = buffer.new_empty(len(groups), size, (1 + num_heads) * size)
-    with_query = buffer.new_empty(len(groups), num_heads, size, size + len(inputs))
-    for number, group in enumerate(groups):
-        _fill(buffer, group, raw=raw, linear=linear)
-        torch.mm(buffer[0], weights.mT, out=with_key[number])
-        _multiply_queries(buffer[1:], inputs, rows, out=with_query[number])
-    blocks = with_key.unflatten(-1, (-1, size)).transpose(1, 2)
-    grams = Grams(blocks[:, 1:].contiguous(), with_query[..., :size].contiguous(), blocks[:, :1].contiguous())
-    return grams if raw else _amplified(grams, first), with_query[..., size:].flatten(0, 1)
+class _Buffer:
+    """Room for the weights of some groups, keys first, and for all that they are multiplied into."""
 
+    def __init__(self, batch: HeadBatch, x: Tensor | None, *, raw: bool, linear: Linear | None) -> None:
+        self.batch, self.raw, self.linear = batch, raw, linear
+        weight, groups, heads, size = batch.first.query.weight, batch.num_groups, batch.per_group, batch.first.d_head
+        self.stored_transposed = weight.stride(0) < weight.stride(1)  # copying into another order is slow
+        self.empty = widen(weight[:0]).new_empty
+        self.x = self.empty(0, batch.first.d_model) if x is None else x.to(self.empty(0))
+        group_bytes = (1 + heads) * weight.numel() * self.x.element_size()
+        self.num_groups = min(groups, max(1, CACHE_BYTES // group_bytes))
+        self.core = self.empty(groups, heads, size, size)
+        self.query_grams, self.key_grams = torch.empty_like(self.core), self.empty(groups, 1, size, size)
+        self.queries = self.empty(groups, heads, size, len(self.x))
+        query_norm, key_norm = batch.first.query.input_norm, batch.first.key.input_norm
+        self.query_shift = self.empty(groups, heads, size) if _has_bias(query_norm) and not raw else None
+        self.key_shift = self.empty(groups, 1, size) if _has_bias(key_norm) and not raw else None
 
-def _multiply_queries(queries: Tensor, inputs: Tensor, rows: Tensor, *, out: Tensor) -> None:
-    """Each by itself and by the inputs; a single one by both at once, since they lie behind it."""
-    num_heads, size, _ = queries.shape
-    if num_heads == 1:
-        torch.mm(queries[0], rows[size:].mT, out=out[0])
-    elif len(inputs) == 0:
-        torch.bmm(queries, queries.mT, out=out)
-    else:
-        out[..., :size] = torch.bmm(queries, queries.mT)
-        out[..., size:] = (queries.flatten(0, 1) @ inputs.mT).unflatten(0, (num_heads, size))
+    def take(self, start: int) -> None:
+        """Multiply the groups from `start` on, as many as there is room for."""
+        stop = min(start + self.num_groups, self.batch.num_groups)
+        keys, queries = self._fill(start, stop)
+        heads, size = self.batch.per_group, self.batch.first.d_head
+        flat = queries.flatten(0, 1)
+        core = keys @ flat.unflatten(0, (stop - start, heads * size)).mT
+        self.core[start:stop] = core.unflatten(-1, (heads, size)).transpose(1, 2)
+        torch.bmm(keys, keys.mT, out=self.key_grams[start:stop, 0])
+        torch.bmm(queries, queries.mT, out=self.query_grams[start:stop].flatten(0, 1))
+        if len(self.x):
+            self.queries[start:stop] = (flat @ self.x.mT).view(stop - start, heads, size, -1)
 
+    def _fill(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Copy the keys and queries of some groups, and fold their norms in."""
+        heads, size = self.batch.per_group, self.batch.first.d_head
+        key_side, query_side = self.batch.keys[start:stop], self.batch.queries[start * heads : stop * heads]
+        shape = (len(key_side) + len(query_side)) * size, self.batch.first.d_model
+        rows = self.empty(shape[::-1]).mT if self.stored_transposed else self.empty(shape)
+        both = rows.unflatten(0, (-1, size))
+        weights = [side.weight for side in (*key_side, *query_side)]
+        torch._foreach_copy_(list(both), weights)  # pyright: ignore[reportPrivateImportUsage]
+        keys, queries = both.split([len(key_side), len(query_side)])
+        if not self.raw:
+            self._fold(both, keys, queries, start, stop)
+        if self.linear is not None:
+            self.linear.apply(keys, key_side)
+            self.linear.apply(queries, query_side)
+        return keys, queries
 
-def _buffer(num_rows: int, weight: Tensor, inputs: Tensor) -> Tensor:
-    """Room for so many rows, and then the inputs, in the order in which this weight is stored: transposing is slow."""
-    dtype, width = widen(weight[:0]).dtype, weight.shape[1]
-    stored_transposed = weight.stride(0) < weight.stride(1)
-    shape = num_rows + len(inputs), width
-    rows = torch.empty(shape[::-1], dtype=dtype).mT if stored_transposed else torch.empty(shape, dtype=dtype)
-    rows[num_rows:] = inputs
-    return rows
-
-
-def _fill(buffer: Tensor, group: list[Head], *, raw: bool, linear: Linear | None) -> None:
-    """The key, then the queries."""
-    projections = [group[0].key, *(head.query for head in group)]
-    for rows, projection in zip(buffer, projections, strict=True):
-        rows.copy_(projection.weight.detach())
-    if not raw:
-        key_norm, query_norm = group[0].key.input_norm, group[0].query.input_norm
+    def _fold(self, both: Tensor, keys: Tensor, queries: Tensor, start: int, stop: int) -> None:
+        key_norm, query_norm = self.batch.first.key.input_norm, self.batch.first.query.input_norm
+        for side, norm, shift in ((keys, key_norm, self.key_shift), (queries, query_norm, self.query_shift)):
+            if shift is not None and norm is not None and norm.bias is not None:
+                shift[start:stop] = (side @ norm.bias.to(side)).view_as(shift[start:stop])
         if key_norm is query_norm:
-            _fold(buffer, query_norm)
+            _fold(both, query_norm)
         else:
-            _fold(buffer[:1], key_norm)
-            _fold(buffer[1:], query_norm)
-    if linear is not None:
-        for rows, projection in zip(buffer, projections, strict=True):
-            linear.apply(rows, projection)
+            _fold(keys, key_norm)
+            _fold(queries, query_norm)
+
+
+def _has_bias(norm: Norm | None) -> bool:
+    return norm is not None and norm.bias is not None
 
 
 def _fold(weights: Tensor, norm: Norm | None) -> None:

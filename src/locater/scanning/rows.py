@@ -1,8 +1,13 @@
 """What a scan says of one head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 from ..records import Json
+
+if TYPE_CHECKING:
+    from ..head import Head
 
 ON_REQUEST = ("eigenvalues", "spread", "probed_")
 
@@ -61,3 +66,21 @@ class HeadRow:
     def to_json(self) -> Json:
         """The columns of the schema locater.scan/1, and curves where they were kept."""
         return self.to_record() | (self.curves or {})
+
+
+def make_rows(heads: "Sequence[Head]", columns: dict[str, list[Any]], *, temperature: float) -> list[HeadRow]:
+    """Heads of one shape and their columns, as a row for each."""
+    d_head, d_model = heads[0].query.weight.shape
+    return [
+        HeadRow(
+            block=head.block,
+            layer=head.layer,
+            head=head.index,
+            key_head=head.index if head.key_index is None else head.key_index,
+            d_model=d_model,
+            d_head=d_head,
+            temperature=temperature,
+            **dict(zip(columns, cells, strict=True)),
+        )
+        for head, cells in zip(heads, zip(*columns.values(), strict=True), strict=True)
+    ]

@@ -127,9 +127,7 @@ def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progres
 
 
 def _of_layer(layer: Layer, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
-    sides = (side for head in layer.heads for side in (head.query, head.key))
-    normalised = not settings.raw and not all(side.is_linear for side in sides)
-    return Analysis(refused=list(layer.refused), normalised=normalised), analyse(layer.heads, settings, threads)
+    return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
 
 
 def _checked(temperature: float | None) -> float | None:
