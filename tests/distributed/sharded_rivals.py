@@ -110,7 +110,10 @@ def verdicts(make: Callable[[], nn.Module], tokens: Tensor, ways: dict[str, Spre
     for way, spread in ways.items():
         yield f"auto in the loss under {way}", _agrees(make, tokens, spread, is_shared=way != OTHER[1])
         for name in ADDING:
-            yield f"{name} refused after {way}", _refused(RIVALS[name].make, spread(make()))
+            inside = make()
+            around = spread(inside)  # held: the module inside is refused for as long as there is something around it
+            yield f"{name} refused after {way}", _refused(RIVALS[name].make, around)
+            yield f"{name} refused inside {way}", _refused(RIVALS[name].make, inside)
 
 
 def muon_verdicts(make: Callable[[], nn.Module], ways: dict[str, Spread]) -> Iterator[tuple[str, bool]]:

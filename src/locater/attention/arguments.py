@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import refusal
 from ..projections import whole
 from .calls import AttentionCall
+from .mask_kinds import plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ def num_heads_of(call: AttentionCall) -> int:
     """The heads of a call: what stands between texts and tokens. Where one dimension holds both, the module's input
     tells how many texts there are; refused where that leaves two readings.
     """
+    if call.unreadable is not None:
+        raise call.unreadable
     if call.query.dim() == 4:
         return call.query.shape[1]
     leading = torch.broadcast_shapes(call.query.shape[:-2], _repeated(call).shape[:-2])
@@ -59,6 +62,8 @@ def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
 
     Under autocast the kernel computes in its type, and so does this.
     """
+    if call.unreadable is not None:
+        raise call.unreadable
     if call.logits is not None:
         logits = _four(whole(call.logits.detach()), num_heads)
         return Arguments(call.query, call.key, None, logits)
@@ -70,7 +75,7 @@ def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
         key = key.view(len(query), -1, *key.shape[-2:])
     mask = call.attn_mask
     if mask is not None:
-        mask = whole(mask.detach())
+        mask = plain(mask)
         mask = mask[(None,) * (leading + 2 - mask.dim())]
         mask = mask.expand(*mask.shape[:-2], query.shape[2], key.shape[2])
         mask = _four_mask(mask, query.shape[:2], num_heads) if leading != 2 else mask
@@ -123,7 +128,7 @@ def _as_computed(tensor: Tensor) -> Tensor:
 
 def with_four_dimensions(call: AttentionCall) -> AttentionCall:
     """The same call with one dimension of texts and one of heads."""
-    if call.logits is not None or call.query.dim() == 4:
+    if call.unreadable is None and (call.logits is not None or call.query.dim() == 4):
         return call
     given = read(call, num_heads_of(call))
     return call.changed(query=given.query, key=given.key, value=given.key, attn_mask=given.mask, enable_gqa=True)

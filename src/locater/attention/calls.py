@@ -5,11 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..errors import Refusal, refusal
+from ..projections import widen
+from .mask_kinds import admits
+
+SDPA = "scaled_dot_product_attention"
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -20,6 +26,7 @@ class AttentionCall:
     Keys may have fewer heads than queries. `attn_mask` is True where a key is admitted, or is added. `is_causal` admits
     key ≤ query + `offset`, and `window` bounds how far back and ahead. `rule` and `score` are FlexAttention's. Where
     attention was written out (`through` is "softmax"), `logits` are the final ones, and queries and keys are not known.
+    A call with arguments that cannot be read is `unreadable`, for the reason given, and has no others.
     """
 
     query: Float[Tensor, "..."]  # (*texts, heads, queries, d_head)
@@ -39,9 +46,11 @@ class AttentionCall:
     rule: Rule | None = None
     score: Callable[..., Tensor] | None = None
     logits: Float[Tensor, "..."] | None = None  # (*texts, heads, queries, keys)
-    through: str = "scaled_dot_product_attention"
+    through: str = SDPA
     modules: tuple[nn.Module, ...] = ()  # whose methods were running, the innermost first
     x: Float[Tensor, "texts tokens d_model"] | None = None  # what the innermost one's forward was given
+    lengths: tuple[int, ...] = ()  # of that and of the other sequences that came with it, texts or tokens
+    unreadable: Refusal | None = None
 
     def changed(self, **parts: object) -> "AttentionCall":
         return replace(self, **parts)
@@ -51,29 +60,69 @@ class AttentionCall:
         return attend(self)
 
     @property
-    def temperature(self) -> float:
-        """λ, the number that logits are divided by."""
-        return self.query.shape[-1] ** 0.5 if self.scale is None else 1 / self.scale
+    def scaling(self) -> float:
+        """1/λ, the number that products of queries and keys are multiplied by; it may be 0."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
     def raw(self, rows: slice = slice(None)) -> Float[Tensor, "*batch heads queries keys"]:
         """The logits of some of the queries before any mask, materialised; in at least float32."""
-        logits = (self.query[..., rows, :] @ self._repeated(self.key).mT).float() / self.temperature
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.query.is_nested:
+            raise refusal("texts of one length, or packed in one tensor", "nested tensors")
+        logits = widen(self.query[..., rows, :] @ self._repeated(self.key).mT) * self.scaling
+        logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return logits if self.score is None else self.score(logits, *self._indices(rows)).to(logits)
 
-    def masked(self, logits: Float[Tensor, "*batch heads queries keys"], rows: slice = slice(None)) -> Tensor:
-        """−∞ where the call masks, and what its mask adds otherwise."""
-        if self.is_causal:
-            shape = self.query.shape[-2], self.key.shape[-2]
-            seen = torch.ones(shape, dtype=torch.bool, device=logits.device).tril()[rows]
-            logits = logits.masked_fill(~seen, -torch.inf)
-        if self.attn_mask is None:
-            return logits
-        mask = self.attn_mask if self.attn_mask.shape[-2] == 1 else self.attn_mask[..., rows, :]
-        return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    def admitted(self, rows: slice = slice(None)) -> Bool[Tensor, "..."]:
+        """True where some of the queries may see a key, materialised; sizes of 1 broadcast."""
+        hard, mask = self._hard(rows), self._mask(rows)
+        return hard if mask is None else hard & admits(mask)
+
+    def masked(
+        self, logits: Float[Tensor, "*batch heads queries keys"], rows: slice = slice(None), *, as_given: bool = False
+    ) -> Tensor:
+        """What the call adds, added, and −∞ where it masks.
+
+        `as_given`: as the kernel does it, which does not know that −1e9 is meant to mask. The two differ for queries
+        that a float mask forbids every key: there the kernel attends to all of them.
+        """
+        mask = self._mask(rows)
+        if self.slopes is not None:
+            slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
+            logits = logits - slopes[:, :, None, None] * self._distance(rows).abs()
+        if mask is not None and mask.is_floating_point():
+            logits = logits + mask
+            return logits.masked_fill(~(self._hard(rows) if as_given else self.admitted(rows)), -torch.inf)
+        return logits.masked_fill(~self.admitted(rows), -torch.inf)
+
+    def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
+        """What is admitted by everything but the mask of every pair."""
+        distance, (back, ahead) = self._distance(rows), self.window
+        admitted, ahead = torch.ones_like(distance, dtype=torch.bool), 0 if self.is_causal else ahead
+        admitted = admitted if back is None else admitted & (distance <= back)
+        admitted = admitted if ahead is None else admitted & (-distance <= ahead)
+        if self.segments is not None:
+            queries, keys = self.segments
+            admitted = admitted & (queries[:, rows, None] == keys[:, None])[:, None]
+        return admitted if self.rule is None else admitted & self.rule(*self._indices(rows))
+
+    def _mask(self, rows: slice) -> Tensor | None:
+        mask = self.attn_mask
+        return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
+
+    def _distance(self, rows: slice) -> Int[Tensor, "queries keys"]:
+        queries, keys = (torch.arange(part.shape[-2], device=part.device) for part in (self.query, self.key))
+        return queries[rows, None] + self.offset - keys
+
+    def _indices(self, rows: slice) -> tuple[Tensor, ...]:
+        """Text, head, query and key, to be broadcast against each other, as FlexAttention's functions take them."""
+        sizes = *self.query.shape[:-1], self.key.shape[-2]
+        texts, heads, queries, keys = (torch.arange(size, device=self.query.device) for size in sizes)
+        return texts[:, None, None, None], heads[:, None, None], queries[rows, None], keys
 
     def finish(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Tensor:
         """Softmax, dropout and the sum over values; queries without a key get 0, as from torch's kernel."""
-        weights = torch.softmax(logits, -1).nan_to_num(0.0).to(self.value.dtype)
+        none = (logits == -torch.inf).all(-1, keepdim=True)  # filled before the softmax, whose gradient is NaN there
+        weights = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0).to(self.value.dtype)
         weights = functional.dropout(weights, self.dropout_p) if self.dropout_p else weights
         return weights @ self._repeated(self.value)
 
@@ -87,11 +136,13 @@ def attend(call: AttentionCall) -> Float[Tensor, "*batch heads queries d_value"]
     tensors = call.query, call.key, call.value
     if call.softcap is None:
         options: Any = dict(scale=call.scale, enable_gqa=call.enable_gqa)
-        kernel = functional.scaled_dot_product_attention
-        return kernel(*tensors, call.attn_mask, call.dropout_p, call.is_causal, **options)
+        mask, is_causal = call.attn_mask, call.is_causal
+        if call.offset:
+            mask, is_causal = causal_lower_right(call.query.shape[-2], call.key.shape[-2]), False
+        return functional.scaled_dot_product_attention(*tensors, mask, call.dropout_p, is_causal, **options)
     if has_torch_function(tensors):
         return handle_torch_function(attend, tensors, call)
-    return call.finish(call.masked(call.raw()))  # masks come behind the cap, which would make them finite
+    return call.finish(call.masked(call.raw(), as_given=True))  # masks come behind the cap, which makes them finite
 
 
 def in_backward() -> bool:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import refusal
+from ..errors import Refusal, refusal
 from .calls import AttentionCall, attend
 from .gates import Trails
 from .kernels import read_call
@@ -48,11 +48,16 @@ class Interception(TorchFunctionMode):
         return output
 
     def _hand_over(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = read_call(func, args, kwargs, written_out=self.written_out)
+        try:
+            call = read_call(func, args, kwargs, written_out=self.written_out)
+        except Refusal as reason:  # for the handler to judge: to look on must not end a run
+            nothing = torch.empty(0)
+            call = AttentionCall(nothing, nothing, nothing, through=getattr(func, "__name__", ""), unreadable=reason)
         if call is None:
             return func(*args, **kwargs)
-        modules, x = callers(None if call.logits is not None else call.query)
-        output = self.handle(replace(call, modules=modules, x=x))
+        known = call.logits is None and call.unreadable is None
+        modules, x, lengths = callers(call.query if known else None)
+        output = self.handle(replace(call, modules=modules, x=x, lengths=lengths))
         if output is not None and func not in REPLACEABLE:
             kernel = "scaled_dot_product_attention"
             raise refusal(f"{kernel}, whose output can be replaced", f"a call of {call.through}", f"call {kernel}")
@@ -118,26 +123,31 @@ class _Uncompiled(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor | None]:
-    """The modules whose methods are running in this thread, the innermost first, and what their attention is given.
+def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor | None, tuple[int, ...]]:
+    """The modules whose methods are running in this thread, the innermost first, and what their attention is given:
+    its input, and the lengths of all sequences that come with it.
 
     Read from the stack of calls, so that no module needs a hook for it. The input is that of the innermost forward with
     one of (texts, tokens, width), as the method calls it now; None where there is none. What is of the query's own
     shape may be the query, handed to a module around the kernel: it is taken for the input if two modules have such.
     """
     found: list[nn.Module] = []
-    inputs: list[Tensor] = []
+    inputs: list[tuple[Tensor, tuple[int, ...]]] = []
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module) and not (found and owner is found[-1]):
-            given = frame.f_locals.get(code.co_varnames[1]) if code.co_argcount > 1 else None
-            inputs += [given] if code.co_name == "forward" and _is_sequence(given) else []
+            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            given = [frame.f_locals.get(name) for name in names] if code.co_name == "forward" else []
+            if given and _is_sequence(given[0]):
+                lengths = (size for one in given if _is_sequence(one) for size in one.shape[:2])
+                inputs.append((given[0], tuple(lengths)))
             found.append(owner)
         frame = frame.f_back
-    others = [x for x in inputs if query is None or x.shape != query.shape]
-    return tuple(found), others[0] if others else inputs[0] if len(inputs) > 1 else None
+    others = [one for one in inputs if query is None or one[0].shape != query.shape]
+    x, lengths = others[0] if others else inputs[0] if len(inputs) > 1 else (None, ())
+    return tuple(found), x, lengths
 
 
 def _is_sequence(given: object) -> TypeGuard[Tensor]:

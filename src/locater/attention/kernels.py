@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import refusal
+from .block_masks import read_rule
 from .calls import AttentionCall, attend
+from .mask_kinds import read_given
 
 SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 FLASH = ("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward")
@@ -22,7 +24,7 @@ TORCH = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
 def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bool) -> AttentionCall | None:
     """The call of a kernel, None where `func` is none; with `written_out` softmax over a last dimension is one too."""
     if func is functional.scaled_dot_product_attention:
-        return AttentionCall(*args, **kwargs)
+        return read_fused(*args, **kwargs)
     if func is attend:
         return args[0]
     if func in SOFTMAX:
@@ -55,11 +57,22 @@ def _softmax(input: Tensor, dim: int | None = None, *args: object, **kwargs: obj
     return AttentionCall(none, none, none, logits=input, through="softmax")
 
 
+def read_fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> AttentionCall:  # fmt: skip
+    """torch's function; its mask is read here, whichever kind it is."""
+    mask = read_given(attn_mask, is_causal=is_causal)
+    return AttentionCall(
+        query, key, value, mask.tensor, dropout_p, mask.is_causal, scale, enable_gqa, offset=mask.offset
+    )
+
+
 def _torch(given: dict[str, Any]) -> AttentionCall:
     """torch's operators behind its function, called by themselves."""
     mask = given.get("attn_mask", given.get("attn_bias"))
     same = {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
-    return AttentionCall(given["query"], given["key"], given["value"], mask, **same)
+    return read_fused(given["query"], given["key"], given["value"], mask, **same)
 
 
 def _flex(
@@ -67,10 +80,9 @@ def _flex(
     score_buffers: tuple = (), mask_buffers: tuple = (),
 ) -> AttentionCall:  # fmt: skip
     """FlexAttention's operator; buffers are what its functions had closed over, where it was traced."""
-    mask_mod = block_mask[-1]
     return AttentionCall(
         query, key, value, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3], through="flex_attention",
-        rule=lambda *indices: mask_mod(*indices, *mask_buffers),
+        rule=read_rule(block_mask, mask_buffers),
         score=lambda *indices: score_mod(*indices, *score_buffers),
     )  # fmt: skip
 

@@ -49,6 +49,9 @@ class Mask:
 
     Causal is `lookahead=0`, a window of w keys `lookback=w−1`. Positions count from 0 unless given. `dense` and `rule`
     must admit the key too. Queries that are not valid (padding) get no statistics. `added` is what a float mask adds.
+
+    The last three only say more of a `dense` mask or a `rule`: no query sees a key before its `begin` or after its
+    `last`, and `first` is the first token of its text, where segments do not tell.
     """
 
     lookback: int | None = None
@@ -62,6 +65,9 @@ class Mask:
     dense: Bool[Tensor, "#batch #heads queries keys"] | None = None
     added: Float[Tensor, "#batch #heads queries keys"] | None = None
     rule: Rule | None = None
+    begin: Int[Tensor, "#batch queries"] | None = None
+    last: Int[Tensor, "#batch queries"] | None = None
+    first: Int[Tensor, "#batch queries"] | None = None
 
     def counted(self, num_queries: int, num_keys: int, device: torch.device) -> "Mask":
         """The same mask with its positions spelled out."""
@@ -72,7 +78,7 @@ class Mask:
 
     def at(self, queries: Int[Tensor, " chosen"]) -> "Mask":
         """The mask of some of the queries."""
-        names = ("query_positions", "query_valid", "query_segments")
+        names = ("query_positions", "query_valid", "query_segments", "begin", "last", "first")
         chosen = {name: _columns(getattr(self, name), queries) for name in names}
         dense, added = (None if one is None else one[..., queries, :] for one in (self.dense, self.added))
         rule = None if self.rule is None else replace(self.rule, queries=self.rule.queries[queries])
@@ -113,6 +119,8 @@ class Mask:
 
     def first_keys(self) -> Int[Tensor, "batch queries"]:
         """The first token of each query: its sequence's first valid key, or its segment's; −1 where there is none."""
+        if self.first is not None:
+            return self.first
         assert self.query_positions is not None and self.key_positions is not None
         key_valid, segments = self.key_valid, self.key_segments
         num_keys = self.key_positions.shape[-1]
@@ -122,10 +130,10 @@ class Mask:
             first = key_valid.int().argmax(-1, keepdim=True).where(key_valid.any(-1, keepdim=True), -1)
             return first.expand(-1, self.query_positions.shape[-1])
         key_valid, segments = torch.broadcast_tensors(key_valid, segments)
-        return _first_of_segment(self.query_segments, segments, key_valid)
+        return first_of_segment(self.query_segments, segments, key_valid)
 
 
-def _first_of_segment(
+def first_of_segment(
     query_segments: Int[Tensor, "#batch queries"],
     segments: Int[Tensor, "batch keys"],
     valid: Bool[Tensor, "batch keys"],

@@ -50,10 +50,13 @@ class Plan:
         both = (mask.query_segments, mask.key_segments)
         self.segments = None if both[0] is None or both[1] is None else (Extent(both[0]), Extent(both[1]))
         self.valid = None if mask.key_valid is None else Extent(mask.key_valid.int())
+        self.spans = None if mask.begin is None or mask.last is None else (Extent(mask.begin), Extent(mask.last))
 
     def key_blocks(self, queries: slice) -> Iterator[KeyBlock]:
         """The blocks of keys that some query of this block may see."""
-        edges = self._edges(*self.queries.over(queries))
+        begin, stop = self._span(queries)
+        cuts = {min(max(edge, begin), stop) for edge in self._edges(*self.queries.over(queries))}
+        edges = sorted(cuts | {begin, stop})
         for start, stop in zip(edges, edges[1:], strict=False):
             num_pieces = -(-(stop - start) // self.key_block)
             cuts = [start + (stop - start) * piece // num_pieces for piece in range(num_pieces + 1)]
@@ -62,7 +65,14 @@ class Plan:
                 if admitted:
                     yield KeyBlock(keys, masked, self._side(queries, keys))
 
-    def _edges(self, low: int, high: int) -> list[int]:
+    def _span(self, queries: slice) -> tuple[int, int]:
+        """From the first key that any of these queries sees to behind the last."""
+        if self.spans is None:
+            return 0, len(self.keys)
+        begin, stop = self.spans[0].over(queries)[0], self.spans[1].over(queries)[1] + 1
+        return min(begin, max(stop, 0)), max(stop, 0)
+
+    def _edges(self, low: int, high: int) -> set[int]:
         """Cuts where the mask or nearness changes if positions ascend; where they do not, any cut is as right."""
         back, ahead, near, positions = self.mask.lookback, self.mask.lookahead, self.near, self.keys.low
         edges = {0, len(self.keys), bisect_right(positions, low - near)}
@@ -73,7 +83,7 @@ class Plan:
             edges |= {bisect_right(positions, low + ahead)} if ahead >= near else set()
         if back is not None:
             edges |= {bisect_left(positions, low - back), bisect_left(positions, high - back)}
-        return sorted(edges)
+        return edges
 
     def _admits(self, queries: slice, keys: slice) -> tuple[bool, bool]:
         """Whether any pair may be admitted, and whether some pair may not be."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Mask, Rule
+from ..attention.mask_kinds import admits, plain
+from ..attention.masks import first_of_segment
 from ..head import Block
 from ..models.live import ModuleTensors
 from ..projections import whole
@@ -81,11 +83,14 @@ def read_mask(
     padded = fitting(key_padding, batch, num_keys)
     key_valid = _both(_both(key_valid, padded), call.key_valid)
     positions = _positions(call, run, block)
-    # Packed documents: the model's mask already parts them, flash kernels do by positions; the others then do not.
-    parted = dense is not None or hasattr(given, "mask_mod") or call.is_flash
-    segments = _documents(positions) if parted and query_padding is None and key_valid is None else None
+    # Packed documents: a mask parts them itself, and positions only say where each begins; flash kernels part them by
+    # positions; without either they are not parted.
+    has_mask = dense is not None or hasattr(given, "mask_mod")
+    segments = _documents(positions) if query_padding is None and key_valid is None else None
     mask = Mask(query_valid=query_valid, key_valid=key_valid, dense=dense, rule=_rule(given, call.x_query, heads))
-    if segments is not None:
+    if segments is not None and has_mask:
+        mask = replace(mask, first=first_of_segment(segments, segments, torch.ones_like(segments, dtype=torch.bool)))
+    elif segments is not None and call.is_flash:
         mask = replace(mask, query_segments=segments, key_segments=segments)
     return mask, None if positions is None else (positions, positions)
 
@@ -111,8 +116,7 @@ def _dense(given: object, num_queries: int, num_keys: int) -> tuple[Tensor | Non
     """A mask per pair of tokens, or one per key, in whatever form the kernel takes it."""
     if not isinstance(given, Tensor):
         return None, None
-    admitted = given > torch.finfo(given.dtype).min / 2 if given.is_floating_point() else given.bool()
-    admitted = admitted[..., :num_keys]
+    admitted = admits(plain(given))[..., :num_keys].to(given.device)
     if admitted.dim() == 2:
         return None, (admitted if admitted.shape[-1] == num_keys else None)
     admitted = admitted[:, None] if admitted.dim() == 3 else admitted

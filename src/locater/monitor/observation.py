@@ -62,6 +62,7 @@ class Observation:
         self.layers = None if layers is None else frozenset(layers)
         self.modules = named_modules(self.model)
         self.unknown: Refusal | None = None
+        self.left_out: list[str] = []  # reasons why layers that were found cannot be read
         self.sites = self._find_sites(model, heads)
         self.found = FoundHeads(model, sample, is_wanted=self.unknown is not None and weights)
         self.generator = torch.Generator().manual_seed(0)
@@ -75,7 +76,7 @@ class Observation:
             for training in (True, False):
                 self._tally(index, training)
         self.spending = Budget(self.budget, len(self.sites))
-        self.refused: set[str] = set()
+        self.refused = set(self.left_out)
         self.through: dict[int, str] = {}
         self.calling: set[str] = set()  # modules whose calls were seen, where nothing else is known
         self.softmaxes: set[str] = set()  # modules that compute a softmax themselves, where nothing else is known
@@ -90,6 +91,9 @@ class Observation:
                 raise
             self.unknown = reason
             return []
+        self.left_out = [reason for site in found if not site.num_heads for reason in site.build().refused]
+        if not known and self.left_out:
+            raise Refusal(self.left_out[0])
         if not known:
             raise refusal(
                 f"layers among {spans(sorted({site.number for site in found}))} with the heads asked for", "none"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..attention.arguments import num_heads_of
-from ..attention.calls import AttentionCall, Rule
+from ..attention.arguments import num_heads_of, with_four_dimensions
+from ..attention.calls import AttentionCall
 from ..errors import refusal
 from ..head import Block
 from ..models.live import Site
@@ -80,26 +80,16 @@ def repeated(sites: Sequence[Site]) -> Iterator[str]:
 
 
 def _block(call: AttentionCall) -> Block:
-    """Causal calls are a decoder's; keys of another number than queries come from elsewhere."""
-    if call.is_causal:
-        return "decoder"
+    """Calls that do not look ahead are a decoder's; keys of another number than queries come from elsewhere.
+
+    A single query shows no mask. Where its module was given no sequence as long as the keys, these are from a cache.
+    """
     num_queries, num_keys = call.query.shape[-2], call.key.shape[-2]
-    if call.window[1] == 0 or (call.rule is not None and num_queries > 1 and not _admits_last(call.rule, call.key)):
+    if num_queries == 1 and call.lengths and num_keys not in call.lengths:
         return "decoder"
-    if call.attn_mask is not None and num_queries > 1 and not _sees_ahead(call.attn_mask):
+    if num_queries > 1 and not bool(with_four_dimensions(call).admitted(slice(0, 1))[..., -1].any()):
         return "decoder"
     return "encoder" if num_queries == num_keys else "cross"
-
-
-def _sees_ahead(mask: Tensor) -> bool:
-    admitted = mask if mask.dtype == torch.bool else mask > -9_999
-    return bool(admitted[..., 0, -1].any()) if admitted.shape[-2] > 1 else True
-
-
-def _admits_last(rule: Rule, keys: Tensor) -> bool:
-    """Whether FlexAttention's rule lets the first query see the last key."""
-    text, head, query, key = torch.tensor([[0], [0], [0], [keys.shape[-2] - 1]], device=keys.device)
-    return bool(rule(text, head, query, key).any())
 
 
 def _unreadable(name: str) -> Callable[[], NoReturn]:

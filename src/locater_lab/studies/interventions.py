@@ -63,7 +63,7 @@ class Tempering:
     factor: float
 
     def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        return call.changed(scale=self.factor / call.temperature).attend()
+        return call.changed(scale=self.factor * call.scaling).attend()
 
 
 class Held(Stabiliser):

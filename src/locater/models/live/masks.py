@@ -8,9 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ...attention.calls import AttentionCall
+from ...attention.mask_kinds import plain
 from ...errors import refusal
-
-MASKED = -1e4  # what a float mask adds to a key that is not to be seen is below this
 
 
 class Reach(NamedTuple):
@@ -35,24 +34,13 @@ def reach(call: AttentionCall, allowed: float) -> Reach:
 
 def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Which keys each query of each head may see, and what is added to its logits."""
-    admitted, added = torch.ones(shape, dtype=torch.bool), torch.zeros(shape)
+    admitted, added = call.admitted().cpu(), torch.zeros(shape)
     distance = torch.arange(shape[2])[:, None] + call.offset - torch.arange(shape[3])
-    back, ahead = call.window
-    if call.is_causal:
-        admitted &= distance >= 0
-    if back is not None:
-        admitted &= distance <= back
-    if ahead is not None:
-        admitted &= -distance <= ahead
-    if call.attn_mask is not None:
-        mask = call.attn_mask.cpu()
-        is_bool = mask.dtype == torch.bool
-        admitted, added = admitted & (mask if is_bool else mask > MASKED), added + (0.0 if is_bool else mask.float())
-    if call.rule is not None:
-        admitted = admitted & call.rule(*_indices(shape)).cpu()
+    if call.attn_mask is not None and call.attn_mask.is_floating_point():
+        added = added + plain(call.attn_mask).float().cpu()
     if call.slopes is not None:
         added = added - call.slopes.float().cpu().reshape(-1, shape[1], 1, 1) * distance.abs()
-    return admitted, added
+    return admitted.expand(shape), added
 
 
 def explain_mask(admitted: Bool[Tensor, "batch queries keys"]) -> tuple[int | None, int | None]:

@@ -194,7 +194,7 @@ class Search:
             rotary=rotary,
             turns_first=query.behind is not None,
             alibi=where.alibi,
-            scale=query.side.factor * key.side.factor / self.call.temperature,
+            scale=query.side.factor * key.side.factor * self.call.scaling,
             softcap=self.call.softcap,
             lookback=None if is_cross else where.lookback,
             lookahead=None if is_cross else where.lookahead,

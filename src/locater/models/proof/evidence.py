@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .observe import MASKED, Call, Pass
+from ...attention.mask_kinds import admits
+from .observe import Call, Pass
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -157,7 +158,8 @@ def _mark(tensor: Tensor) -> tuple:
 
 
 def admitted(logits: Tensor) -> Tensor:
-    return logits > MASKED
+    """True where a logit was not masked."""
+    return admits(logits)
 
 
 def same(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...attention.kernels import read_fused
+
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
-MASKED = -5e3  # logits below this were masked: the first GPT subtracts 1e4
 
 
 @dataclass
@@ -63,8 +64,8 @@ class _Watcher(TorchFunctionMode):
             if dim in (-1, source.dim() - 1):
                 self._add(source, out)
         elif func is F.scaled_dot_product_attention:
-            logits = fused_logits(*args, **kwargs)
-            self._add(logits, None)
+            call = read_fused(*args, **kwargs)
+            self._add(call.masked(call.raw()), None)
             if self.seen.calls:
                 self.seen.calls[-1].averages.append(out)
         elif func in PRODUCT and self.seen.calls and (last := self.seen.calls[-1]).weights is not None:
@@ -82,28 +83,6 @@ class _Watcher(TorchFunctionMode):
             self.seen.calls.append(
                 Call(name, turn, logits.detach().clone(), None if weights is None else weights.detach())
             )
-
-
-def fused_logits(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What `scaled_dot_product_attention` takes the softmax of."""
-    if key.shape[-3] != query.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        logits = logits.masked_fill(future, -torch.inf)
-    if attn_mask is not None:
-        logits = logits.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else logits + attn_mask
-    return logits
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A slot in anyone's attention: every call of `scaled_dot_product_attention` within a module goes to handlers.
+"""A slot in anyone's attention: every call of an attention kernel within a module goes to handlers.
 
 The queries and keys seen there are the real ones, per head, norms and rotary positions included. A slot belongs to its
 module: a copy of the module has a slot of its own, with handlers that know nothing of the original.
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.calls import AttentionCall
+from ...attention.calls import SDPA, AttentionCall
 from ...attention.interception import Interception
 from ...errors import refusal
 from .pairs import Pair
 
-Handler = Callable[[nn.Module, AttentionCall], Tensor]
+Handler = Callable[[nn.Module, AttentionCall], Tensor | None]  # what to give in place of the kernel's output, if any
 FORWARD = "forward"
 
 
@@ -41,22 +41,26 @@ class Slots:
 
 
 class Watcher:
-    """A handler that shows each call to a stabiliser, which lives elsewhere; in a copy it only lets them pass."""
+    """A handler that shows each call to a stabiliser, which lives elsewhere, and leaves the output to the kernel.
 
-    def __init__(self, watch: Callable[[str, AttentionCall], Tensor], name: str) -> None:
+    So the model's output is its own to the bit, whatever the kernel and its mask. In a copy it does nothing.
+    """
+
+    def __init__(self, watch: Callable[[str, AttentionCall], None], name: str) -> None:
         self.watch, self.name = weakref.WeakMethod(watch), name
 
-    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+    def __call__(self, module: nn.Module, call: AttentionCall) -> None:
         watch = self.watch()
-        return call.attend() if watch is None else watch(self.name, call)
+        if watch is not None:
+            watch(self.name, call)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Passing, ()
 
 
 class _Passing:
-    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        return call.attend()
+    def __call__(self, module: nn.Module, call: AttentionCall) -> None:
+        """Leave the call alone."""
 
 
 class _Slot:
@@ -87,8 +91,10 @@ class _Slot:
 
 def _handing(module: nn.Module, handler: Handler, calls: list[str]) -> Callable[[AttentionCall], Tensor | None]:
     def handle(call: AttentionCall) -> Tensor | None:
-        if call.through != "scaled_dot_product_attention":
-            return None  # no handler knows what such a kernel masks; the module is then refused
+        if call.unreadable is not None:
+            raise call.unreadable
+        if call.through != SDPA and not isinstance(handler, Watcher | _Passing):
+            return None  # the output of such a kernel cannot be replaced; the module is then refused
         calls.append(call.through)
         return handler(module, call)
 

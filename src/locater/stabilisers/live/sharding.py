@@ -4,7 +4,8 @@ Columns sharded: the d_h×d_h Gram matrices are summed over the ranks. Whole hea
 scalars. Anything else is gathered.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -141,12 +142,20 @@ def shard_of(pair: Pair, weights: Sequence[Tensor]) -> HeadShard:
 def check_not_spread(model: nn.Module) -> None:
     """For what changes a model's parameters: DDP and FSDP2 know those that there were when they were put around it.
 
-    Gradients of later ones would stay each process's own, and the copies would drift apart without a word.
+    Gradients of later ones would stay each process's own, and the copies would drift apart without a word. This holds
+    for the module inside of a wrapper as well, which knows nothing of it: so every wrapper there is is asked.
     """
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    own = {id(one) for one in model.parameters()}
+    wrapped = any(id(one) in own for wrapper in _wrappers() for one in wrapper.parameters())
     if wrapped or any(isinstance(one, DTensor) for one in model.parameters()):
         got = "one under DistributedDataParallel" if wrapped else "sharded parameters"
         raise refusal("a model that is not spread over processes yet", got, "attach first, then wrap or shard")
+
+
+def _wrappers() -> Iterator[nn.parallel.DistributedDataParallel]:
+    """All that exist; without a process group there can be none."""
+    if dist.is_available() and dist.is_initialized():
+        yield from (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
 
 
 def _shard(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> HeadShard:

@@ -17,7 +17,8 @@ from ..live.interception import Slots, Watcher
 class AttentionLoss(Stabiliser):
     """weight · mean over layers, heads and queries of a number of the logits, since the last `penalty()`.
 
-    Cost: the logits are materialised, O(T²) memory per layer. Recomputation of activations does not count twice.
+    Cost: the logits are materialised next to the model's own attention, O(T²) memory per layer. Queries without a key
+    do not count, and recomputation of activations does not count twice.
     """
 
     of_passes = True
@@ -32,18 +33,19 @@ class AttentionLoss(Stabiliser):
         self.last: dict[str, float] = {}
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
+        """One number per query; each has at least one key, and −∞ stands where there is none."""
         raise NotImplementedError
 
-    def _attend(self, name: str, call: AttentionCall) -> Tensor:
+    def _attend(self, name: str, call: AttentionCall) -> None:
         if not torch.is_grad_enabled():
-            return call.attend()
+            return
         logits = call.masked(call.raw())
-        some = (logits > -torch.inf).any(-1)
-        mean = self.number(logits).where(some, 0.0).sum() / some.sum()
+        none = (logits == -torch.inf).all(-1)  # padding: filled before any softmax, whose gradient is NaN there
+        numbers = self.number(logits.masked_fill(none[..., None], 0.0)).masked_fill(none, 0.0)
+        mean = numbers.sum() / (~none).sum().clamp(min=1)
         # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
         if not in_backward():
             self.gathered.setdefault(name, []).append(mean)
-        return call.finish(logits)
 
     def penalty(self) -> Float[Tensor, ""]:
         """What the passes since the last call have gathered."""
@@ -66,7 +68,7 @@ class ZLoss(AttentionLoss):
     """
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
-        return logits.logsumexp(-1).nan_to_num(neginf=0.0).square()
+        return logits.logsumexp(-1).square()
 
 
 class EntropyBonus(AttentionLoss):
@@ -76,5 +78,5 @@ class EntropyBonus(AttentionLoss):
     """
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
-        finite = logits.nan_to_num(neginf=0.0)  # p is 0 there; 0·∞ would poison the gradient
-        return (logits.softmax(-1).nan_to_num(0.0) * finite).sum(-1) - logits.logsumexp(-1).nan_to_num(neginf=0.0)
+        finite = logits.masked_fill(logits == -torch.inf, 0.0)  # p is 0 there; 0·∞ would poison the gradient
+        return (logits.softmax(-1) * finite).sum(-1) - logits.logsumexp(-1)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ...attention.arguments import with_four_dimensions
 from ...attention.calls import AttentionCall
 from ...errors import refusal
 from ...models.live import at_work
@@ -55,12 +56,11 @@ class QKClip(Stabiliser):
         if not log_only:
             at_work.begin(model, self)
 
-    def _attend(self, name: str, call: AttentionCall) -> Tensor:
+    def _attend(self, name: str, call: AttentionCall) -> None:
         if torch.is_grad_enabled():
             largest = largest_logits(call)
             known = self.largest.get(name)
             self.largest[name] = largest if known is None else torch.maximum(known, largest)
-        return call.attend()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -110,6 +110,7 @@ def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Te
 @torch.no_grad()
 def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     """max over batch, queries and admissible keys, block by block: no T×T matrix."""
+    call = with_four_dimensions(call)
     rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
     blocks = [call.masked(call.raw(block), block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
     return torch.stack(blocks).amax(0)

@@ -40,4 +40,4 @@ class Capping:
         if call.softcap is None:
             return call.changed(softcap=self.cap).attend()
         # The model caps already. Masks come behind the cap, which would make them finite.
-        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap))
+        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap, as_given=True))

@@ -1,0 +1,104 @@
+"""The mask of a call: causality, window, packed texts, a rule, or a mask of every pair, read as a `Mask`.
+
+Where a text begins is guessed from what the mask shows, for the statistics of first tokens and distances. The guess
+never decides who is admitted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from .arguments import Arguments
+from .calls import AttentionCall
+from .mask_kinds import admits
+from .masks import Mask, Rule, first_of_segment
+
+ROWS = 128  # queries that are looked at together
+
+
+def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None = None) -> Mask:
+    """Read who may see whom; `query_valid` leaves queries out of the guess about texts."""
+    num_texts, num_heads, num_queries, num_keys = given.shape
+    device = given.query.device
+    back, ahead = call.window
+    mask = Mask(lookback=back, lookahead=0 if call.is_causal else ahead)
+    if call.segments is not None:
+        mask = replace(mask, query_segments=call.segments[0], key_segments=call.segments[1])
+    is_bounded, offset = (mask.lookback, mask.lookahead) != (None, None), call.offset
+    seen: Seen | None = None
+    if call.rule is not None:
+        indices = (torch.arange(number, device=device) for number in (num_texts, num_heads, num_queries))
+        rule = Rule(call.rule, *indices, score=call.score)
+        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), num_queries, query_valid)
+        mask = replace(mask, rule=rule)
+    elif given.mask is not None:
+        dense = admits(given.mask)
+        seen = Seen.of(lambda rows: dense[:, :, rows].any(1), num_queries, query_valid)
+        mask = _simplest(mask, dense) or replace(mask, dense=dense)
+        if given.mask.is_floating_point() and bool((dense & (given.mask != 0)).any()):
+            mask = replace(mask, added=given.mask)
+    if seen is not None:
+        mask = replace(mask, begin=seen.begin, last=seen.last)
+        mask = mask if call.segments is not None else replace(mask, first=seen.first())
+    if not is_bounded:  # bounds are counted from where the kernel has its queries, which no guess may move
+        guess = num_keys - num_queries
+        is_simple = mask.lookahead is not None
+        offset = 0 if is_simple else guess if seen is None else seen.offset(guess)
+    positions = torch.arange(num_queries, device=device)[None] + offset
+    return replace(mask, query_positions=positions).counted(num_queries, num_keys, device)
+
+
+def _simplest(mask: Mask, dense: Bool[Tensor, "#batch #heads queries keys"]) -> Mask | None:
+    """Keep a dense mask that says no more than "these keys" or "these keys, looking back" as that: less to do."""
+    if dense.shape[1] > 1:
+        return None
+    dense = dense[:, 0]
+    keys = dense.any(1)
+    if bool((dense == keys[:, None]).all()):
+        return replace(mask, key_valid=keys)
+    causal = torch.ones(dense.shape[1:], dtype=torch.bool, device=dense.device).tril()
+    is_free = (mask.lookback, mask.lookahead) == (None, None)
+    if is_free and dense.shape[1] == dense.shape[2] and bool((dense == (keys[:, None] & causal)).all()):
+        return replace(mask, key_valid=keys, lookahead=0)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a mask of every pair shows of its texts, in one pass over blocks of queries."""
+
+    keys: Bool[Tensor, "batch keys"]  # seen by any query
+    begin: Int[Tensor, "batch queries"]  # the first key that each query sees; behind all where it sees none
+    last: Int[Tensor, "batch queries"]  # the last one; −1 where it sees none
+
+    @classmethod
+    def of(cls, block: Callable[[slice], Tensor], num_queries: int, query_valid: Tensor | None) -> "Seen":
+        """Look at `block(rows)`, the keys that some head of these queries sees."""
+        parts = []
+        for start in range(0, num_queries, ROWS):
+            rows = slice(start, min(start + ROWS, num_queries))
+            seen = block(rows)
+            seen = seen if query_valid is None else seen & query_valid[:, rows, None]
+            some, num_keys = seen.any(-1), seen.shape[-1]
+            begin, last = seen.int().argmax(-1), num_keys - 1 - seen.flip(-1).int().argmax(-1)
+            parts.append((seen.any(1), begin.where(some, num_keys), last.where(some, -1)))
+        keys, begin, last = zip(*parts, strict=True)
+        return cls(torch.stack(keys).any(0), torch.cat(begin, 1), torch.cat(last, 1))
+
+    def first(self) -> Int[Tensor, "batch queries"]:
+        """The first token of each query's text: texts are parted where no query sees keys on both sides."""
+        num_keys = self.keys.shape[-1]
+        some = (self.last >= 0).long()
+        across = torch.zeros(len(self.keys), num_keys + 2, dtype=torch.long, device=self.keys.device)
+        across = across.scatter_add(-1, self.begin + 1, some).scatter_add(-1, self.last + 1, -some)
+        segments = (across.cumsum(-1)[:, :num_keys] == 0).cumsum(-1)
+        return first_of_segment(segments.gather(-1, self.last.clamp(min=0)), segments, self.keys)
+
+    def offset(self, otherwise: int) -> int:
+        """Where the first query stands, if every query's last key is one further than that of the query before it."""
+        ends = (self.last - torch.arange(self.last.shape[1], device=self.last.device))[self.last >= 0]
+        is_causal = len(ends) > 0 and self.last.shape[1] > 1 and bool((ends == ends[0]).all())
+        return int(ends[0]) if is_causal else otherwise
