@@ -153,8 +153,9 @@ def check_not_spread(model: nn.Module) -> None:
 
 
 def _wrappers() -> Iterator[nn.parallel.DistributedDataParallel]:
-    """All that exist; without a process group there can be none."""
+    """All that are in use; without a process group there can be none."""
     if dist.is_available() and dist.is_initialized():
+        gc.collect()  # of wrappers that were given up
         yield from (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
 
 
