@@ -12,7 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from locater import scan
 from locater.attention.call_statistics import statistics_of_call
 from locater.attention.calls import AttentionCall
-from locater.attention.kernels import labels, packed
+from locater.attention.flash import labels
+from locater.attention.kernels import packed
 from locater.errors import Refusal
 from locater.monitor import AttentionMonitor
 from locater.stabilisers import QKNorm

@@ -24,10 +24,10 @@ def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None 
     num_texts, num_heads, num_queries, num_keys = given.shape
     device = given.query.device
     back, ahead = call.window
-    mask = Mask(lookback=back, lookahead=0 if call.is_causal else ahead)
+    mask = Mask(lookback=back, lookahead=0 if call.is_causal else ahead, key_valid=call.key_valid)
     if call.segments is not None:
         mask = replace(mask, query_segments=call.segments[0], key_segments=call.segments[1])
-    is_bounded, offset = (mask.lookback, mask.lookahead) != (None, None), call.offset
+    offset, is_bounded = call.offset, (mask.lookback, mask.lookahead) != (None, None)
     seen: Seen | None = None
     if call.rule is not None:
         indices = (torch.arange(number, device=device) for number in (num_texts, num_heads, num_queries))
@@ -43,7 +43,9 @@ def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None 
     if seen is not None:
         mask = replace(mask, begin=seen.begin, last=seen.last)
         mask = mask if call.segments is not None else replace(mask, first=seen.first())
-    if not is_bounded:  # bounds are counted from where the kernel has its queries, which no guess may move
+    if not is_bounded and isinstance(
+        offset, int
+    ):  # bounds are counted from where the kernel has its queries, which no guess may move
         guess = num_keys - num_queries
         is_simple = mask.lookahead is not None
         offset = 0 if is_simple else guess if seen is None else seen.offset(guess)
@@ -57,10 +59,10 @@ def _simplest(mask: Mask, dense: Bool[Tensor, "#batch #heads queries keys"]) -> 
         return None
     dense = dense[:, 0]
     keys = dense.any(1)
-    if bool((dense == keys[:, None]).all()):
+    if mask.key_valid is None and bool((dense == keys[:, None]).all()):
         return replace(mask, key_valid=keys)
     causal = torch.ones(dense.shape[1:], dtype=torch.bool, device=dense.device).tril()
-    is_free = (mask.lookback, mask.lookahead) == (None, None)
+    is_free = (mask.lookback, mask.lookahead, mask.key_valid) == (None, None, None)
     if is_free and dense.shape[1] == dense.shape[2] and bool((dense == (keys[:, None] & causal)).all()):
         return replace(mask, key_valid=keys, lookahead=0)
     return None

@@ -40,13 +40,15 @@ class AttentionCall:
     softcap: float | None = None
     sinks: Float[Tensor, " heads"] | None = None
     window: tuple[int | None, int | None] = (None, None)
-    offset: int = 0
+    offset: int | Int[Tensor, "#texts #queries"] = 0  # or one of each query
     slopes: Float[Tensor, "..."] | None = None  # ALiBi's, in flash-attn: (heads,) or (texts, heads)
     segments: tuple[Tensor, Tensor] | None = None  # of packed queries and keys
     rule: Rule | None = None
     score: Callable[..., Tensor] | None = None
+    key_valid: Bool[Tensor, "texts keys"] | None = None  # of a cache of keys: which of them are used
     logits: Float[Tensor, "..."] | None = None  # (*texts, heads, queries, keys)
     through: str = SDPA
+    tokens_first: bool = False  # whether the kernel's own arguments and output have heads behind tokens
     modules: tuple[nn.Module, ...] = ()  # whose methods were running, the innermost first
     x: Float[Tensor, "texts tokens d_model"] | None = None  # what the innermost one's forward was given
     lengths: tuple[int, ...] = ()  # of that and of the other sequences that came with it, texts or tokens
@@ -88,7 +90,7 @@ class AttentionCall:
         mask = self._mask(rows)
         if self.slopes is not None:
             slopes = self.slopes if self.slopes.dim() == 2 else self.slopes[None]
-            logits = logits - slopes[:, :, None, None] * self._distance(rows).abs()
+            logits = logits - slopes[:, :, None, None] * self.distance(rows).abs()
         if mask is not None and mask.is_floating_point():
             logits = logits + mask
             return logits.masked_fill(~(self._hard(rows) if as_given else self.admitted(rows)), -torch.inf)
@@ -96,22 +98,27 @@ class AttentionCall:
 
     def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
         """What is admitted by everything but the mask of every pair."""
-        distance, (back, ahead) = self._distance(rows), self.window
+        distance, (back, ahead) = self.distance(rows), self.window
         admitted, ahead = torch.ones_like(distance, dtype=torch.bool), 0 if self.is_causal else ahead
         admitted = admitted if back is None else admitted & (distance <= back)
         admitted = admitted if ahead is None else admitted & (-distance <= ahead)
         if self.segments is not None:
             queries, keys = self.segments
             admitted = admitted & (queries[:, rows, None] == keys[:, None])[:, None]
+        if self.key_valid is not None:
+            admitted = admitted & self.key_valid[:, None, None]
         return admitted if self.rule is None else admitted & self.rule(*self._indices(rows))
 
     def _mask(self, rows: slice) -> Tensor | None:
         mask = self.attn_mask
         return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
 
-    def _distance(self, rows: slice) -> Int[Tensor, "queries keys"]:
+    def distance(self, rows: slice = slice(None)) -> Int[Tensor, "... queries keys"]:
+        """Places from each query back to each key, to be broadcast against the logits."""
         queries, keys = (torch.arange(part.shape[-2], device=part.device) for part in (self.query, self.key))
-        return queries[rows, None] + self.offset - keys
+        if isinstance(self.offset, int):
+            return queries[rows, None] + self.offset - keys
+        return (queries + self.offset)[:, None, rows, None] - keys
 
     def _indices(self, rows: slice) -> tuple[Tensor, ...]:
         """Text, head, query and key, to be broadcast against each other, as FlexAttention's functions take them."""
@@ -137,7 +144,7 @@ def attend(call: AttentionCall) -> Float[Tensor, "*batch heads queries d_value"]
     if call.softcap is None:
         options: Any = dict(scale=call.scale, enable_gqa=call.enable_gqa)
         mask, is_causal = call.attn_mask, call.is_causal
-        if call.offset:
+        if isinstance(call.offset, int) and call.offset:
             mask, is_causal = causal_lower_right(call.query.shape[-2], call.key.shape[-2]), False
         return functional.scaled_dot_product_attention(*tensors, mask, call.dropout_p, is_causal, **options)
     if has_torch_function(tensors):

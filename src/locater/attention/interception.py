@@ -18,6 +18,7 @@ from ..errors import Refusal, refusal
 from .calls import AttentionCall, attend
 from .gates import Trails
 from .kernels import read_call
+from .registered import Functions
 
 REPLACEABLE = (functional.scaled_dot_product_attention, attend)  # others order heads otherwise, or give several tensors
 Handler = Callable[[AttentionCall], Tensor | None]
@@ -34,6 +35,15 @@ class Interception(TorchFunctionMode):
     def __init__(self, handle: Handler, *, written_out: bool = False, trails: Trails | None = None) -> None:
         super().__init__()
         self.handle, self.written_out, self.trails = handle, written_out, trails
+        self.functions = Functions()
+
+    def __enter__(self) -> "Interception":
+        self.functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)
+        self.functions.__exit__(*reason)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -52,7 +62,8 @@ class Interception(TorchFunctionMode):
             call = read_call(func, args, kwargs, written_out=self.written_out)
         except Refusal as reason:  # for the handler to judge: to look on must not end a run
             nothing = torch.empty(0)
-            call = AttentionCall(nothing, nothing, nothing, through=getattr(func, "__name__", ""), unreadable=reason)
+            name = str(getattr(func, "_qualified_op_name", getattr(func, "__name__", "a kernel")))
+            call = AttentionCall(nothing, nothing, nothing, through=name, unreadable=reason)
         if call is None:
             return func(*args, **kwargs)
         known = call.logits is None and call.unreadable is None

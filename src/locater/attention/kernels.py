@@ -1,9 +1,12 @@
 """The kernels whose calls can be seen, and the arguments of each read as an `AttentionCall`.
 
-`scaled_dot_product_attention` and torch's operators behind it, FlexAttention, flash-attn's operators, torch's for
-packed texts, `attend`, and softmax where attention is written out.
+`scaled_dot_product_attention` and torch's operators behind it, FlexAttention, kernels of flash-attention's kind, what
+`register_kernel` was told of, `attend`, and softmax where attention is written out.
 """
 
+import re
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,12 +16,15 @@ from torch.nn import functional
 from ..errors import refusal
 from .block_masks import read_rule
 from .calls import AttentionCall, attend
+from .flash import KNOWN, REMEDY, is_flash, pack, read_flash
 from .mask_kinds import read_given
+from .registered import KERNELS
 
 SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-FLASH = ("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward")
-PACKED = "torch_attn::_varlen_attn"
-TORCH = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
+FUSED = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
+EFFICIENT = "aten::_efficient_attention_forward"
+NAME = re.compile(r"attn|attention")
+BACKWARD = re.compile(r"backward|bwd|combine|metadata|grad")
 
 
 def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bool) -> AttentionCall | None:
@@ -31,23 +37,43 @@ def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bo
         return _softmax(*args, **kwargs) if written_out else None
     if func is torch.ops.higher_order.flex_attention:
         return _flex(*args, **kwargs)
-    name = _name(func)
-    if name in FLASH:
-        return _flash(_named(func, args, kwargs))
-    if name == PACKED:
-        return _packed(_named(func, args, kwargs))
-    return _torch(_named(func, args, kwargs)) if name.startswith(TORCH) and "backward" not in name else None
+    kernel = KERNELS.get(func) or KERNELS.get(getattr(func, "overloadpacket", None))
+    if kernel is not None:
+        return kernel.call(args, kwargs)
+    operator = _operator(func)
+    return None if operator is None else operator.read(args, kwargs)
 
 
-def _name(func: object) -> str:
-    schema = getattr(func, "_schema", None)
-    return getattr(func, "_qualified_op_name", "") if schema is None else schema.name
+@dataclass(frozen=True)
+class Operator:
+    """An operator that is an attention kernel, or looks like one; its arguments in order, with their defaults."""
+
+    name: str
+    defaults: dict[str, Any]
+
+    def read(self, args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
+        given = dict(zip(self.defaults, args, strict=False)) | kwargs
+        if self.name.startswith(FUSED):
+            return _behind_function(self.name, given)
+        if self.name == EFFICIENT:
+            return _efficient(given)
+        if is_flash(self.name, self.defaults):
+            through = "varlen_attn" if self.name.startswith("torch_attn::") else "flash_attn"
+            return read_flash(given, self.defaults, through)
+        names = ", ".join(self.defaults)
+        raise refusal("a kernel that locater knows", f"the operator {self.name}({names})", REMEDY)
 
 
-def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by name."""
-    overload = getattr(func, "default", func)
-    return dict(zip([argument.name for argument in overload._schema.arguments], args, strict=False)) | kwargs
+@lru_cache(maxsize=4096)
+def _operator(func: Any) -> Operator | None:
+    """The operator of a call, if it may be an attention kernel's forward."""
+    schema = getattr(getattr(func, "default", func), "_schema", None)
+    if schema is None or BACKWARD.search(schema.name) or schema.name == "aten::_fused_sdp_choice":
+        return None
+    defaults = {one.name: one.default_value if one.has_default_value() else None for one in schema.arguments}
+    named = NAME.search(schema.name) and {"query", "key", "value"} <= {KNOWN.get(name) for name in defaults}
+    is_one = schema.name.startswith(FUSED) or is_flash(schema.name, defaults) or named
+    return Operator(schema.name, defaults) if is_one else None
 
 
 def _softmax(input: Tensor, dim: int | None = None, *args: object, **kwargs: object) -> AttentionCall | None:
@@ -68,11 +94,24 @@ def read_fused(
     )
 
 
-def _torch(given: dict[str, Any]) -> AttentionCall:
+def _behind_function(name: str, given: dict[str, Any]) -> AttentionCall:
     """torch's operators behind its function, called by themselves."""
     mask = given.get("attn_mask", given.get("attn_bias"))
     same = {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa") if name in given}
-    return read_fused(given["query"], given["key"], given["value"], mask, **same)
+    call = read_fused(given["query"], given["key"], given["value"], mask, **same)
+    is_lower = name == "aten::_scaled_dot_product_flash_attention"  # as flash-attn has it, others as the function
+    return call.changed(offset=call.key.shape[-2] - call.query.shape[-2]) if call.is_causal and is_lower else call
+
+
+def _efficient(given: dict[str, Any]) -> AttentionCall:
+    """xFormers' kernel as torch has it: tokens before heads, causality as a number, a mask that is added."""
+    if given.get("cu_seqlens_q") is not None or given.get("seqlen_k") is not None or given.get("window_size"):
+        raise refusal(f"{EFFICIENT} for texts of one length", "packed texts, or a window", REMEDY)
+    query, key, value = (given[name].transpose(1, 2) for name in ("query", "key", "value"))
+    kind = given.get("custom_mask_type") or 0
+    call = read_fused(query, key, value, given.get("bias"), is_causal=kind > 0, scale=given.get("scale"))
+    offset = key.shape[-2] - query.shape[-2] if kind == 2 else 0
+    return call.changed(offset=offset, tokens_first=True, through="efficient_attention")
 
 
 def _flex(
@@ -87,64 +126,6 @@ def _flex(
     )  # fmt: skip
 
 
-def _flash(given: dict[str, Any]) -> AttentionCall:
-    """flash-attn's operators: heads behind tokens; causal masks end with the last key; packed texts by their ends."""
-    query, key, value = (given[name] for name in "qkv")
-    segments = None
-    if query.dim() == 3:
-        query, key, value = query[None], key[None], value[None]
-        segments = _segments(given["cu_seqlens_q"], given["cu_seqlens_k"], query, key, causal=given["causal"])
-    return AttentionCall(
-        *(part.transpose(1, 2) for part in (query, key, value)),
-        is_causal=given["causal"],
-        scale=given["softmax_scale"],
-        softcap=given.get("softcap") or None,
-        window=_window(given["window_size_left"], given["window_size_right"]),
-        offset=key.shape[1] - query.shape[1],
-        slopes=given.get("alibi_slopes"),
-        segments=segments,
-        through="flash_attn",
-    )
-
-
-def _packed(given: dict[str, Any]) -> AttentionCall:
-    """torch's kernel for packed texts: as flash-attn's, with causality as a window that does not look ahead."""
-    if given.get("block_table") is not None or given.get("seqused_k") is not None:
-        raise refusal("packed texts whose keys are all given", "a cache of keys")
-    query, key, value = (given[name][None] for name in ("query", "key", "value"))
-    window = _window(*(given.get("window_size") or (-1, -1)))
-    causal = bool(given.get("is_causal")) or window[1] == 0
-    ends = given["cu_seq_q"], given["cu_seq_q"] if given.get("cu_seq_k") is None else given["cu_seq_k"]
-    return AttentionCall(
-        *(part.transpose(1, 2) for part in (query, key, value)),
-        is_causal=causal,
-        scale=given.get("scale"),
-        window=window,
-        offset=key.shape[1] - query.shape[1],
-        segments=_segments(*ends, query, key, causal=causal or window != (None, None)),
-        through="varlen_attn",
-    )
-
-
-def _window(left: int, right: int) -> tuple[int | None, int | None]:
-    """How far back and ahead; below 0 there is no bound."""
-    return None if left < 0 else left, None if right < 0 else right
-
-
-def _segments(
-    query_ends: Tensor, key_ends: Tensor, query: Tensor, key: Tensor, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The number of the packed text that each query and each key belongs to."""
-    if causal and not torch.equal(query_ends, key_ends):
-        raise refusal("packed queries and keys of the same lengths", "others")
-    return labels(query_ends, query.shape[1]), labels(key_ends, key.shape[1])
-
-
-def labels(ends: Tensor, length: int) -> Tensor:
-    """The number of the packed text that each token belongs to, from where texts begin, and the end of the last."""
-    return torch.bucketize(torch.arange(length, device=ends.device), ends[1:], right=True)[None]
-
-
 def packed(call: AttentionCall) -> AttentionCall:
     """Texts of several lengths, as torch's jagged tensors hold them: one behind the other, each a segment."""
     if not call.query.is_nested:
@@ -153,7 +134,8 @@ def packed(call: AttentionCall) -> AttentionCall:
     if any(part.layout != torch.jagged or getattr(part, "_ragged_idx", 0) != 2 for part in jagged):
         raise refusal("nested tensors of the jagged layout, tokens behind heads", "others")
     flat = [part.values()[None] for part in jagged]
-    sides = (part.transpose(1, 2) for part in flat[:2])
-    ends = (part.offsets() for part in jagged[:2])
-    segments = _segments(*ends, *sides, causal=call.is_causal)
-    return call.changed(query=flat[0], key=flat[1], value=flat[2], segments=segments)
+    ends = [part.offsets() for part in jagged[:2]]
+    if call.is_causal and not torch.equal(*ends):
+        raise refusal("causal queries and keys of the same lengths", "nested tensors of others")
+    segments, offset = pack(*ends, *(part.shape[-2] for part in flat[:2]))
+    return call.changed(query=flat[0], key=flat[1], value=flat[2], segments=segments, offset=offset)

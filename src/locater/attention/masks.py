@@ -92,7 +92,7 @@ class Mask:
         dense, added = (one if one is None or one.shape[1] == 1 else one[:, heads] for one in (some.dense, some.added))
         return replace(some, dense=dense, added=added)
 
-    def positions(self, queries: slice, keys: slice) -> tuple[Int[Tensor, "batch some"], Int[Tensor, "batch others"]]:
+    def positions(self, queries: slice, keys: slice) -> tuple[Int[Tensor, "#batch some"], Int[Tensor, "#batch others"]]:
         assert self.query_positions is not None and self.key_positions is not None
         return self.query_positions[:, queries], self.key_positions[:, keys]
 

@@ -1,5 +1,7 @@
 """Watching attention while a model trains or runs: statistics, alarms, what to do about them, and where they go."""
 
+from ..attention.calls import AttentionCall
+from ..attention.registered import register_kernel
 from .actions import Action, Attach, Checkpoint, Event, RollBack, Stop
 from .alarms import Alarm, Thresholds
 from .monitor import AttentionMonitor
@@ -10,6 +12,7 @@ __all__ = [
     "Action",
     "Alarm",
     "Attach",
+    "AttentionCall",
     "AttentionMonitor",
     "Checkpoint",
     "Event",
@@ -25,4 +28,5 @@ __all__ = [
     "Thresholds",
     "Trackio",
     "WeightsAndBiases",
+    "register_kernel",
 ]

@@ -170,8 +170,7 @@ class Observation:
             with self.lock:
                 tally.add_gate(gate, heads, shape, valid)
 
-        heads_first = call.through not in ("flash_attn", "varlen_attn")
-        return Trail(shape, heads_first, found, is_weights=call.logits is not None)
+        return Trail(shape, not call.tokens_first, found, is_weights=call.logits is not None)
 
     def by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""

@@ -35,11 +35,10 @@ def reach(call: AttentionCall, allowed: float) -> Reach:
 def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Which keys each query of each head may see, and what is added to its logits."""
     admitted, added = call.admitted().cpu(), torch.zeros(shape)
-    distance = torch.arange(shape[2])[:, None] + call.offset - torch.arange(shape[3])
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
         added = added + plain(call.attn_mask).float().cpu()
     if call.slopes is not None:
-        added = added - call.slopes.float().cpu().reshape(-1, shape[1], 1, 1) * distance.abs()
+        added = added - call.slopes.float().cpu().reshape(-1, shape[1], 1, 1) * call.distance().cpu().abs()
     return admitted.expand(shape), added
 
 

@@ -1,0 +1,270 @@
+"""Kernels by what they are: every published signature against a materialised softmax, text by text."""
+
+import random
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from kernel_stubs import OPERATORS, TORCH_PACKED, define, flash_4, given_of, text_logits, texts
+from locater.attention import materialised
+from locater.attention.call_statistics import statistics_of_call
+from locater.attention.interception import Interception
+from locater.attention.registered import KERNELS
+from locater.errors import Refusal
+from locater.monitor import AttentionCall, AttentionMonitor, register_kernel
+from locater.stabilisers import QKClip
+
+HEADS, KEY_HEADS, SIZE, NEAR = 4, 2, 8, 3
+SEEDS = range(12)
+
+
+def numbers(draw, *shape):
+    return torch.randn(*shape, generator=draw.torch, dtype=torch.float64)
+
+
+class Draw(random.Random):
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+
+
+def options(draw):
+    """What any kernel may be asked for."""
+    causal = draw.random() < 0.6
+    window = draw.choice([(-1, -1), (4, 0 if causal else 2), (-1, 1), (3, -1)])
+    return dict(softmax_scale=draw.choice([0.2, 0.5]), window_size_left=window[0], window_size_right=window[1]), causal
+
+
+def batch(draw):
+    q, k = (number for number in draw.choice([(7, 7), (3, 9), (1, 6)]))
+    return [numbers(draw, 2, length, heads, SIZE) for length, heads in ((q, HEADS), (k, KEY_HEADS), (k, KEY_HEADS))]
+
+
+def packed(draw, same=False):
+    lengths = [(draw.randint(1, 6), draw.randint(6, 9)) for _ in range(3)]
+    lengths = [(b, b) for _, b in lengths] if same else lengths
+    ends = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*lengths, strict=True)]
+    sides = [numbers(draw, int(end[-1]), heads, SIZE) for end, heads in zip((*ends, ends[1]), (4, 2, 2), strict=True)]
+    return sides, ends
+
+
+def assert_exact(call, sides, given):
+    """Every statistic of every query, text by text, with the sink as one more key that is nowhere."""
+    found = statistics_of_call(call, near=NEAR)
+    start = 0
+    for number, (q, k, _) in enumerate(texts(*sides, given)):
+        logits = text_logits(q, k, given, given.get("slopes"))
+        distance = (torch.arange(len(q)) + len(k) - len(q))[:, None] - torch.arange(len(k))
+        sinks = given.get("sinks")
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.to(logits)[:, None, None].expand(-1, len(q), 1)], -1)
+            distance = torch.cat([distance, torch.full((len(q), 1), 10**6)], -1)
+        expected = materialised(logits[None], logits[None] > -torch.inf, distance[None, None], near=NEAR)
+        rows = (number, slice(None)) if sides[0].dim() == 4 else (0, slice(start, start + len(q)))
+        start += len(q)
+        for name in ("entropy", "normalised_entropy", "near_mass", "participation", "max_logit", "num_keys"):
+            ours, theirs = getattr(found, name)[rows[0]][:, rows[1]], getattr(expected, name)[0]
+            if name == "max_logit" and sinks is not None:
+                theirs = logits[..., :-1].amax(-1)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+def seen(kernel, *args, **kwargs):
+    calls = []
+    with Interception(calls.append):
+        kernel(*args, **kwargs)
+    assert len(calls) == 1
+    return calls[0]
+
+
+@pytest.fixture
+def operator(request):
+    kernel, library = define(*OPERATORS[request.param])
+    yield kernel
+    library._destroy()
+
+
+operators = pytest.mark.parametrize("operator", list(OPERATORS), indirect=True)
+
+
+@operators
+@pytest.mark.parametrize("seed", SEEDS)
+def test_operators_are_read_as_they_compute(operator, seed):
+    draw = Draw(seed)
+    names = [one.name for one in operator.default._schema.arguments]
+    arguments, causal = options(draw)
+    arguments["causal" if "causal" in names else "is_causal"] = causal
+    arguments["softcap"] = draw.choice([0.0, 2.0])
+    if "_varlen_" in str(operator) or ("cu_seqlens_q" in names and draw.random() < 0.5):
+        sides, (query_ends, key_ends) = packed(draw)
+        arguments |= dict(cu_seqlens_q=query_ends, cu_seqlens_k=key_ends, max_seqlen_q=9, max_seqlen_k=9)
+    else:
+        sides = batch(draw)
+        if "seqused_k" in names and draw.random() < 0.7:
+            arguments |= cache(draw, sides, in_pages="page_table" in names and draw.random() < 0.5)
+    if "alibi_slopes" in names:
+        arguments["alibi_slopes"] = draw.choice([None, torch.tensor([0.5, 0.25, 0.1, 0.0])])
+    if "s_aux" in names:
+        arguments["s_aux"] = draw.choice([None, torch.tensor([1.0, -1.0, 3.0, 0.0])])
+    required = {"dropout_p": 0.0, "return_softmax": False}
+    arguments |= {name: value for name, value in required.items() if name in names}
+    keys = arguments.pop("keys", None)
+    sides = sides if keys is None else [sides[0], *keys]
+    call = seen(operator, *sides, **arguments)
+    assert call.through == "flash_attn"
+    assert_exact(call, sides, given_of(arguments))
+
+
+def cache(draw, sides, *, in_pages):
+    """Keys of which each text uses some; in pages of four, mixed."""
+    used = torch.tensor([draw.randint(sides[0].shape[1], sides[1].shape[1]) for _ in range(2)]).int()
+    if not in_pages:
+        return dict(seqused_k=used)
+    table = torch.randperm(8, generator=draw.torch).view(2, 4)[:, :3].int()
+    return dict(seqused_k=used, page_table=table, keys=[numbers(draw, 8, 4, KEY_HEADS, SIZE) for _ in range(2)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_torchs_kernel_for_packed_texts(seed):
+    kernel, library = define("torch_attn_stub", TORCH_PACKED)
+    draw = Draw(seed)
+    sides, ends = packed(draw, same=draw.random() < 0.3)
+    arguments = dict(is_causal=draw.random() < 0.5, scale=0.3, window_size=draw.choice([None, [3, 0], [-1, -1]]))
+    call = seen(kernel, *sides, *ends, 9, 9, **arguments)
+    given = given_of(arguments) | dict(query_ends=ends[0], key_ends=ends[1])
+    assert_exact(call, sides, given)
+    library._destroy()
+
+
+@pytest.fixture
+def cute():
+    module = flash_4()
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_flash_4_is_seen_though_it_is_no_operator(cute, seed):
+    draw, original = Draw(seed), cute._flash_attn_fwd
+    sides, causal = batch(draw), draw.random() < 0.5
+    sink = draw.choice([None, torch.tensor([1.0, -1.0, 3.0, 0.0])])
+    arguments = dict(softmax_scale=0.3, causal=causal, window_size=draw.choice([(None, None), (3, 0)]), softcap=2.0)
+    call = seen(cute.flash_attn_func, *sides, learnable_sink=sink, **arguments)
+    assert_exact(call, sides, given_of(arguments) | dict(sinks=sink, window=arguments["window_size"]))
+    assert cute._flash_attn_fwd is original and not any("flash" in one.name for one in KERNELS.values())
+    with pytest.raises(Refusal, match="arguments of flash_attn that are known, got `mask_mod`; teach it"):
+        statistics_of_call(seen(cute.flash_attn_func, *sides, mask_mod=lambda *indices: True))
+
+
+# ------------------------------------------------------------------------------------------------ in models, unknown
+class Own(nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(16, 32), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        sides = [part.unflatten(-1, (-1, SIZE)) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))]
+        return self.kernel(*sides).flatten(2)
+
+
+@pytest.mark.parametrize("operator", ["flash 3"], indirect=True)
+def test_qk_clip_looks_at_any_kernel(operator):
+    model = Own(lambda q, k, v: operator(q, k, v, softmax_scale=0.3, is_causal=True, softcap=5.0)[0])
+    holder, x = nn.Sequential(model), torch.randn(2, 7, 16)
+    expected = model(x)
+    clip = QKClip(holder, heads=[("0.q_proj", "0.k_proj", 4, 2)], log_only=True)
+    assert torch.equal(model(x), expected)
+    q, k = (part.unflatten(-1, (-1, SIZE)) for part in (model.q_proj(x), model.k_proj(x)))
+    logits = torch.stack(
+        [text_logits(*pair, dict(scale=0.3, causal=True, softcap=5.0)) for pair in zip(q, k, strict=True)]
+    )
+    torch.testing.assert_close(next(iter(clip.largest.values())), logits.amax((0, 2, 3)).detach())
+
+
+UNKNOWN = "attn_of_mine(Tensor q, Tensor k, Tensor v, float sharpness) -> (Tensor, Tensor)"
+
+
+@pytest.fixture
+def unknown():
+    library = torch.library.Library("mine", "FRAGMENT")
+    library.define(UNKNOWN)
+
+    def forward(q, k, v, sharpness):
+        p = (torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * sharpness).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(2, 2)), torch.zeros(())
+
+    library.impl("attn_of_mine", forward, "CompositeImplicitAutograd")
+    yield torch.ops.mine.attn_of_mine
+    KERNELS.pop(torch.ops.mine.attn_of_mine, None)
+    library._destroy()
+
+
+def test_an_unknown_kernel_is_named_with_its_arguments_and_can_be_taught(unknown):
+    model, x = nn.Sequential(Own(lambda q, k, v: unknown(q, k, v, 0.3)[0])), torch.randn(2, 7, 16)
+    heads = [("0.q_proj", "0.k_proj", 4, 2)]
+    with AttentionMonitor(model, every=1, heads=heads, causal=False) as monitor:
+        model(x)
+        report = monitor.report()
+    assert "the operator mine::attn_of_mine(q, k, v, sharpness); teach it by" in " ".join(report.notes)
+
+    def read(given):
+        sides = (given[name].transpose(1, 2) for name in "qkv")
+        return AttentionCall(*sides, scale=given["sharpness"], tokens_first=True, through="mine")
+
+    assert register_kernel(unknown, read) is unknown
+    with AttentionMonitor(model, every=1, heads=heads) as monitor:
+        model(x)
+        (layer,) = monitor.report().training
+    assert layer.through == "mine"
+    assert layer.statistics["entropy"] == pytest.approx(entropies(model[0], x))
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window_size_left=-1) -> Tensor",
+        "my_attn(Tensor query, Tensor key, Tensor value, bool is_causal, float softmax_scale) -> Tensor",
+    ],
+)
+def test_heads_before_tokens_are_not_guessed(signature):
+    """Arguments as flash-attention's, but another name: which of tokens and heads comes first cannot be known."""
+    library = torch.library.Library("other", "FRAGMENT")
+    library.define(signature)
+    name = signature.partition("(")[0]
+    library.impl(name, lambda q, k, v, *rest: v.clone(), "CompositeImplicitAutograd")
+    sides = [torch.randn(1, 2, 5, SIZE) for _ in range(3)]
+    call = seen(getattr(torch.ops.other, name), *sides, True, 0.3)
+    with pytest.raises(Refusal, match=rf"the operator other::{name}\("):
+        statistics_of_call(call)
+    library._destroy()
+
+
+def entropies(model, x):
+    q, k = (part.unflatten(-1, (-1, SIZE)) for part in (model.q_proj(x), model.k_proj(x)))
+    p = torch.stack([text_logits(*pair, dict(scale=0.3)) for pair in zip(q, k, strict=True)]).softmax(-1)
+    return torch.special.entr(p).sum(-1).mean((0, 2)).tolist()
+
+
+def test_a_python_function_can_be_taught():
+    def kernel(q, k, v, sharpness=0.3):
+        p = (torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * sharpness).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(2, 2))
+
+    def read(given):
+        sides = (given[name].transpose(1, 2) for name in "qkv")
+        return AttentionCall(*sides, scale=given["sharpness"], tokens_first=True, through="mine")
+
+    visible = register_kernel(kernel, read)
+    model, x = nn.Sequential(Own(visible)), torch.randn(2, 7, 16)
+    with AttentionMonitor(model, every=1, heads=[("0.q_proj", "0.k_proj", 4, 2)]) as monitor:
+        model(x)
+        (layer,) = monitor.report().training
+    KERNELS.pop(visible)
+    assert layer.through == "mine"
+    assert layer.statistics["entropy"] == pytest.approx(entropies(model[0], x))
+    with pytest.raises(Refusal, match="an operator of torch.ops or a Python function"):
+        register_kernel(3, read)
