@@ -221,3 +221,25 @@ def test_a_monitor_that_was_not_attached_says_so():
     monitor = AttentionMonitor(model, every=1)
     with pytest.raises(Refusal, match="expected an attached monitor.*attach"):
         monitor.step()
+
+
+def test_passes_without_gradients_are_apart_from_those_that_train():
+    """Old policies in between change nothing of the training numbers; recomputation is no second pass."""
+    model = llama()
+    alone = watch(model, lambda: model(TOKENS))
+
+    def both():
+        with torch.no_grad():
+            model(TOKENS[:, :3])
+        model(TOKENS).logits.sum().backward()
+        model.zero_grad()
+
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        report = watch(model, both)
+        same(seen(report), seen(alone), 1e-6)
+        assert [layer.num_passes for layer in report.training] == [layer.num_passes for layer in report.no_grad]
+        assert report.no_grad[0].num_queries == TOKENS[:, :3].numel()
+        assert {name.split("/")[0] for name in report.metrics()} == {"attn", "attn_no_grad"}
+        assert {row["mode"] for row in report._rows()} == {"training", "no_grad"} and not report.evaluation

@@ -102,7 +102,7 @@ def model_of(attention):
 
 
 def watched(model, *given, **options):
-    with torch.no_grad(), AttentionMonitor(model, every=1, weights=False, **options) as monitor:
+    with AttentionMonitor(model, every=1, weights=False, **options) as monitor:
         model(*given)
         return monitor.report()
 
@@ -190,7 +190,7 @@ def check_type(model_type, monkeypatch):
         model(**given)
     for hook in hooks:
         hook.remove()
-    with torch.no_grad(), AttentionMonitor(model, every=1, weights=False) as monitor:
+    with AttentionMonitor(model, every=1, weights=False) as monitor:
         model(**given)
         report = monitor.report()
     layers = report.evaluation or report.training

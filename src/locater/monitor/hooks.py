@@ -22,6 +22,7 @@ from ..errors import refusal
 from ..models.live import Site
 from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
+from .tally import Mode
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 
@@ -58,12 +59,18 @@ class Pass:
 
     given: dict[str, Any]
     has_cached_keys: bool
+    mode: Mode = "training"
     running: dict[str, Inputs] = field(default_factory=dict)
     num_runs: Counter[str] = field(default_factory=Counter)
     current: dict[str, Site] = field(default_factory=dict)  # of an owner of several sites, whose projection ran last
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
     modes: ExitStack = field(default_factory=ExitStack)
     trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
+
+
+def mode_of(module: nn.Module) -> Mode:
+    """What a pass is for, asked as it begins: within, recomputation of activations may switch gradients off."""
+    return "evaluation" if not module.training else "training" if torch.is_grad_enabled() else "no_grad"
 
 
 class Hooks:
@@ -147,7 +154,7 @@ class Hooks:
             run = passes[-1]
         elif not any(passes) and not in_backward() and self.observer.is_due() and not self._is_compiling():
             given = arguments(module, args, kwargs)
-            run = Pass(given, has_cached_keys(given))
+            run = Pass(given, has_cached_keys(given), mode_of(module))
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
             run.modes.enter_context(self.observer.recording())
             seeing = Interception(lambda call: self._call(run, call), written_out=True, trails=run.trails)

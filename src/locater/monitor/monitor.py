@@ -23,7 +23,7 @@ from .observation import Key, Observation
 from .places import entry_of, outside, repeated, silent, written_out
 from .report import LayerReport, Report, make_notes, unfollowed
 from .sinks import Sink
-from .tally import Tally, merge
+from .tally import MODES, Mode, Tally, merge
 from .trends import GROWING, Awake, Trends
 from .weights import Weights
 
@@ -39,8 +39,9 @@ class AttentionMonitor:
     of a model that no table knows are found on `sample`, a batch as it takes them, or in the first pass watched.
 
     `layers` and `head_numbers` choose what to watch, `per_head` logs every head by itself. `budget` bounds the logits
-    computed per report and mode, by looking at a sample of the queries if need be. Forward passes in training and in
-    evaluation mode are kept apart. Memory: O(T) and a few blocks of logits.
+    computed per report and mode, by looking at a sample of the queries if need be. Forward passes in evaluation mode,
+    in training mode, and in training mode without gradients (old policies, references) are kept apart. Memory: O(T) and
+    a few blocks of logits.
 
     `weights` measures the heads' weights and their updates at each report, and keeps a copy of them for it.
     `on_alarm` is an action of `monitor.actions`, a function of an `Event`, several, or a table by kind of alarm;
@@ -130,13 +131,16 @@ class AttentionMonitor:
         """
         self.seen.agree()
         merged = dict(zip(self.seen.tallies, merge(list(self.seen.tallies.values()), self.group), strict=True))
-        training, evaluation = self._layers(merged, True), self._layers(merged, False)
-        self._check_seen((*training, *evaluation))
-        training = tuple(self._with_weights(layer) for layer in training)
+        training, no_grad, evaluation = (self._layers(merged, mode) for mode in MODES)
+        self._check_seen((*training, *no_grad, *evaluation))
+        if training:
+            training = tuple(self._with_weights(layer) for layer in training)
+        else:
+            no_grad = tuple(self._with_weights(layer) for layer in no_grad)
         self.trends.add(self.num_steps, training)
         training = tuple(self._with_growth(layer) for layer in training)
-        alarms, notes = self._alarms(training, evaluation), self._notes((*training, *evaluation))
-        report = Report(self.num_steps, training, evaluation, alarms, notes, per_head=self.per_head)
+        alarms, notes = self._alarms(training, no_grad, evaluation), self._notes((*training, *no_grad, *evaluation))
+        report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.per_head)
         self._begin()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
             for sink in self.sinks:
@@ -144,12 +148,18 @@ class AttentionMonitor:
         self.responses(Event(report, self.seen.model, self.host, self.stabilisers))
         return report
 
-    def _alarms(self, training: tuple[LayerReport, ...], evaluation: tuple[LayerReport, ...]) -> tuple[Alarm, ...]:
-        """Those of this report, which say since when if the last one had them."""
-        self.awake.add(self.num_steps, (*training, *evaluation), self.thresholds.dead_uniform)
+    def _alarms(
+        self, training: tuple[LayerReport, ...], no_grad: tuple[LayerReport, ...], evaluation: tuple[LayerReport, ...]
+    ) -> tuple[Alarm, ...]:
+        """Those of this report, which say since when if the last one had them.
+
+        Passes without gradients have the same weights as those that train, and are judged where there are no others.
+        """
+        self.awake.add(self.num_steps, (*training, *no_grad, *evaluation), self.thresholds.dead_uniform)
         may_begin = partial(self.awake.may_begin, step=self.num_steps)
         options: Any = dict(attached=self._attached(), may_begin=may_begin)
         alarms = find_alarms(training, self.thresholds, trends=self.trends, **options)
+        alarms += find_alarms(() if training else no_grad, self.thresholds, mode="no_grad", **options)
         alarms += find_alarms(evaluation, self.thresholds, mode="evaluation", **options)
         return tuple(self.said.mark(alarms, self.num_steps))
 
@@ -188,8 +198,8 @@ class AttentionMonitor:
         for action, kept in zip(self.responses.all(), state.get("actions", ()), strict=False):
             action.load_state_dict(kept)
 
-    def _layers(self, tallies: dict[Key, Tally], training: bool) -> tuple[LayerReport, ...]:
-        found = [(index, site, tallies[index, training]) for index, site in enumerate(self.seen.sites)]
+    def _layers(self, tallies: dict[Key, Tally], mode: Mode) -> tuple[LayerReport, ...]:
+        found = [(index, site, tallies[index, mode]) for index, site in enumerate(self.seen.sites)]
         through, named = self.seen.through, self.seen.unknown is not None
         return tuple(
             LayerReport.of(

@@ -26,10 +26,10 @@ from .hooks import Pass
 from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
 from .places import discovered, module_name, named_site, whole_call
 from .report import MODULE_INPUTS
-from .tally import Budget, Tally, keys_per_query
+from .tally import MODES, Budget, Mode, Tally, keys_per_query
 
 RANK_TEXTS = 4  # texts of a batch whose representations are measured
-Key = tuple[int, bool]  # a site's index, and whether the model was in training mode
+Key = tuple[int, Mode]  # a site's index, and what the pass was for
 
 
 class Observation:
@@ -73,8 +73,8 @@ class Observation:
         """Nothing seen yet."""
         self.tallies: dict[Key, Tally] = {}
         for index in range(len(self.sites)):
-            for training in (True, False):
-                self._tally(index, training)
+            for mode in MODES:
+                self._tally(index, mode)
         self.spending = Budget(self.budget, len(self.sites))
         self.refused = set(self.left_out)
         self.through: dict[int, str] = {}
@@ -142,7 +142,8 @@ class Observation:
         lookahead = 0 if call.is_causal else call.window[1]
         per_query = num_texts * len(self.indices(site)) * keys_per_query(
             num_keys, lookback=call.window[0], lookahead=lookahead)  # fmt: skip
-        sample = self._sample(site, num_queries, per_query)
+        key = self.sites.index(site), run.mode
+        sample = self._sample(key, num_queries, per_query)
         if isinstance(sample, bool):
             return True
         sample = None if sample is None else sample.to(given.query.device)
@@ -154,17 +155,18 @@ class Observation:
         )  # fmt: skip
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
-        self._add(site, statistics, num_texts * num_queries, x, query_valid, call.through)
+        self._add(key, statistics, num_texts * num_queries, x, query_valid, call.through)
         if call.segments is None:
-            run.trails.expect(self._trail(site, call, own, (num_texts, len(own), num_queries), query_valid))
+            shape = num_texts, len(own), num_queries
+            run.trails.expect(self._trail(key, call, own, shape, query_valid))
         return True
 
     def _trail(
-        self, site: Site, call: AttentionCall, own: range, shape: tuple[int, int, int], valid: Tensor | None
+        self, key: Key, call: AttentionCall, own: range, shape: tuple[int, int, int], valid: Tensor | None
     ) -> Trail:
         """Where the call's output goes: what its gate is there is added to the layer's tally."""
-        tally = self.tallies[self.sites.index(site), self.model.training]
-        heads = [(row, own.index(head)) for row, head in enumerate(self.indices(site)) if head in own]
+        tally, chosen = self.tallies[key], self.indices(self.sites[key[0]])
+        heads = [(row, own.index(head)) for row, head in enumerate(chosen) if head in own]
 
         def found(gate: Tensor | None) -> None:
             with self.lock:
@@ -202,7 +204,8 @@ class Observation:
         assert inputs.x_query is not None and inputs.x_key is not None
         num_texts, num_queries, _ = inputs.x_query.shape
         per_key = keys_per_query(inputs.x_key.shape[1], lookback=heads[0].lookback, lookahead=heads[0].lookahead)
-        sample = self._sample(site, num_queries, num_texts * len(heads) * per_key)
+        key = self.sites.index(site), run.mode
+        sample = self._sample(key, num_queries, num_texts * len(heads) * per_key)
         if isinstance(sample, bool):
             return
         sample = None if sample is None else sample.to(inputs.x_query.device)
@@ -210,7 +213,7 @@ class Observation:
             mask, positions = read_mask(inputs, run.given, site.block, indices, is_causal=heads[0].lookahead == 0)
             options: Any = dict(mask=mask, positions=positions, sample=sample, near=self.near, blocks=self.blocks)
             statistics = observe(heads, inputs.x_query, inputs.x_key, **options)
-        self._add(site, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
+        self._add(key, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
 
     def _discover(self, call: AttentionCall, run: Pass) -> Site | None:
         """The layer of a module that no table names: by its name, and the how manieth of its calls this is."""
@@ -234,33 +237,31 @@ class Observation:
 
     def _append(self, site: Site) -> None:
         self.sites.append(site)
-        for training in (True, False):
-            self._tally(len(self.sites) - 1, training)
+        for mode in MODES:
+            self._tally(len(self.sites) - 1, mode)
         self.spending.num_layers = len(self.sites)
 
-    def _tally(self, index: int, training: bool) -> Tally:
-        if (index, training) not in self.tallies:
+    def _tally(self, index: int, mode: Mode) -> Tally:
+        if (index, mode) not in self.tallies:
             device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-            self.tallies[index, training] = Tally.empty(len(self.indices(self.sites[index])), device)
-        return self.tallies[index, training]
+            self.tallies[index, mode] = Tally.empty(len(self.indices(self.sites[index])), device)
+        return self.tallies[index, mode]
 
-    def _sample(self, site: Site, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
+    def _sample(self, key: Key, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
         """Which queries to look at, None for all; False if the budget is spent."""
-        key = self.sites.index(site), self.model.training
         wanted = self.spending.num_queries(key, num_queries=num_queries, logits_per_query=logits_per_query)
         return False if wanted == 0 else sample_queries(num_queries, wanted, self.generator)
 
     def _add(
-        self, site: Site, found: Statistics, num_there: int, x: Tensor | None, valid: Tensor | None, through: str
+        self, key: Key, found: Statistics, num_there: int, x: Tensor | None, valid: Tensor | None, through: str
     ) -> None:
-        index = self.sites.index(site)
-        self.through[index] = through
+        self.through[key[0]] = through
         measured = None
         if x is not None:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
                 measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
-        self.tallies[index, self.model.training].add(found, num_there=num_there, rank=measured)
+        self.tallies[key].add(found, num_there=num_there, rank=measured)
 
 
 def _has_others(group: dist.ProcessGroup | None) -> bool:

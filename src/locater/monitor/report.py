@@ -17,6 +17,7 @@ from .tally import (
     COUNT_SQUARE,
     LOG_KEYS,
     LOOKED_AT,
+    MODES,
     PASSES,
     RANKS,
     SUM,
@@ -131,18 +132,20 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report(Shown):
-    """`training` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong, and a remedy."""
+    """`training`, `no_grad` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong."""
 
     step: int
     training: tuple[LayerReport, ...]
     evaluation: tuple[LayerReport, ...] = ()
     alarms: "tuple[Alarm, ...]" = ()
     notes: tuple[str, ...] = ()
+    no_grad: tuple[LayerReport, ...] = ()  # in training mode without gradients: old policies, references, probes
     per_head: bool = field(default=False, repr=False)
 
     def metrics(self) -> dict[str, float]:
-        """Flat names and numbers for a logger: `attn/layer_03/entropy`, and `attn_eval/…`; heads only on request."""
+        """Flat names and numbers for a logger: `attn/layer_03/entropy`, `attn_eval/…`; heads only on request."""
         found = dict(_metrics(self.training, "attn", self.per_head))
+        found |= dict(_metrics(self.no_grad, "attn_no_grad", self.per_head))
         found |= dict(_metrics(self.evaluation, "attn_eval", self.per_head))
         return found | {"attn/alarms": float(len(self.alarms))}
 
@@ -151,6 +154,7 @@ class Report(Shown):
             "schema": "locater.monitor/1",
             "step": self.step,
             "training": [layer.to_json() for layer in self.training],
+            "no_grad": [layer.to_json() for layer in self.no_grad],
             "evaluation": [layer.to_json() for layer in self.evaluation],
             "alarms": [alarm.to_json() for alarm in self.alarms],
             "notes": list(self.notes),
@@ -170,8 +174,8 @@ class Report(Shown):
         return pandas.DataFrame(list(self._rows()))
 
     def _rows(self) -> Iterator[Json]:
-        for mode, layers in (("training", self.training), ("evaluation", self.evaluation)):
-            for layer in layers:
+        for mode in MODES:
+            for layer in getattr(self, mode):
                 for position, head in enumerate(layer.heads):
                     place = {"step": self.step, "mode": mode, "block": layer.block, "layer": layer.layer, "head": head}
                     place |= {"module": layer.module}

@@ -132,9 +132,10 @@ class Terminal:
         self.console = console or Console(highlight=False)
 
     def write(self, report: Report) -> None:
-        for mode, layers in (("training", report.training), ("evaluation", report.evaluation)):
-            if layers:
-                self.console.print(_table(layers, f"attention in {mode}, step {report.step}"))
+        titles = {"training": "training", "no_grad": "training without gradients", "evaluation": "evaluation"}
+        for mode, title in titles.items():
+            if layers := getattr(report, mode):
+                self.console.print(_table(layers, f"attention in {title}, step {report.step}"))
         for alarm in report.alarms:
             self.console.print(f"[bold red]alarm[/] {escape(str(alarm))}")
         for note in report.notes:

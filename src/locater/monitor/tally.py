@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch import Tensor
 from ..attention import NAMES, Rank, Statistics
 from ..attention.gates import CLOSED
 
+Mode = Literal["training", "no_grad", "evaluation"]  # no_grad: in training mode, without gradients
+MODES: tuple[Mode, ...] = get_args(Mode)
 RANKS: tuple[str, ...] = tuple(field.name for field in fields(Rank))
 # Per statistic and head, over draws i of a query with sum s and count c over the texts of a batch.
 SUM, COUNT, SUM_SQUARE, SUM_COUNT, COUNT_SQUARE = range(5)
