@@ -2,14 +2,26 @@
 
 `profile(head, length=…)` is the door. The files behind it take weights: closed_form, exact, monte_carlo, rotary;
 `clipped_softmax` has the theory's softmax and how far it is from the true one; `depth` follows the true softmax through
-layers, `random_energy` has its entropy over independent tokens.
+layers, `random_energy` has its entropy over independent tokens. `gaussian_tokens` replaces the walk by
+measured moments.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import clipped_softmax, closed_form, depth, exact, monte_carlo, random_energy, regimes, rotary, words
+    from . import (
+        clipped_softmax,
+        closed_form,
+        depth,
+        exact,
+        gaussian_tokens,
+        monte_carlo,
+        random_energy,
+        regimes,
+        rotary,
+        words,
+    )
     from .of_head import profile
     from .random_walk import Estimate
     from .regimes import classify, classify_all, localisation
@@ -24,6 +36,7 @@ __all__ = [
     "closed_form",
     "depth",
     "exact",
+    "gaussian_tokens",
     "localisation",
     "monte_carlo",
     "profile",
