@@ -23,20 +23,20 @@ from locater_lab.studies import (
     spectrum_vs_attention,
     trained,
 )
-from locater_lab.studies.page import page
+from locater_lab.studies.page import page, shared_runs
 from locater_lab.studies.statistics import (
     Estimate,
     Finding,
-    _newcombe,
     holm,
+    matched_difference,
     paired,
-    paired_shares,
     pooled,
+    seed_means,
     spearman,
     tally,
     wilson,
 )
-from locater_lab.studies.study import STUDIES, document, find, flat
+from locater_lab.studies.study import STUDIES, Answer, document, find, flat
 from locater_lab.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
 
 pytestmark = pytest.mark.quick
@@ -91,44 +91,6 @@ def test_an_estimate_has_as_many_places_as_its_largest_end():
     )
 
 
-def test_the_interval_of_two_shares_is_newcombes():
-    """His table II, method 10: 56 of 70 against 48 of 80."""
-    low, high, _ = _newcombe(56 / 70, 70, 48 / 80, 80)
-    assert (round(low, 4), round(high, 4)) == (0.0524, 0.3339)
-    low, high, p = _newcombe(0.0, 10, 0.0, 10)
-    assert low == -high < -0.2 and p == 1
-
-
-def test_shares_of_seeds_that_agree_keep_an_interval():
-    few, many = [True] * 3 + [False] * 9, [True] * 34 + [False] * 10
-    found = paired_shares(dict.fromkeys(range(3), few), dict.fromkeys(range(3), many))
-    low, high, p = _newcombe(0.25, 12, 34 / 44, 44)
-    assert (found.low, found.high, found.p, found.count) == pytest.approx((low, high, p, 3)) and verdict(
-        found
-    ) == "lower"
-    assert paired_shares({0: few}, {1: many}).count == 0 and paired_shares({0: []}, {0: many}).count == 0
-    wild = paired_shares({0: few, 1: few, 2: many}, dict.fromkeys(range(3), many))  # seeds differ more than points
-    assert wild.low < low and not wild.is_seen
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_shares_call_a_planted_null_null_and_find_a_planted_effect(shared):
-    """With points that are the same for all seeds, or drawn anew: of 200 nulls hardly one in twenty is claimed."""
-    draw = random.Random(3)
-
-    def seen(inside: float, outside: float) -> float:
-        claims = 0
-        for _ in range(200):
-            sides = [
-                {seed: [draw.random() < share for _ in range(count)] for seed in range(3)}
-                for share, count in ((inside, 15), (outside, 40))
-            ]
-            claims += paired_shares(*({s: side[0] if shared else side[s] for s in side} for side in sides)).is_seen
-        return claims / 200
-
-    assert seen(0.4, 0.4) <= 0.08 and seen(0.1, 0.8) > 0.9
-
-
 def test_seeds_that_agree_to_the_last_rank_are_not_certain():
     one = spearman(range(5), [0, 1, 2, 4, 3])
     found = pooled([one] * 3)
@@ -161,9 +123,43 @@ def test_holm_is_holms():
     raw = {name: one.p for name, one in estimates.items()}
     corrected = holm(estimates)
     ordered = sorted(raw, key=raw.__getitem__)
-    assert corrected[ordered[0]].p == pytest.approx(min(1, 3 * raw[ordered[0]]))
+    assert corrected[ordered[0]].adjusted == pytest.approx(min(1, 3 * raw[ordered[0]]))
     assert estimates["weak"].is_seen and not corrected["weak"].is_seen  # seen alone, not among three
     assert corrected["strong"].is_seen
+    for name, one in corrected.items():  # p and interval stay those of the comparison itself
+        assert (one.p, one.low, one.high) == (raw[name], estimates[name].low, estimates[name].high)
+    assert (corrected["weak"].shown_p, estimates["weak"].shown_p) == (f"{corrected['weak'].adjusted:.3f}", "")
+    assert "p (Holm)" in Answer("", "", [Finding("loss", "a", corrected["weak"])]).behind().columns
+
+
+def test_holm_claims_hardly_any_of_many_nulls():
+    """Of 100 families of ten planted nulls at most one in ten has a claim."""
+    draw = random.Random(5)
+
+    def family() -> bool:
+        nulls = {
+            str(n): paired({s: draw.gauss(0, 1) for s in range(5)}, dict.fromkeys(range(5), 0.0)) for n in range(10)
+        }
+        return any(one.is_seen for one in holm(nulls).values())
+
+    assert sum(family() for _ in range(100)) <= 10
+
+
+def test_a_matched_difference_sees_through_a_confounder():
+    """Exposure and outcome both follow the stratum: the crude difference is large, the matched one is nothing."""
+    strata = [([True] * 8 + [False] * 2, [True] * 4 + [False]), ([True], [True] + [False] * 9), ([], [True] * 50)]
+    ours = [one for exposed, _ in strata[:1] for one in exposed]
+    theirs = [one for _, other in strata[1:2] for one in other]
+    assert sum(ours) / len(ours) - sum(theirs) / len(theirs) > 0.5
+    assert matched_difference(strata[:1] * 3) == pytest.approx(0)
+    effect = [([True] * 5 + [False] * 5, [False] * 10), ([True] * 10, [True, False] * 5)]
+    assert matched_difference(effect) == pytest.approx(0.5)
+    assert math.isnan(matched_difference(strata[2:]))
+
+
+def test_means_over_seeds_leave_one_row_for_each_point():
+    rows = [{"x": x, "seed": seed, "y": x + seed} for x in (1, 2) for seed in range(3)]
+    assert seed_means(rows, ["x"], ["y"]) == [{"x": 1, "y": 2}, {"x": 2, "y": 3}]
 
 
 PAIRS = {"strong": (1.0, 1.01, 0.99, 1.0), "weak": (1.0, 0.4, 1.5, 0.5), "none": (1.0, -1.0, 0.5, -0.6)}
@@ -202,54 +198,111 @@ def test_softmax_close_at_small_scale_and_far_at_large(tmp_path):
     points = [{"length": 16, "xi": 0.0, "walks": 60, "eta": eta} for eta in (0.001, 0.01, 0.1, 1.0, 5.0)]
     rows = [point | softmax.measure(point, tmp_path) for point in points]
     assert rows[0]["distance"] < 0.01 and rows[-1]["distance"] > 0.5
-    assert softmax.conclude(rows).findings[0].verdict == "rises"
-    shuffled = [row | {"distance": QUIET.random()} for row in rows * 4]
-    assert softmax.conclude(shuffled).findings[0].verdict == "no relation seen"
+    assert "rank correlation over 5 points 1.000" in softmax.conclude(rows).first
 
 
-def test_reconcile_sees_entropy_fall_with_the_deviation(tmp_path):
-    points = [
-        {"deviation": deviation, "trace": 0.0, "layers": 2, "norm": True, "seed": seed}
-        for deviation in (0.01, 0.3, 1.0, 3.0)
-        for seed in range(3)
+def test_softmax_names_the_scale_that_orders_the_distance_and_the_word_that_is_lost():
+    words = {True: ("middle", "late"), False: ("late", "late")}
+    rows = [
+        {"length": length, "eta": eta, "xi": xi, "distance": length * eta / 1000}
+        | dict(zip(("regime", "softmax_regime"), words[eta > 0.5], strict=True))
+        for length in (16, 64, 256)
+        for eta in (0.01, 0.1, 1.0)
+        for xi in (0.0, 6.0)
     ]
-    rows = [point | reconcile.measure(point, tmp_path) for point in points]
-    assert reconcile.conclude(rows).findings[0].verdict == "falls"
-    null = [row | {"entropy": QUIET.random()} for row in rows]
-    assert reconcile.conclude(null).findings[0].verdict == "no relation seen"
-    healthy = reconcile.conclude([row | {"entropy": 0.9, "residual": 0.9} for row in rows])
-    assert "100% [51%, 100%] with 2" in healthy.second  # 4 points of one seed, not 12 of three
+    found = softmax.conclude(rows)
+    assert "goes with T·η/λ (rank correlation over 18 points 1.000" in found.first
+    assert "*middle* on 0 of 6" in found.second and "on 12 of 18 points" in found.second
+    assert [row[:3] for row in found.table.rows] == [["middle", "6", "0"], ["late", "12", "12"]]
+    null = softmax.conclude([row | {"distance": QUIET.random()} for row in rows * 8])
+    assert abs(float(null.first.split("points ")[1].split(";")[0])) < 0.3
 
 
-def test_collapse_counts_what_collapsed(tmp_path):
-    point = {"tokens": "walk", "layers": 1, "norm": False, "sink": False, "seed": 0, "rows": 3}
+def grid_of_reconcile(residual) -> list[dict]:
+    """Rows whose rank residual is a function of deviation and trace, with a little noise for each seed."""
+    return [
+        {"deviation": deviation, "trace": trace, "layers": 8, "norm": False, "seed": seed, "entropy": 0.7}
+        | {"residual": residual(deviation, trace) + QUIET.gauss(0, 0.01)}
+        for deviation in (0.01, 0.1, 1.0, 10.0)
+        for trace in (0.0, 0.5, 2.0)
+        for seed in range(4)
+    ]
+
+
+def test_reconcile_finds_a_planted_interaction_and_no_other():
+    """An effect of the mean at small deviations only is one; effects of both that add up are none."""
+
+    def found(residual) -> Finding:
+        return reconcile.conclude(grid_of_reconcile(residual)).findings[0]
+
+    planted = found(lambda deviation, trace: 1.0 if trace and deviation < 0.5 else 0.1)
+    assert planted.verdict == "higher" and planted.estimate.value == pytest.approx(0.9, abs=0.05)
+    assert found(lambda deviation, trace: 0.3 * trace + 0.2 * (deviation > 0.5)).verdict == "no difference seen"
+    assert found(lambda deviation, trace: 0.5).verdict == "no difference seen"
+    assert found(lambda deviation, trace: 0.5).estimate.count == 4  # seeds, not points
+
+
+def test_reconcile_measures_entropy_and_rank(tmp_path):
+    points = [{"deviation": d, "trace": 0.0, "layers": 2, "norm": True, "seed": 0} for d in (0.01, 3.0)]
+    small, large = (reconcile.measure(point, tmp_path) for point in points)
+    assert small["entropy"] > large["entropy"]
+    told = reconcile.conclude([points[0] | small | {"residual": 0.01}])
+    assert "rank collapses on 1 of 1 points" in told.second
+
+
+def test_collapse_is_matched_on_the_deviation(tmp_path):
+    """Collapse that follows the deviation alone, as the words do in part, makes no difference; one of a word does."""
+    point = {"tokens": "walk", "layers": 1, "norm": False, "sink": False, "seed": 0, "rows": 6}
     measured = collapse.measure(point, tmp_path)
-    assert len(measured) == 3 * len(collapse.TRACES) and {"late", "uniform"} <= {row["regime"] for row in measured}
+    assert len(measured) == 6 * len(collapse.TRACES) and {"late", "uniform"} <= {row["regime"] for row in measured}
     rows = [point | row | {"seed": seed} for row in measured for seed in range(3)]
 
-    def planted(inside: float, outside: float) -> str:
-        def entropy(row):
-            collapses = QUIET.random() < (inside if collapse._is_inside(row) else outside)
-            return {"entropy": 0.1 if collapses else 0.9, "residual": 0.9}
+    def found(collapses) -> dict[str, list[float]]:
+        entropies = ({"entropy": 0.1 if collapses(row) else 0.9, "residual": 0.9} for row in rows)
+        return collapse._differences([row | entropy for row, entropy in zip(rows, entropies, strict=True)])
 
-        return collapse.conclude([row | entropy(row) for row in rows]).findings[0].verdict
+    def crude(collapses) -> float:
+        near = [row for row in rows if abs(row["trace"]) <= 1]
+        shares = [[collapses(row) for row in near if (row["regime"] == "late") == is_late] for is_late in (True, False)]
+        return sum(shares[0]) / len(shares[0]) - sum(shares[1]) / len(shares[1])
 
-    assert planted(0.0, 0.9) == "lower" and planted(0.5, 0.5) == "no difference seen"
+    def by_deviation(row):
+        return row["deviation"] > 0.5
+
+    assert crude(by_deviation) < -0.2  # confounded: few are late where the deviation is large
+    assert all(value == 0 for seeds in found(by_deviation).values() for value in seeds)
+    planted = found(lambda row: row["regime"] != "late")
+    assert planted["late"] == pytest.approx([-1.0] * 3) and planted["early"] == pytest.approx([0.0] * 3)
+    told = collapse.conclude([row | {"entropy": 0.1 if row["regime"] != "late" else 0.9} for row in rows])
+    assert "in 0 of 1 variants" in told.first and "late -1.00" in told.second
 
 
 def test_attention_follows_a_planted_spectrum(tmp_path):
-    points = [
-        {"tokens": "walk", "xi": xi, "eta": eta, "seed": 0}
-        for xi in (-4.0, 0.0, 4.0)
-        for eta in (0.003, 0.03, 0.3, 3.0)
-    ]
+    points = [{"tokens": "walk", "xi": xi, "eta": eta, "seed": 0} for xi in (-4.0, 0.0, 4.0) for eta in (0.003, 0.3)]
     rows = [point | spectrum_vs_attention.measure(point, tmp_path) for point in points]
     by_scale = {row["eta"]: row["near_mass"] for row in rows if row["xi"] == 4.0}
     assert by_scale[0.3] > by_scale[0.003]  # a mean above zero looks at the last tokens
-    planted = [row | {"near_mass": row["xi"] + 0.1 * QUIET.random()} for row in rows]
-    assert spectrum_vs_attention.conclude(planted).findings[2].verdict == "rises"
-    null = [row | {"near_mass": QUIET.random(), "entropy": QUIET.random()} for row in rows]
-    assert all(one.verdict == "no relation seen" for one in spectrum_vs_attention.conclude(null).findings)
+
+
+def test_an_even_function_of_the_mean_is_seen():
+    """Entropy that falls with |ξ| has no monotone relation with ξ; it has one with |ξ|, at each scale."""
+
+    def effects(entropy) -> dict[str, list[float]]:
+        points = [
+            {"xi": xi, "eta": eta, "entropy": entropy(xi, eta), "near_mass": xi}
+            for xi in (-7.0, -4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0, 7.0)
+            for eta in (0.003, 0.03, 0.3, 3.0)
+        ]
+        return spectrum_vs_attention._effects(points)
+
+    even = effects(lambda xi, eta: 1 / (1 + xi**2) - eta)
+    assert even["entropy over |ξ|"] == pytest.approx([-1.0] * 3, abs=1e-3)
+    assert even["entropy over η"] == pytest.approx([-1.0] * 9, abs=1e-3)
+    assert even["near mass over ξ"] == pytest.approx([1.0] * 4, abs=1e-3)
+    odd = effects(lambda xi, eta: xi - eta)
+    assert odd["entropy over |ξ|"] == pytest.approx([0.0] * 3, abs=0.2)
+    draws = [effects(lambda xi, eta: QUIET.random())["entropy over |ξ|"] for _ in range(40)]
+    assert abs(sum(map(sum, draws)) / 120) < 0.1  # a planted null
 
 
 def arms(name: str, quantity: str, effect: float, conditions=("", "deep")) -> list[dict]:
@@ -444,3 +497,18 @@ def test_the_page_is_what_the_kept_rows_say():
     assert page(root / "runs" / "studies", pictures="studies") == written, "write it anew with make studies"
     for picture in (root / "docs" / "studies").glob("*.png"):
         assert f"(studies/{picture.name})" in written
+
+
+def test_runs_that_two_studies_share_are_counted(tmp_path):
+    """The same numbers to the last digit are one run; a loss that happens to be the same is not."""
+    run = {"best_loss": 4.4, "entropy": 0.6, "near_mass": 0.4, "largest_logit": 9.0}
+    kept = {
+        "mechanism": [run, run | {"best_loss": 4.5}],
+        "metrics": [run, run | {"best_loss": 4.6}],
+        "sensitivity": [run | {"entropy": 0.61}],
+    }
+    for name, results in kept.items():
+        rows = [{"point": {"seed": 0}, "result": result} for result in results]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    found = {name: others for name, others in shared_runs(tmp_path).items() if others}
+    assert found == {"mechanism": {"metrics": 1}, "metrics": {"mechanism": 1}}

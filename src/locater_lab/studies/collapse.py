@@ -1,6 +1,8 @@
 """Rank and entropy collapse over the plane of mean and variance: walks and text, depth, norms and sinks."""
 
+import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -8,8 +10,8 @@ from locater.records import Json
 from locater.theory.words import LOCALIZED
 
 from .reconcile import ENTROPY_COLLAPSE, RANK_COLLAPSE
-from .statistics import Finding, corrected, paired_shares, tally
-from .study import Answer, Figure, Study
+from .statistics import matched_difference
+from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
 from .synthetic import Spectrum, layers, regime, tokens
 
@@ -44,20 +46,70 @@ def measure(point: Point, place: Path) -> list[Json]:
 
 
 def conclude(rows: list[Json]) -> Answer:
-    """The share of collapsed points, where the theory localises with |tr W| ≤ λ against elsewhere."""
-    found = []
-    for variant in dict.fromkeys(map(_variant, rows)):
-        some = [row for row in rows if _variant(row) == variant]
-        shares = paired_shares(_collapsed(some, inside=True), _collapsed(some, inside=False))
-        found.append(Finding("share collapsed, localized − elsewhere", variant, shares))
-    found = corrected(found)
-    bare, others = ([one for one in found if ("norm" in one.of) == has_norm] for has_norm in (False, True))
+    """The share of collapsed points with a word of the theory against those without, matched on the deviation.
+
+    Only |tr W| ≤ λ is compared: beyond it entropy collapses whatever the deviation, and a word is always said.
+    """
+    variants = list(dict.fromkeys(map(_variant, rows)))
+    found = {variant: _differences([row for row in rows if _variant(row) == variant]) for variant in variants}
+    same = [variant for variant, words in found.items() if all(not any(seeds) for seeds in words.values())]
+    others = [variant for variant in variants if variant not in same]
+    told = [
+        f"{variant}: {'; '.join(_said(word, seeds) for word, seeds in found[variant].items())}" for variant in others
+    ]
     return Answer(
-        "In attention alone, the share of points that collapse in rank or entropy where the theory says localized "
-        f"(and |tr W| ≤ λ), against elsewhere: {tally(bare, most=4)} (Holm).",
-        f"With residuals and norms, and with a sink beside them: {tally(others) or 'not measured'}.",
-        found,
+        f"Among points with |tr W| ≤ λ and the same deviation, the share that collapses in rank or entropy is the same "
+        f"with and without a word of the theory in {len(same)} of {len(variants)} variants (Mantel–Haenszel).",
+        f"It differs in {'; in '.join(told) or 'none'} (means over seeds, and their range).",
+        table=_table(rows, found),
     )
+
+
+def _differences(rows: list[Json]) -> dict[str, list[float]]:
+    """For each word, seed by seed, the matched difference to points that are not localized; without those not known."""
+    found: dict[str, list[float]] = {}
+    for word in LOCALIZED:
+        seeds = [_matched([row for row in rows if row["seed"] == seed], word) for seed in _seeds(rows)]
+        known = [difference for difference in seeds if not math.isnan(difference)]
+        if known:
+            found[word] = known
+    return found
+
+
+def _matched(rows: list[Json], word: str) -> float:
+    """Mantel and Haenszel's difference over strata of one deviation."""
+    near = [row for row in rows if abs(row["trace"]) <= 1]
+    strata = []
+    for deviation in sorted({row["deviation"] for row in near}):
+        level = [row for row in near if row["deviation"] == deviation]
+        sides = ([row for row in level if row["regime"] == word], [row for row in level if not _is_localized(row)])
+        strata.append(tuple([is_collapsed(row) for row in side] for side in sides))
+    return matched_difference(strata)
+
+
+def _said(word: str, seeds: list[float]) -> str:
+    return f"{word} {fmean(seeds):+.2f} [{min(seeds):+.2f} to {max(seeds):+.2f}]"
+
+
+def _table(rows: list[Json], found: dict[str, dict[str, list[float]]]) -> Table:
+    """The shares themselves beside the matched differences."""
+    lines = []
+    for variant, words in found.items():
+        near = [row for row in rows if _variant(row) == variant and abs(row["trace"]) <= 1]
+        sides = [[row for row in near if row["regime"] == word] for word in ("late", "early")]
+        shares = [_share(side) for side in (*sides, [row for row in near if not _is_localized(row)])]
+        matched = [_said("", words[word]).strip() if word in words else "–" for word in ("late", "early")]
+        lines.append([variant, *shares, *matched])
+    columns = ("of", "late: collapsed", "early", "not localized", "late − not, matched", "early − not, matched")
+    return Table(columns, lines)
+
+
+def _share(rows: list[Json]) -> str:
+    return f"{fmean(is_collapsed(row) for row in rows):.0%} of {len(rows) // len(_seeds(rows))}" if rows else "–"
+
+
+def _seeds(rows: list[Json]) -> list[int]:
+    return sorted({row["seed"] for row in rows})
 
 
 def _variant(row: Json) -> str:
@@ -65,16 +117,8 @@ def _variant(row: Json) -> str:
     return layers + (" with norm" + " and sink" * row["sink"]) * row["norm"]
 
 
-def _collapsed(rows: list[Json], *, inside: bool) -> dict[int, list[bool]]:
-    found: dict[int, list[bool]] = {row["seed"]: [] for row in rows}
-    for row in rows:
-        if _is_inside(row) == inside:
-            found[row["seed"]].append(is_collapsed(row))
-    return found
-
-
-def _is_inside(row: Json) -> bool:
-    return row["regime"] in LOCALIZED and abs(row["trace"]) <= 1
+def _is_localized(row: Json) -> bool:
+    return row["regime"] in LOCALIZED
 
 
 def is_collapsed(row: Json) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 from locater.documents import read_json
 from locater.records import Json, write
 
-from .study import STUDIES, document
+from .statistics import together
+from .study import STUDIES, document, flat
 from .sweep.folder import Row
 
 HEAD = """# Studies
@@ -21,10 +22,12 @@ What readers of the paper are left asking, Q1 to Q10, and some more. Every answe
 and every comparison behind them. How to read them:
 
 - An interval is one of 95 %. "No difference seen" says that it holds zero, not that there is none.
-- Differences are paired by seed, and fewer than three seeds make no claim. Where several are compared, Holm's method
-  corrects them, and an interval that it unmakes takes in zero. Seeds that agree exactly have no interval.
-- Rank correlations (Spearman's) and shares are over the points of a grid, which we chose: they say how the plane looks,
-  not how models are distributed over it. Seeds share the grid, so they do not count as more points.
+- Differences are paired by seed, and fewer than three seeds make no claim. Intervals are never adjusted; where several
+  are compared, p after Holm's correction has its own column, and a verdict needs both. Seeds that agree exactly have no
+  interval.
+- Numbers over the points of a grid, which we chose, are effect sizes without interval or verdict: they say how the
+  plane looks, not how models are distributed over it. Seeds share the grid, so they do not count as more points.
+- Runs that two studies share are said to be shared: they are one result, told twice.
 - Most training studies are of models that train in seconds: they are complete, and small.
 - `--quick` is a miniature of under two minutes; what each took is said with its budget.
 
@@ -87,11 +90,28 @@ def documents(folder: Path) -> dict[str, Json]:
 
 def page(folder: Path, *, pictures: str) -> str:
     """The whole page."""
-    times, parts = quick_times(folder), [HEAD]
+    times, parts, shared = quick_times(folder), [HEAD], shared_runs(folder)
     for name, found in documents(folder).items():
-        parts.append(_section(name, found | {"time": times.get(name)}, pictures))
+        parts.append(_section(name, found | {"time": times.get(name), "shared": shared.get(name, {})}, pictures))
         parts += [_real_data(folder)] if name == BEFORE_REAL_DATA else []
     return "".join(parts) + SWEEPS
+
+
+FINGERPRINT = ("seed", "best_loss", "entropy", "near_mass", "largest_logit")
+
+
+def shared_runs(folder: Path) -> dict[str, dict[str, int]]:
+    """How many runs each study has in common with each other one: all numbers of FINGERPRINT are the same."""
+    runs = {name: _runs(folder / f"{name}.json") for name in STUDIES}
+    return {
+        name: {other: len(some & runs[other]) for other in STUDIES if other != name and some & runs[other]}
+        for name, some in runs.items()
+    }
+
+
+def _runs(path: Path) -> set[tuple[float, ...]]:
+    rows = flat(read_json(path)["rows"]) if path.exists() else []
+    return {tuple(row[name] for name in FINGERPRINT) for row in rows if all(name in row for name in FINGERPRINT)}
 
 
 def quick_times(folder: Path) -> Json:
@@ -110,6 +130,8 @@ def _section(name: str, found: Json, pictures: str) -> str:
     number = f"{found['number']}. " if found["number"] else ""
     lines = [f"## `{name}`", "", f"**{number}{found['question']}**", "", " ".join(found["answer"]), ""]
     lines += [f"Setting: {found['setting']}.", ""] if found["setting"] else []
+    shared = [f"{count} of its runs with `{other}`" for other, count in found["shared"].items()]
+    lines += [f"Shares {together(shared)}.", ""] if shared else []
     if found["rows"]:
         lines += [f"![{name}]({pictures}/{name}.png)", ""]
     return "\n".join([*lines, *_behind(found["behind"]), _made(name, found), "", ""])

@@ -1,18 +1,22 @@
 """Rank and entropy together while the eigenvalues' variance falls, in depth: do the collapses exclude each other?"""
 
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from locater.records import Json
 
-from .statistics import Finding, corrected, spearman, tally, together, wilson
-from .study import Answer, Figure, Study
+from .statistics import Finding, corrected, paired, seed_means, together
+from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
 from .synthetic import Spectrum, layers, tokens
 
 D_MODEL, LENGTH, COUNT = 64, 48, 8
 ENTROPY_COLLAPSE, RANK_COLLAPSE = 0.25, 0.15
+# The two ends of the deviation that are compared, and the mean that is held against none, in units of λ.
+SMALL, LARGE, MEAN = 0.1, 1.0, 0.5
+KEYS, MEASURES = ("deviation", "trace", "layers", "norm"), ("entropy", "residual")
 
 
 def grid(quick: bool) -> list[Point]:
@@ -36,35 +40,82 @@ def measure(point: Point, place: Path) -> Json:
 
 
 def conclude(rows: list[Json]) -> Answer:
-    found: list[Finding] = []
-    for name in ("entropy", "residual"):
-        for norm, trace in sorted({(row["norm"], row["trace"]) for row in rows}):
-            some = [row for row in rows if (row["norm"], row["trace"]) == (norm, trace)]
-            where = f"{'residual and norm' if norm else 'attention alone'} with tr W = {trace:g} λ"
-            one = spearman([row["deviation"] for row in some], [row[name] for row in some])
-            found.append(Finding(f"{name} over the deviation", where, one, "relation"))
-    found = corrected(found)
-    entropy, residual = ([one for one in found if one.what.startswith(name)] for name in ("entropy", "residual"))
-    both = [row for row in rows if row["entropy"] >= ENTROPY_COLLAPSE and row["residual"] >= RANK_COLLAPSE]
-    depths = sorted({row["layers"] for row in rows})
-    shares = together([f"{_share(both, rows, depth)} with {depth}" for depth in depths])
+    """The interaction of mean and deviation, for it is the paper's claim: a mean helps where the deviation is small."""
+    found = corrected([finding for depth, norm in _variants(rows) if (finding := _interaction(rows, depth, norm))])
+    deepest = max(row["layers"] for row in rows)
+    bare = [row for row in rows if row["layers"] == deepest and not row["norm"]]
+    normed = seed_means([row for row in rows if row["norm"]], KEYS, MEASURES)
+    collapsed = sum(row["residual"] < RANK_COLLAPSE for row in normed)
     return Answer(
-        f"As the eigenvalues' deviation grows, entropy {tally(entropy, most=1)}, while the rank residual, near 0 where "
-        f"rank collapses, {tally(residual, most=1)} (rank correlations over the grid, Holm).",
-        f"Points of the grid without either collapse, by the number of layers: {shares}.",
+        f"In {deepest} layers of attention alone with a deviation of at most {SMALL} λ: {_told(bare, SMALL)}. "
+        f"The gain of the rank residual from the mean at a small deviation, less that at one of {LARGE:g} λ or more: "
+        f"{together([str(finding) for finding in found if 'alone' in finding.of]) or 'not measured'} (paired by seed).",
+        f"With a residual stream and norms rank collapses on {collapsed} of {len(normed)} points; the same gain there: "
+        f"{together([str(finding) for finding in found if 'norm' in finding.of]) or 'not measured'}.",
         found,
+        _table(rows),
     )
 
 
-def _share(some: list[Json], rows: list[Json], depth: int) -> str:
-    """With Wilson's interval for as many points as one seed has: seeds share the grid."""
-    count, total, seeds = (
-        sum(row["layers"] == depth for row in some),
-        sum(row["layers"] == depth for row in rows),
-        len({row["seed"] for row in rows}),
-    )
-    low, high = wilson(count / seeds, total / seeds)
-    return f"{count / total:.0%} [{low:.0%}, {high:.0%}]"
+def _told(rows: list[Json], most: float) -> str:
+    """Rank residual and entropy at each trace, means over deviations and seeds."""
+    told = []
+    for trace in sorted({row["trace"] for row in rows}):
+        some = [row for row in rows if row["trace"] == trace and row["deviation"] <= most]
+        if some:
+            residual, entropy = (fmean(row[name] for row in some) for name in ("residual", "entropy"))
+            told.append(f"rank residual {residual:.2f} and entropy {entropy:.2f} at tr W = {trace:g} λ")
+    return together(told) or "not measured"
+
+
+def _interaction(rows: list[Json], depth: int, norm: bool) -> Finding | None:
+    """(residual with the mean − without it) at a small deviation, minus the same at a large one, seed by seed."""
+    some = [row for row in rows if (row["layers"], row["norm"]) == (depth, norm)]
+    gains = [_gain([row for row in some if is_in(row["deviation"])]) for is_in in (_is_small, _is_large)]
+    if not all(gains):
+        return None
+    where = f"{depth} layer{'s' if depth > 1 else ''}, {'residual and norm' if norm else 'attention alone'}"
+    return Finding(f"gain from tr W = {MEAN:g} λ at a small deviation − at a large one", where, paired(*gains))
+
+
+def _gain(rows: list[Json]) -> dict[int, float]:
+    """What the mean adds to the rank residual, for each seed that has both."""
+    sides = {
+        trace: {
+            seed: fmean(row["residual"] for row in rows if (row["trace"], row["seed"]) == (trace, seed))
+            for seed in {row["seed"] for row in rows if row["trace"] == trace}
+        }
+        for trace in (0.0, MEAN)
+    }
+    return {seed: sides[MEAN][seed] - sides[0.0][seed] for seed in sides[MEAN].keys() & sides[0.0].keys()}
+
+
+def _is_small(deviation: float) -> bool:
+    return deviation <= SMALL
+
+
+def _is_large(deviation: float) -> bool:
+    return deviation >= LARGE
+
+
+def _variants(rows: list[Json]) -> list[tuple[int, bool]]:
+    return sorted({(row["layers"], row["norm"]) for row in rows}, key=lambda variant: (variant[1], variant[0]))
+
+
+def _table(rows: list[Json]) -> Table:
+    """Rank residual / entropy by depth and trace, at small and at large deviations."""
+    found = []
+    for depth, norm in _variants(rows):
+        some = [row for row in rows if (row["layers"], row["norm"]) == (depth, norm)]
+        for trace in sorted({row["trace"] for row in some}):
+            cells = []
+            for is_in in (_is_small, _is_large):
+                part = [row for row in some if row["trace"] == trace and is_in(row["deviation"])]
+                means = [f"{fmean(row[name] for row in part):.2f}" if part else "–" for name in ("residual", "entropy")]
+                cells.append(" / ".join(means))
+            found.append([str(depth), "yes" if norm else "no", f"{trace:g}", *cells])
+    columns = ("layers", "norm", "tr W/λ", f"deviation ≤ {SMALL} λ", f"deviation ≥ {LARGE:g} λ")
+    return Table(columns, found)
 
 
 def both_measures(rows: list[Json]) -> list[Json]:

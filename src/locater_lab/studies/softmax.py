@@ -1,6 +1,8 @@
 """What the clipped linear softmax of the theory costs: how far it is from the true one, and where its words differ."""
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import torch
 
 from locater.records import Json
 from locater.theory import clipped_softmax, monte_carlo, regimes
+from locater.theory.words import REGIMES
 
-from .statistics import Finding, corrected, spearman
-from .study import Answer, Figure, Study
+from .statistics import rank_correlation, together
+from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
 from .synthetic import of_xi_and_eta
 
@@ -67,35 +70,50 @@ def lateness(profile: torch.Tensor) -> torch.Tensor:
     return (profile * positions).sum() / total if total > 0 else torch.tensor(0.5)
 
 
+SCALES: dict[str, Callable[[Json], float]] = {
+    "T·η(1 + |ξ|)/λ": lambda row: row["length"] * row["eta"] * (1 + abs(row["xi"])),
+    "T·η/λ": lambda row: row["length"] * row["eta"],
+    "√T·η/λ": lambda row: math.sqrt(row["length"]) * row["eta"],
+}
+
+
 def conclude(rows: list[Json]) -> Answer:
+    """Effect sizes over the grid: which scale orders the distance, and which words the true softmax keeps."""
+    distances = [row["distance"] for row in rows]
+    ordered = {name: rank_correlation([scale(row) for row in rows], distances) for name, scale in SCALES.items()}
+    (best, *others), at = sorted(ordered, key=lambda name: -abs(ordered[name])), len(rows)
     close = [row for row in rows if row["distance"] < CLOSE]
-    agree = [row for row in rows if row["regime"] == row["softmax_regime"]]
-    agree_close = [row for row in close if row["regime"] == row["softmax_regime"]]
-    both = spearman([row["late"] for row in rows], [row["softmax_late"] for row in rows])
-    largest = max((row["eta"] * math.sqrt(row["length"]) for row in close), default=0.0)
-    found = corrected(
-        [
-            Finding("distance of the two softmaxes", "over √T·η/λ", scale_and_distance(rows), "relation"),
-            Finding("where the true one has its signal", "over where the clipped one has it", both, "relation"),
-        ]
-    )
-    only = f", all with √T·η/λ ≤ {largest:.2g}" if close else ""
+    largest = max((SCALES[best](row) for row in close), default=0.0)
+    below = [row for row in rows if SCALES[best](row) <= largest]
+    agree, outside = _kept(rows), [row for row in rows if row["regime"] != "uniform"]
+    said = {word: sum(row["regime"] == word for row in rows) for word in REGIMES}
+    worst = min((word for word in REGIMES if said[word]), key=lambda word: len(_kept(rows, word)) / said[word])
+    by_others = together([f"{name} {ordered[name]:.3f}" for name in others])
     return Answer(
-        f"The two softmaxes put at least {1 - CLOSE:.0%} of their mass on the same tokens on {len(close)} of "
-        f"{len(rows)} points{only}; with that scale their distance {_said(found[0])} (rank correlation, Holm).",
-        f"The theory's word is the true softmax's too on {len(agree)} of {len(rows)} points ({len(agree_close)} of the "
-        f"{len(close)} close ones), and with the place in the text where the theory has its signal, the "
-        f"true one's {_said(found[1])}.",
-        found,
+        f"The distance of the two softmaxes goes with {best} (rank correlation over {at} points {ordered[best]:.3f}; "
+        f"with {by_others}). At least {1 - CLOSE:.0%} of their mass is on the same tokens on {len(close)} points, all "
+        f"among the {len(below)} with {best} ≤ {largest:.2g}.",
+        f"The theory's word is the true softmax's on {len(agree)} of {at} points, and on {len(_kept(outside))} of "
+        f"{len(outside)} that it does not call uniform; *{worst}* on {len(_kept(rows, worst))} of {said[worst]}.",
+        table=_words(rows),
     )
 
 
-def _said(one: Finding) -> str:
-    return f"{one.verdict} ({one.estimate})" if one.estimate.is_seen else f"was compared: {one.verdict}"
+def _kept(rows: list[Json], word: str | None = None) -> list[Json]:
+    """The points on which both softmaxes have the same word, or this one."""
+    return [row for row in rows if row["regime"] == row["softmax_regime"] and word in (None, row["regime"])]
 
 
-def scale_and_distance(rows: list[Json]):
-    return spearman([row["eta"] * math.sqrt(row["length"]) for row in rows], [row["distance"] for row in rows])
+def _words(rows: list[Json]) -> Table:
+    """Each word of the theory, how often the true softmax keeps it, and what it says instead."""
+    counts = Counter((row["regime"], row["softmax_regime"]) for row in rows)
+    found = []
+    for word in (word for word in REGIMES if any(said == word for said, _ in counts)):
+        total = sum(count for (said, _), count in counts.items() if said == word)
+        instead = sorted((-count, true) for (said, true), count in counts.items() if said == word != true)
+        told = ", ".join(f"{true} {-count}" for count, true in instead)
+        found.append([word, str(total), str(counts[word, word]), told])
+    return Table(("the theory's word", "points", "kept by the true softmax", "it says instead"), found)
 
 
 STUDY = Study(

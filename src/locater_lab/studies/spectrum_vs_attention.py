@@ -1,5 +1,7 @@
 """Set ξ and η by construction, measure the attention that comes of it: on walks, on words, and in trained models."""
 
+import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
@@ -8,11 +10,12 @@ from pathlib import Path
 import torch
 
 from locater.records import Json
+from locater.theory import localisation
 
 from ..rivals import SpectralInitialisation
 from .small import SCALE, Ran, observed, tiny, train, validation_loss
-from .statistics import Finding, capital, corrected, spearman, tally
-from .study import Answer, Figure, Study
+from .statistics import rank_correlation, seed_means, together
+from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
 from .synthetic import layers, of_xi_and_eta, tokens
 
@@ -67,25 +70,75 @@ def edited(seed: int, steps: int, xi: float, eta: float) -> Json:
 
 
 def conclude(rows: list[Json]) -> Answer:
-    found: list[Finding] = []
-    for kind in dict.fromkeys(row["tokens"] for row in rows):
-        some = [row for row in rows if row["tokens"] == kind]
-        for x, name in (("eta", "entropy"), ("xi", "entropy"), ("xi", "near_mass")):
-            what = f"{name.replace('_', ' ')} over {LETTERS[x]}"
-            found.append(
-                Finding(what, kind, spearman([row[x] for row in some], [row[name] for row in some]), "relation")
-            )
-    found = corrected(found)
-    parts = {what: [one for one in found if one.what == what] for what in dict.fromkeys(one.what for one in found)}
-    told = [f"{what}: {tally(some, most=1)}" for what, some in parts.items()]
+    """Effect sizes over the grid, seeds as one point. Entropy is even in ξ: it is held against |ξ|, at each η apart."""
+    kinds = {
+        kind: seed_means([row for row in rows if row["tokens"] == kind], ("xi", "eta"), ("entropy", "near_mass"))
+        for kind in dict.fromkeys(row["tokens"] for row in rows)
+    }
+    found = {kind: _effects(some) for kind, some in kinds.items()}
+    local = {kind: _theory_agrees(kinds[kind]) for kind in kinds if kind in SYNTHETIC}
+    told = {name: together([f"{_span(effects[name])} ({kind})" for kind, effects in found.items()]) for name in EFFECTS}
+    agreement = together([f"{value:.2f} ({kind})" for kind, value in local.items()])
     return Answer(
-        f"{capital(told[0])}; and {told[-1]} (rank correlations over the grid, Holm).",
-        f"{capital(told[1])}.",
-        found,
+        f"Rank correlations over the grid, each with the other number fixed: entropy over η {told['entropy over η']}; "
+        f"near mass over ξ {told['near mass over ξ']}.",
+        f"Entropy over |ξ| at η ≤ {MODERATE} λ {told['entropy over |ξ|']}"
+        + (f"; the theory's L against 1 − entropy there {agreement}." if local else "."),
+        table=_table(found),
     )
 
 
-LETTERS = {"eta": "η", "xi": "ξ"}
+def _effects(points: list[Json]) -> dict[str, list[float]]:
+    """Rank correlations at each value of what is fixed; none where it does not vary."""
+    moderate = [point for point in points if point["eta"] <= MODERATE]
+    beyond = [point for point in points if point["eta"] > MODERATE]
+    return {
+        "entropy over η": _within(points, "xi", lambda point: point["eta"], "entropy"),
+        "near mass over ξ": _within(points, "eta", lambda point: point["xi"], "near_mass"),
+        "entropy over |ξ|": _within(moderate, "eta", lambda point: abs(point["xi"]), "entropy"),
+        "entropy over |ξ|, η beyond": _within(beyond, "eta", lambda point: abs(point["xi"]), "entropy"),
+    }
+
+
+def _within(points: list[Json], fixed: str, x: Callable[[Json], float], y: str) -> list[float]:
+    found = []
+    for value in sorted({point[fixed] for point in points}):
+        some = [point for point in points if point[fixed] == value]
+        found.append(rank_correlation([x(point) for point in some], [point[y] for point in some]))
+    return [one for one in found if not math.isnan(one)]
+
+
+def _theory_agrees(points: list[Json]) -> float:
+    """Rank correlation of the theory's localisation with 1 − entropy, at moderate η."""
+    some = [point for point in points if point["eta"] <= MODERATE]
+    theory = [
+        float(
+            localisation(of_xi_and_eta(one["xi"], one["eta"], d_model=D_MODEL).profile(length=LENGTH, d_model=D_MODEL))
+        )
+        for one in some
+    ]
+    return rank_correlation(theory, [1 - one["entropy"] for one in some])
+
+
+def _span(values: list[float]) -> str:
+    """From the lowest to the highest; one number where they are as good as equal."""
+    if not values:
+        return "not measured"
+    low, high = min(values), max(values)
+    return f"{low:+.2f}" if high - low < 0.005 else f"{low:+.2f} to {high:+.2f}"
+
+
+def _table(found: dict[str, dict[str, list[float]]]) -> Table:
+    columns = (*EFFECTS[:3], f"entropy over |ξ|, η > {MODERATE} λ")
+    return Table(
+        ("rank correlations, lowest to highest", *columns),
+        [[kind, *(_span(effects[name]) for name in EFFECTS)] for kind, effects in found.items()],
+    )
+
+
+MODERATE = 0.3
+SYNTHETIC = ("walk", "text")
+EFFECTS = ("entropy over η", "near mass over ξ", "entropy over |ξ|", "entropy over |ξ|, η beyond")
 STUDY = Study(
     question="When the spectrum is set by construction, does attention follow ξ and η as the theory says?",
     grid=grid,

@@ -17,18 +17,30 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval; `count` is of pairs, or of points, and `p` that of no difference."""
+    """A number with its interval; `count` is of pairs, or of points, and `p` that of no difference.
+
+    The interval is never adjusted. `adjusted` is p after Holm's correction, where several were compared.
+    """
 
     value: float
     low: float
     high: float
     p: float
     count: int
+    adjusted: float | None = None
 
     @property
     def is_seen(self) -> bool:
-        """Whether the interval leaves out zero, and enough stand behind it."""
-        return self.count >= FEWEST and (self.low > 0 or self.high < 0)
+        """Whether the interval leaves out zero, enough stand behind it, and the adjusted p is small."""
+        is_outside = self.count >= FEWEST and (self.low > 0 or self.high < 0)
+        return is_outside and (self.adjusted is None or self.adjusted < 1 - LEVEL)
+
+    @property
+    def shown_p(self) -> str:
+        """The adjusted p for a table; empty where nothing was adjusted."""
+        if self.adjusted is None:
+            return ""
+        return "< 0.001" if self.adjusted < 0.001 else f"{self.adjusted:.3f}"
 
     def __str__(self) -> str:
         """Three digits of the largest, and as many places of the others."""
@@ -55,38 +67,6 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
     error, free = stdev(differences) / math.sqrt(len(differences)), len(differences) - 1
     half = float(t.ppf((1 + LEVEL) / 2, free)) * error
     return Estimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
-
-
-def paired_shares(ours: Mapping[int, Sequence[bool]], theirs: Mapping[int, Sequence[bool]]) -> Estimate:
-    """Difference of two shares of a grid's points, each a sequence for every seed.
-
-    Seeds share the grid, so they add no points: the error of the points is Newcombe's (1998, his method 10) for as many
-    as one seed has, the error of the seeds is Student's; the wider end counts, and the larger p.
-    """
-    seeds = sorted(ours.keys() & theirs.keys())
-    first, second = (
-        {seed: sum(some[seed]) / len(some[seed]) for seed in seeds if some[seed]} for some in (ours, theirs)
-    )
-    by_seed = paired(first, second)
-    if not by_seed.count:
-        return by_seed
-    counts = [fmean(len(some[seed]) for seed in seeds) for some in (ours, theirs)]
-    low, high, p = _newcombe(fmean(first.values()), counts[0], fmean(second.values()), counts[1])
-    if math.isinf(by_seed.low):  # one seed, or seeds that agree: the points alone say how sure it is
-        return replace(by_seed, low=low, high=high, p=p)
-    return replace(by_seed, low=min(low, by_seed.low), high=max(high, by_seed.high), p=max(p, by_seed.p))
-
-
-def _newcombe(share: float, count: float, other: float, other_count: float) -> tuple[float, float, float]:
-    """The interval of a difference of two independent shares, and p of the pooled test that they are one."""
-    from scipy.stats import norm
-
-    (low, high), (other_low, other_high) = wilson(share * count, count), wilson(other * other_count, other_count)
-    difference, both = share - other, (share * count + other * other_count) / (count + other_count)
-    error = math.sqrt(both * (1 - both) * (1 / count + 1 / other_count))
-    p = 2 * float(norm.sf(abs(difference) / error)) if error else 1.0
-    below, above = math.hypot(share - low, other_high - other), math.hypot(high - share, other - other_low)
-    return difference - below, difference + above, p
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
@@ -138,15 +118,54 @@ def wilson(count: float, total: float) -> tuple[float, float]:
 
 
 def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """Each with p corrected for how many were compared (Holm 1979); an interval that this unmakes takes in 0."""
-    corrected: dict[str, Estimate] = {}
+    """Each with p adjusted for how many were compared (Holm 1979), beside the interval as it was.
+
+    >>> two = {"a": Estimate(1.0, 0.5, 1.5, 0.01, 9), "b": Estimate(1.0, 0.1, 1.9, 0.03, 9)}
+    >>> [(one.adjusted, one.low) for one in holm(two).values()]
+    [(0.02, 0.5), (0.03, 0.1)]
+    """
+    adjusted: dict[str, Estimate] = {}
     highest = 0.0
     ordered = sorted(estimates.items(), key=lambda item: item[1].p)
     for place, (name, one) in enumerate(ordered):
         highest = max(highest, min(1.0, one.p * (len(ordered) - place)))
-        widened = one if highest < 1 - LEVEL else replace(one, low=min(one.low, 0.0), high=max(one.high, 0.0))
-        corrected[name] = replace(widened, p=highest)
-    return {name: corrected[name] for name in estimates}
+        adjusted[name] = replace(one, adjusted=highest)
+    return {name: adjusted[name] for name in estimates}
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's, of the points of a grid: an effect size, for a grid that was chosen has no sampling error."""
+    return spearman(x, y).value
+
+
+def seed_means(rows: Sequence[Json], keys: Sequence[str], names: Sequence[str]) -> list[Json]:
+    """One row for each point of the grid: means over the seeds, which are no points of their own.
+
+    >>> seed_means([{"x": 1, "seed": 0, "y": 2.0}, {"x": 1, "seed": 1, "y": 4.0}], ["x"], ["y"])
+    [{'x': 1, 'y': 3.0}]
+    """
+    points: dict[tuple, list[Json]] = {}
+    for row in rows:
+        points.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return [
+        dict(zip(keys, point, strict=True)) | {name: fmean(row[name] for row in some) for name in names}
+        for point, some in points.items()
+    ]
+
+
+def matched_difference(strata: Sequence[tuple[Sequence[bool], Sequence[bool]]]) -> float:
+    """Mantel and Haenszel's difference of two shares: the strata's own, weighed by n₁n₂/(n₁ + n₂); NaN without overlap.
+
+    A confounder that fixes the stratum makes no difference here.
+
+    >>> matched_difference([([True] * 9, [True]), ([False], [False] * 9)])
+    0.0
+    """
+    both = [(ours, theirs) for ours, theirs in strata if ours and theirs]
+    weights = [len(ours) * len(theirs) / (len(ours) + len(theirs)) for ours, theirs in both]
+    differences = [sum(ours) / len(ours) - sum(theirs) / len(theirs) for ours, theirs in both]
+    total = sum(weight * difference for weight, difference in zip(weights, differences, strict=True))
+    return total / sum(weights) if weights else math.nan
 
 
 @dataclass(frozen=True)
@@ -179,7 +198,8 @@ class Finding:
 
     def to_json(self) -> Json:
         one = self.estimate
-        numbers = {name: getattr(one, name) if math.isfinite(getattr(one, name)) else None for name in NUMBERS}
+        known = {name: getattr(one, name) for name in NUMBERS}
+        numbers = {name: value if value is not None and math.isfinite(value) else None for name, value in known.items()}
         return {
             "what": self.what,
             "of": self.of,
@@ -189,7 +209,7 @@ class Finding:
         } | numbers
 
 
-NUMBERS = ("value", "low", "high", "p")
+NUMBERS = ("value", "low", "high", "p", "adjusted")
 
 
 NULLS = ("no difference seen", "no relation seen")

@@ -79,8 +79,11 @@ class Answer:
         """What the sentences rest on."""
         if self.table is not None or not self.findings:
             return self.table
-        rows = [[one.what, one.of, str(one.estimate), str(one.estimate.count), one.verdict] for one in self.findings]
-        return Table(("what", "of", "estimate [95 %]", "seeds or points", "verdict"), rows)
+        rows = [
+            [one.what, one.of, str(one.estimate), one.estimate.shown_p, str(one.estimate.count), one.verdict]
+            for one in self.findings
+        ]
+        return Table(("what", "of", "estimate [95 %]", "p (Holm)", "seeds or points", "verdict"), rows)
 
 
 @dataclass(frozen=True)
