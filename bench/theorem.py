@@ -21,8 +21,8 @@ from locater.prediction.numbers import NAMES, Numbers
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, measure
 from locater.prediction.sampling import effective, interpolate
 from locater.prediction.windows import cut
+from locater.texts import embedded_text
 from locater.theory.gaussian_tokens import HeadInputs, Turns, expected_attention, profile
-from locater.training.data.embedded_text import embedded_text
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 SAMPLE = 512  # tokens that say how norms behind a projection scale it
