@@ -25,8 +25,6 @@ from locater.scanning import findings
 from locater_lab.studies.study import measure_for, points_of
 from locater_lab.studies.sweep.folder import create, open_sweep
 
-pytestmark = pytest.mark.quick
-
 
 def head(layer, number, **columns):
     base = dict(block="decoder", layer=layer, head=number, key_head=number, d_model=64, d_head=16, temperature=4.0)

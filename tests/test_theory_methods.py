@@ -10,8 +10,6 @@ from locater.errors import Refusal
 from locater.theory import closed_form, exact, monte_carlo
 from theory_cases import CONSTRUCTIONS, check_matrix, construct, reference
 
-pytestmark = pytest.mark.quick
-
 NUM_WALKS = 4000
 
 

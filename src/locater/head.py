@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .errors import refusal, within
+from .errors import Refusal, refusal, within
 from .positions import PositionBias, Rotary
 from .projections import Projection, size, widen
 
@@ -47,8 +47,11 @@ class Head:
     turns_first: bool = False
 
     def __post_init__(self):
-        with within(self.label):
+        try:
             _check(self)
+        except Refusal:
+            with within(self.label):
+                raise
 
     @property
     def label(self) -> str:
@@ -193,7 +196,8 @@ def _check(head: Head) -> None:
         raise refusal("a positive soft-cap", head.softcap)
     if head.sink is not None and (head.sink.numel() != 1 or not bool(torch.isfinite(head.sink.detach()).all())):
         raise refusal("one finite logit for the sink", f"{size(head.sink)} or NaN")
-    if not (head.query.is_finite and head.key.is_finite):
+    query_known, key_known = head.query.known_finite, head.key.known_finite
+    if not ((query_known or head.query.is_finite) and (key_known or head.key.is_finite)):
         raise refusal("finite weights", "NaN or infinity", "the checkpoint is damaged or the run has diverged")
 
 

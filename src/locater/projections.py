@@ -110,7 +110,21 @@ class Projection:
     known_finite: bool = False
 
     def __post_init__(self):
-        _check(self)
+        weight, norm, input_norm = self.weight, self.norm, self.input_norm
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise refusal("floating-point weights of shape (d_head, d_model)", f"{weight.dtype} of {size(weight)}")
+        rows, columns = weight.shape
+        if not 0 < rows <= columns:
+            remedy = "weights stored as (d_model, d_head) must be transposed"
+            raise refusal("0 < d_head ≤ d_model", size(weight), remedy)
+        expected = (
+            ("bias", self.bias, rows),
+            ("gain of the input norm", None if input_norm is None else input_norm.gain, columns),
+            ("gain of the norm", None if norm is None else norm.gain, rows),
+        )
+        for name, vector, count in expected:
+            if vector is not None and vector.shape != (count,):
+                raise refusal(f"a {name} of {count} numbers", size(vector))
 
     def __call__(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_head"]:
         rows = self.rows(x)
@@ -184,23 +198,6 @@ def _direct_rows_only(folded: Tensor | None, stored: Tensor | None, num_rows: in
         return None
     kept = torch.zeros_like(folded[:num_rows]) if stored is None else stored[:num_rows].to(folded)
     return torch.cat([kept, folded[num_rows:]])
-
-
-def _check(projection: Projection) -> None:
-    weight = projection.weight
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise refusal("floating-point weights of shape (d_head, d_model)", f"{weight.dtype} of {size(weight)}")
-    rows, columns = weight.shape
-    if not 0 < rows <= columns:
-        raise refusal("0 < d_head ≤ d_model", size(weight), "weights stored as (d_model, d_head) must be transposed")
-    expected = (
-        ("bias", projection.bias, rows),
-        ("gain of the input norm", projection.input_norm and projection.input_norm.gain, columns),
-        ("gain of the norm", projection.norm and projection.norm.gain, rows),
-    )
-    for name, vector, count in expected:
-        if vector is not None and vector.shape != (count,):
-            raise refusal(f"a {name} of {count} numbers", size(vector))
 
 
 def is_finite(weight: Tensor) -> bool:

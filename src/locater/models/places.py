@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -125,7 +125,10 @@ class Places:
         further = ask(self.row.names, self.config, layer) if self.row.names else {}
         values = {"layer": layer, "previous": layer - 1, "head": head, **further}
         names = [self.prefix + alternative.format_map(values) for alternative in pattern.split("|")]
-        return next((name for name in names if self.stored(name)), names[0])
+        for name in names[:-1]:
+            if self.stored(name):
+                return name
+        return names[0] if len(names) > 1 and not self.stored(names[-1]) else names[-1]
 
     def stored(self, module: str, kind: str = "weight") -> str | None:
         """The tensor beneath a module; nn.MultiheadAttention joins with an underscore, some files store it bare.
@@ -133,8 +136,11 @@ class Places:
         The first BERT files call a norm's gain and bias `gamma` and `beta`.
         """
         further = (f"{module}.gamma", module) if kind == "weight" else (f"{module}.beta",)
-        names = (f"{module}.{kind}", f"{module}_{kind}", *further)
-        return next((name for name in names if name in self.tensors.names), None)
+        stored = self.tensors.names
+        for name in (f"{module}.{kind}", f"{module}_{kind}", *further):
+            if name in stored:
+                return name
+        return None
 
     def required(self, module: str) -> str:
         """The name of the weight beneath a module; refused where there is none."""
@@ -188,15 +194,9 @@ class Once:
     """Holds what was read for as long as it lives itself: one layer."""
 
     def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
+        self.tensors, self.names = tensors, tensors.names
         self.held: dict[tuple[str, tuple[int, int] | None], Tensor] = {}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self.tensors.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors.shape(name)
+        self.shape = cache(tensors.shape)
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         if (name, rows) not in self.held:

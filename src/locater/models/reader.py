@@ -36,7 +36,7 @@ def read_norm(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> N
 
 @dataclass(frozen=True)
 class Side:
-    """`projection(i)` is query head i, or key head i; key heads are made once and shared by their group."""
+    """`projection(i)` makes query head i, or key head i."""
 
     places: Places
     layer: int
@@ -46,31 +46,25 @@ class Side:
     bias: Tensor | None
     input_norm: Norm | None
     known_finite: bool  # of all heads at once; where it is false each is looked at by itself
-    made: dict[int, Projection] = field(default_factory=dict)
     downs: dict[int, Tensor] = field(default_factory=dict)
 
     def projection(self, index: int) -> Projection:
-        if index not in self.made:
-            latent = self.slices[index].latent
-            self.made[index] = self._direct(index) if latent is None else self._low_rank(index, latent)
-        return self.made[index]
-
-    def _direct(self, index: int) -> Projection:
-        row, at = self.places.row, self.slices[index]
-        rows = slice(at.first, at.stop)
-        if len(self.weight) < rows.stop:
+        at = self.slices[index]
+        if at.latent is not None:
+            return self._low_rank(index, at.latent)
+        rows = slice(at.first, at.first + at.count)
+        if self.weight.shape[0] < rows.stop:
             expected = f"{len(self.slices)} heads of {at.count} rows"
             raise refusal(expected, size(self.weight), "the config and the weights disagree")
         bias = None if self.bias is None else self.bias[rows]
-        self._check_vectors(bias)
-        projection = Projection(self.weight[rows], bias, self.input_norm, known_finite=self.known_finite)
-        norm = read_norm(self.places, row.key_norm if self.key else row.query_norm, self.layer, head=index)
-        return self._normed(projection, norm, index)
+        if not self._has_finite_vectors:
+            self._check_vectors(bias)
+        norm = None if self._norm_cell is None else self._norm(index, at.count)
+        whole = None if norm is None or self.places.row.norm_over != "projection" else self._whole
+        return Projection(self.weight[rows], bias, self.input_norm, norm, whole, known_finite=self.known_finite)
 
     def _check_vectors(self, bias: Tensor | None) -> None:
         """Refuse NaN, which would pass as a number further on, in a head's bias and in the input norm."""
-        if self._has_finite_vectors:
-            return
         norm = self.input_norm
         named = {
             "bias": bias,
@@ -88,21 +82,35 @@ class Side:
         vectors = (self.bias, norm and norm.gain, norm and norm.bias)
         return all(vector is None or is_finite(vector) for vector in vectors)
 
-    def _normed(self, projection: Projection, norm: Norm | None, index: int) -> Projection:
+    @cached_property
+    def _norm_cell(self) -> NormCell:
+        return self.places.row.key_norm if self.key else self.places.row.query_norm
+
+    @cached_property
+    def _common_norm(self) -> tuple[bool, Norm | None]:
+        """Whether one norm serves all heads, and it, known to be finite; of some models each head has its own."""
+        first, second = (norm_place(self.places, self._norm_cell, self.layer, head=head) for head in (0, 1))
+        norm = read_norm(self.places, self._norm_cell, self.layer) if first == second else None
+        vectors = () if norm is None else (norm.gain, norm.bias)
+        return first == second and all(vector is None or is_finite(vector) for vector in vectors), norm
+
+    def _norm(self, index: int, d_head: int) -> Norm | None:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
-        if norm is None:
-            return projection
-        d_head, num_heads = len(projection.weight), len(self.slices)
-        if norm.gain is not None and len(norm.gain) not in (d_head, d_head * num_heads):
-            raise refusal(f"a gain of {d_head} or {d_head * num_heads} numbers", len(norm.gain))
-        if norm.gain is not None and len(norm.gain) > d_head:
+        is_common, norm = self._common_norm
+        norm = norm if is_common else read_norm(self.places, self._norm_cell, self.layer, head=index)
+        if norm is None or norm.gain is None:
+            return norm
+        num_numbers, num_heads = norm.gain.shape[0], len(self.slices)
+        if num_numbers not in (d_head, d_head * num_heads):
+            raise refusal(f"a gain of {d_head} or {d_head * num_heads} numbers", num_numbers)
+        if num_numbers > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
-        for what, values in (("gain", norm.gain), ("bias", norm.bias)):
-            if values is not None and not is_finite(values):
-                raise refusal(f"a finite {what} of the head's norm", "NaN or infinity", "the checkpoint is damaged")
-        whole = self._whole if self.places.row.norm_over == "projection" else None
-        return replace(projection, norm=norm, whole=whole)
+        if not is_common:
+            for what, values in (("gain", norm.gain), ("bias", norm.bias)):
+                if values is not None and not is_finite(values):
+                    raise refusal(f"a finite {what} of the head's norm", "NaN or infinity", "the checkpoint is damaged")
+        return norm
 
     @cached_property
     def _whole(self) -> Whole:
@@ -125,7 +133,8 @@ class Side:
         norm = read_norm(places, low_rank.norm, self.layer)
         if norm is not None and norm.gain is not None and len(norm.gain) != rank:
             raise refusal(f"a gain of {rank} numbers", len(norm.gain))
-        self._check_vectors(self.bias)
+        if not self._has_finite_vectors:
+            self._check_vectors(self.bias)
         parts = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
         bias = None if self.bias is None else torch.cat([up.new_zeros(at.count), self.bias[rank:].to(up)])
         weight = torch.cat([parts.weight, self.weight[rank:].to(parts.weight.dtype)])
@@ -163,15 +172,19 @@ def build_layer(places: Places, layer: int) -> Layer:
     query_side, key_side = read_sides(places, layer)
     shared = _shared(places, layer)
     heads, refused = [], []
-    shape = places.shape(layer)
-    for index in range(shape.num_heads):
-        key_index = index // shape.ratio
+    keys: dict[int, Projection] = {}  # made once and shared by their group
+    row, ratio = places.row, places.shape(layer).ratio
+    has_bias, has_sink = row.alibi is not None or row.buckets is not None, row.sink is not None
+    for index in range(len(query_side.slices)):
+        key_index = index // ratio
         try:
-            projections = query_side.projection(index), key_side.projection(key_index)
-            own = dict(position_bias=_position_bias(places, layer, index), sink=_sink(places, layer, index))
-            heads.append(Head(layer, index, *projections, key_index=key_index, **own, **shared))
+            query = query_side.projection(index)
+            key = keys[key_index] = keys.get(key_index) or key_side.projection(key_index)
+            bias = _position_bias(places, layer, index) if has_bias else None
+            sink = _sink(places, layer, index) if has_sink else None
+            heads.append(Head(layer, index, query, key, key_index=key_index, position_bias=bias, sink=sink, **shared))
         except Refusal as reason:
-            place = label(places.row.block, layer, index) + ": "
+            place = label(row.block, layer, index) + ": "
             refused.append(place + str(reason).removeprefix(place))  # a head that was made wrong says where it is
     names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
     return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)
@@ -200,7 +213,8 @@ def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
     query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
     queries, keys = side_slices(places, layer, key=False), side_slices(places, layer, key=True)
     shared = query_name == key_name and row.fused is not None
-    rows = (0, max(at.stop for at in (*queries, *keys))) if shared else None  # values after the last key are not read
+    stop = max([at.first + at.count for at in (*queries, *keys)])
+    rows = (0, stop) if shared else None  # values after the last key are not read
     query = places.weight(query_name, rows), places.bias(query_name, rows)
     key = query if shared else (places.weight(key_name), places.bias(key_name))
     _check_norm(norm, query[0].shape[-1])

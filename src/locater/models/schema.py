@@ -125,7 +125,7 @@ def entry(keys: str, default: object) -> Callable[[Config, int], Any]:
 
 
 Names = Callable[[Config, int], dict[str, int]]
-Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see slices.first_row
+Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see slices.first_rows
 
 
 @dataclass(frozen=True)

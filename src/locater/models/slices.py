@@ -108,30 +108,32 @@ def side_slices(places: Places, layer: int, *, key: bool) -> tuple[Slice, ...]:
     transposed = row.transposed and len(places.tensors.shape(name)) == 2
     spacing = 2 if row.gated and not key else 1
     part = "key" if key else "query"
-    starts = (spacing * first_row(row.fused, head, shape, part) for head in range(num_heads))
-    return tuple(Slice(name, start, shape.d_head, transposed) for start in starts)
+    starts = first_rows(row.fused, num_heads, shape, part)
+    return tuple([Slice(name, spacing * start, shape.d_head, transposed) for start in starts])
 
 
-def first_row(layout: Layout | Starts | None, head: int, shape: Shape, part: Part) -> int:
-    """First row of a query head, or of the key or value that a group shares.
+def first_rows(layout: Layout | Starts | None, num_heads: int, shape: Shape, part: Part) -> list[int]:
+    """First row of every query head, or of the key or value that a group shares.
 
     None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its
     queries, its key, its value; with one query per key that is q, k, v head by head. `codegen`: four blocks of q, v, k.
     """
+    heads, ratio, d_head = range(num_heads), shape.ratio, shape.d_head
     if isinstance(layout, Starts):
-        return (layout.key if part == "key" else layout.query)[head]
+        starts = layout.key if part == "key" else layout.query
+        return [starts[head] for head in heads]
     if layout is None:
-        position = head
-    elif layout == "qkv":
-        position = head + {"query": 0, "key": shape.num_heads, "value": shape.num_heads + shape.num_key_heads}[part]
-    elif layout == "grouped":
-        group, inner = divmod(head, shape.ratio) if part == "query" else (head, shape.ratio + (part == "value"))
-        position = group * (shape.ratio + 2) + inner
-    else:
-        per_block = shape.num_heads // 4
-        block, inner = divmod(head, per_block)
-        position = (3 * block + CODEGEN.index(part)) * per_block + inner
-    return position * shape.d_head
+        return [head * d_head for head in heads]
+    if layout == "qkv":
+        before = {"query": 0, "key": shape.num_heads, "value": shape.num_heads + shape.num_key_heads}[part]
+        return [(before + head) * d_head for head in heads]
+    if layout == "grouped" and part == "query":
+        return [(head // ratio * (ratio + 2) + head % ratio) * d_head for head in heads]
+    if layout == "grouped":
+        return [(group * (ratio + 2) + ratio + (part == "value")) * d_head for group in heads]
+    per_block = shape.num_heads // 4
+    inner = CODEGEN.index(part) * per_block
+    return [(head // per_block * 3 * per_block + inner + head % per_block) * d_head for head in heads]
 
 
 def _values(places: Places, layer: int, key: Slice) -> tuple[Slice, ...] | None:
@@ -145,8 +147,7 @@ def _values(places: Places, layer: int, key: Slice) -> tuple[Slice, ...] | None:
     elif row.values_behind:
         starts, size = (len(groups) * key.count + group * key.count for group in groups), key.count
     elif row.fused is not None and not isinstance(row.fused, Starts):
-        layout = row.fused
-        starts, size = (first_row(layout, group, shape, "value") for group in groups), key.count
+        starts, size = first_rows(row.fused, len(groups), shape, "value"), key.count
     else:
         return None
     return tuple(Slice(key.parameter, start, size, key.transposed, key.latent) for start in starts) if size else None

@@ -31,11 +31,11 @@ class HeadBatch:
     def __len__(self) -> int:
         return len(self.heads)
 
-    @property
+    @cached_property
     def first(self) -> Head:
         return self.heads[0]
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         return len(self.heads) // self.per_group
 
@@ -48,7 +48,7 @@ class HeadBatch:
         """One for each group."""
         return [head.key for head in self.heads[:: self.per_group]]
 
-    @property
+    @cached_property
     def is_linear(self) -> bool:
         """Whether the weights say it all: no norm behind them."""
         return self.first.query.is_linear and self.first.key.is_linear
@@ -89,42 +89,42 @@ def _within_budget(groups: list[Sequence[Head]], parts: int) -> Iterator[HeadBat
             yield HeadBatch(tuple(chain.from_iterable(groups[start : start + at_once])), len(groups[0]))
 
 
-def _groups(heads: Sequence[Head]) -> Iterator[Sequence[Head]]:
+def _groups(heads: Sequence[Head]) -> list[Sequence[Head]]:
     """The heads of one kind that share a key, as many as the buffer holds."""
-    start = 0
+    start, groups = 0, []
     for stop in range(1, len(heads) + 1):
         if stop < len(heads) and heads[stop].key is heads[start].key and _are_alike(heads[start], heads[stop]):
             continue
         at_once = max(1, BUFFER_BYTES // (4 * heads[start].query.weight.numel()) - 1)
         for begin in range(start, stop, at_once):
-            yield heads[begin : min(stop, begin + at_once)]
+            groups.append(heads[begin : min(stop, begin + at_once)])
         start = stop
+    return groups
 
 
 def _are_alike(one: Head, other: Head) -> bool:
     """Whether two heads differ in nothing but numbers, so that one computation serves both."""
     a, b = one.position_bias, other.position_bias
-    return (
+    if not (
         (one.rotary is other.rotary or one.rotary == other.rotary)
         and (one.layer, one.block, one.scale, one.softcap) == (other.layer, other.block, other.scale, other.softcap)
         and (one.lookback, one.lookahead) == (other.lookback, other.lookahead)
         and one.turns_first == other.turns_first
         and (a is b or (a is not None and b is not None and a.kind == b.kind))
-        and _are_alike_sides(one.query, other.query)
-        and (one.key is other.key or _are_alike_sides(one.key, other.key))
-    )
-
-
-def _are_alike_sides(one: Projection, other: Projection) -> bool:
-    a, b = one.low_rank, other.low_rank
-    return (
-        (one.weight.shape, one.weight.dtype) == (other.weight.shape, other.weight.dtype)
-        and one.input_norm is other.input_norm
-        and one.whole is other.whole
-        and (one.bias is None) == (other.bias is None)
-        and (one.norm is other.norm or _are_alike_norms(one.norm, other.norm))
-        and (a is b or (a is not None and b is not None and a.down is b.down and _are_alike_norms(a.norm, b.norm)))
-    )
+    ):
+        return False
+    for mine, theirs in ((one.query, other.query), (one.key, other.key)):
+        c, d = mine.low_rank, theirs.low_rank
+        if mine is not theirs and not (
+            (mine.weight.shape, mine.weight.dtype) == (theirs.weight.shape, theirs.weight.dtype)
+            and mine.input_norm is theirs.input_norm
+            and mine.whole is theirs.whole
+            and (mine.bias is None) == (theirs.bias is None)
+            and (mine.norm is theirs.norm or _are_alike_norms(mine.norm, theirs.norm))
+            and (c is d or (c is not None and d is not None and c.down is d.down and _are_alike_norms(c.norm, d.norm)))
+        ):
+            return False
+    return True
 
 
 def _are_alike_norms(one: Norm | None, other: Norm | None) -> bool:

@@ -26,12 +26,11 @@ class Biases:
     key: Float[Tensor, "groups 1 d_head"] | None
 
     @classmethod
-    @torch.no_grad()
     def of(cls, batch: HeadBatch, products: Products) -> "Biases":
         if not batch.is_linear:
             return NO_BIASES
-        sides = (batch.queries, products.query_shift), (batch.keys, products.key_shift)
-        return cls(*(_total(side, shift, batch.num_groups) for side, shift in sides))
+        query = _total(batch.queries, products.query_shift, batch.num_groups)
+        return cls(query, _total(batch.keys, products.key_shift, batch.num_groups))
 
 
 NO_BIASES = Biases(None, None)
@@ -45,7 +44,6 @@ def _total(side: Sequence[Projection], shift: Tensor | None, num_groups: int) ->
     return total if shift is None else total + shift
 
 
-@torch.no_grad()
 def logit_bounds(
     batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases, *, temperature: float
 ) -> list[float | None]:
@@ -72,19 +70,16 @@ def _is_bounded(projection: Projection) -> bool:
 
 
 def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases) -> Float[Tensor, " heads"]:
-    sides = batch.first.query, batch.first.key
-    query_radius, key_radius = (_radius(side.input_norm, batch.first.d_model) for side in sides)
-    if batch.first.rotary is None:
+    first, d_model = batch.first, batch.first.d_model
+    query_radius, key_radius = _radius(first.query.input_norm, d_model), _radius(first.key.input_norm, d_model)
+    if first.rotary is None:
         through = sigma.double() * query_radius * key_radius
         return (through + _of_biases(biases, grams, (query_radius, key_radius))).flatten()
     of_query, of_key = (norm.double() for norm in side_norms(grams))  # upper bounds
-    query_length, key_length = (0.0 if bias is None else bias.norm(dim=-1).double() for bias in _both(biases))
+    query_length = 0.0 if biases.query is None else biases.query.norm(dim=-1).double()
+    key_length = 0.0 if biases.key is None else biases.key.norm(dim=-1).double()
     product = (of_query * query_radius + query_length) * (of_key * key_radius + key_length)
     return product.expand_as(sigma).flatten()
-
-
-def _both(biases: Biases) -> tuple[Tensor | None, Tensor | None]:
-    return biases.query, biases.key
 
 
 def _of_biases(biases: Biases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:

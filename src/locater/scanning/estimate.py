@@ -47,10 +47,6 @@ class Estimate:
     near_mass: float
     interval: tuple[float, float] | None
 
-    @classmethod
-    def of(cls, near: float, margin: float | None) -> "Estimate":
-        return cls(near, None if margin is None else (max(0.0, near - margin), min(1.0, near + margin)))
-
 
 def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
     """What comes into these heads by the direct path; None where it tells nothing of them.
@@ -64,7 +60,6 @@ def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
     return inputs if inputs is not None and inputs.x.shape[1] == first.d_model else None
 
 
-@torch.no_grad()
 def estimates(
     batch: HeadBatch,
     acting: Grams,
@@ -88,7 +83,10 @@ def estimates(
         return [None] * len(batch)
     else:
         margin, near = ROTARY_MARGIN, _rotary(batch, first.rotary, acting, biases, num_layers)
-    return [Estimate.of(mass, margin) if math.isfinite(mass) else None for mass in near]
+    if margin is None:
+        return [Estimate(mass, None) if math.isfinite(mass) else None for mass in near]
+    ends = [(max(0.0, mass - margin), min(1.0, mass + margin)) for mass in near]
+    return [Estimate(mass, own) if math.isfinite(mass) else None for mass, own in zip(near, ends, strict=True)]
 
 
 @lru_cache(maxsize=8)

@@ -151,6 +151,8 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
 
 def _check_finite(columns: dict[str, list]) -> None:
     """Finite weights can have moments that are not; a result with infinity in it is no result."""
+    if all(map(math.isfinite, [cell for cells in columns.values() for cell in cells if isinstance(cell, float)])):
+        return
     for name, cells in columns.items():
         if not all(map(math.isfinite, [cell for cell in cells if isinstance(cell, float)])):
             raise refusal(f"a finite {name.replace('_', ' ')}", "NaN or infinity", "the weights are too large")

@@ -99,7 +99,6 @@ class Products:
     key_shift: Float[Tensor, "groups 1 d_head"] | None
 
 
-@torch.no_grad()
 def multiply(
     batch: HeadBatch, x: Float[Tensor, "inputs d_model"] | None = None, *, raw: bool, linear: Linear | None = None
 ) -> Products:

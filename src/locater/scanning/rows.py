@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..records import Json
@@ -53,11 +54,6 @@ class HeadRow:
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
 
-    def order(self) -> tuple[int, int, int]:
-        from ..head import BLOCKS  # rows are read where torch is not wanted
-
-        return BLOCKS.index(self.block), self.layer, self.head  # pyright: ignore[reportArgumentType]
-
     def to_record(self) -> Json:
         """All columns, for tables; those on request only where they were asked for."""
         record = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "curves"}
@@ -66,6 +62,14 @@ class HeadRow:
     def to_json(self) -> Json:
         """The columns of the schema locater.scan/1, and curves where they were kept."""
         return self.to_record() | (self.curves or {})
+
+
+def in_order(rows: Sequence[HeadRow]) -> list[HeadRow]:
+    """By block, layer and head."""
+    from ..head import BLOCKS  # rows are read where torch is not wanted
+
+    by_place = sorted(rows, key=attrgetter("layer", "head"))
+    return [row for block in BLOCKS for row in by_place if row.block == block]
 
 
 def make_rows(heads: "Sequence[Head]", columns: dict[str, list[Any]], *, temperature: float) -> list[HeadRow]:

@@ -15,7 +15,7 @@ from . import DEFAULT_LENGTH
 from .curves import distances
 from .direct import direct_of
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
-from .rows import HeadRow
+from .rows import HeadRow, in_order
 from .source import Opened, Source, open_source
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def scan(
         if opened.tensors is not None:
             settings = replace(settings, direct=direct_of(opened.tensors, opened.config))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
-    rows = tuple(sorted(whole.rows, key=HeadRow.order))
+    rows = tuple(in_order(whole.rows))
     facts = opened.source, opened.family, opened.format, opened.coverage
     return Scan(*facts, rows, tuple(whole.refused), settings.length, whole.normalised)
 

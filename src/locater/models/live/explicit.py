@@ -10,7 +10,7 @@ from ..schema import Layout
 from .modules import Found
 
 # The query's and the key's projection, as modules or by name, and how many heads each has; or one projection that holds
-# both: its two numbers of heads, and how they share it ("qkv" unless told, or "grouped": see `slices.first_row`).
+# both: its two numbers of heads, and how they share it ("qkv" unless told, or "grouped": see `slices.first_rows`).
 Explicit = (
     tuple[nn.Module | str, nn.Module | str, int, int]
     | tuple[nn.Module | str, int, int]
