@@ -1,8 +1,8 @@
 """The theorem on real inputs: what its ρ says of each head with the random walk, and with the walk replaced.
 
-Usage: python bench/theorem.py [SOURCE [TEXT]]; by default the MiniLM that pip brings, on the embedded text. Measured
-numbers, windows and table are those of bench/prediction.py. ρ is read as if it were attention: its share of the
-context's sum. Γ(Δ) is measured at LAGS, over all tokens but the first, and interpolated in between.
+Usage: python bench/theorem.py [SOURCE [TEXT [EVERY]]]; by default the MiniLM that pip brings, on the embedded text, and
+every layer. Measured numbers, windows and table are those of bench/prediction.py. ρ is read as if it were attention,
+a share of the context's sum. Γ(Δ) is measured at LAGS, over all tokens but the first, and interpolated in between.
 """
 
 import sys
@@ -66,12 +66,12 @@ def readings(head: Head, moments: InputMoments, sample: torch.Tensor, *, length:
     }
 
 
-def main(source: str, text: str | None) -> None:
+def main(source: str, text: str | None, every: int) -> None:
     effort, start = Effort(), time.perf_counter()
     model, tokenizer = load_model(source), load_tokenizer(source)
     content = Path(text).read_text(encoding="utf-8") if text else embedded_text()
     windows = cut(content, tokenizer, length=effort.window, num_calibration=effort.calibration, num_test=effort.test)
-    layers, _ = self_attention(model)
+    layers = self_attention(model)[0][::every]
     collectors = [MomentsCollector(lags=[lag for lag in LAGS if lag < windows.length], skip=1) for _ in layers]
     samples: list[list[torch.Tensor]] = [[] for _ in layers]
 
@@ -98,4 +98,5 @@ def main(source: str, text: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else minilm(), sys.argv[2] if len(sys.argv) > 2 else None)
+    given = [*sys.argv[1:], None, None, None]
+    main(given[0] or minilm(), given[1] or None, int(given[2] or 1))

@@ -163,3 +163,24 @@ def test_a_slider_let_go_beside_a_head_takes_it_with_its_symmetry(opened):
     assert opened.run(knobs) == pytest.approx([1.5, -2 / 40, 64])
     slide(opened, "symmetry", 0.5)
     assert "Head" not in opened.run("return document.getElementById('verdict').textContent")
+
+
+def test_planes_of_several_layers_can_be_chosen(opened):
+    """With eight bare layers the middle of the plane collapses in rank, with norms it does not."""
+    titles = "return [...document.querySelectorAll('#planes h3')].map((title) => title.textContent)"
+    assert opened.run(titles)[1] == "Simulated softmax: entropy"
+    choose = (
+        "const one = document.getElementById('knob-layers'); one.value = '2'; one.dispatchEvent(new Event('change'))"
+    )
+    opened.run(choose)
+    assert opened.run(titles)[1:] == [
+        "Theory of depth, 8 layers: entropy",
+        "Theory of depth, 8 layers: how distinct tokens stay",
+    ]
+    planes = opened.run(
+        "return window.locater.explorer.plane.deeper.map(({ title, residual }) => [title, residual[0]])"
+    )
+    middle = {title: row[len(row) // 2] for title, row in planes}
+    assert middle["8 layers"] < 0.15 < middle["8 layers with norms"]
+    assert dict(planes)["8 layers"][-4] > 0.9  # a mean, and hardly any deviation
+    assert opened.complaints() == []

@@ -16,6 +16,8 @@ from locater.report.text import all_shown
 from locater.report.views import Document, View, views_of
 from locater.theory.words import WORDS
 
+from .depth import depth_planes
+
 SHARED = ("data", "elements", "palette", "theory", "chart", "save")  # with the page of results
 SCRIPTS = ("toy", "plane", "story", "explore")
 TITLE = "Where does attention look? The theory, to play with"
@@ -48,6 +50,7 @@ def explorer(phase: Document, scan: Document | None = None, *, facts: dict[str, 
             "entropy": phase["normalised_entropy"],
             "residual": phase["rank_residual"],
             "length": phase["length"],
+            "deeper": depth_planes(phase["trace_over_temperature"], phase["deviation_over_temperature"]),
         },
         "grid": exact_grid(pack),
         "heads": [] if scan is None else _heads(views_of([all_shown(scan)])[0]),

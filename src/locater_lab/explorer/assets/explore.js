@@ -14,7 +14,7 @@ class Explorer {
     this.plane = data.plane;
     this.grid = data.at(data.grid.values);
     this.heads = (data.heads ?? []).map(([title, trace, deviation, symmetry, width]) => ({ title, trace, deviation, symmetry, width }));
-    this.knobs = { trace: 0, deviation: 0.004, symmetry: 1, temperature: 1, length: 64, base: 0, width: data.grid.width };
+    this.knobs = { trace: 0, deviation: 0.004, symmetry: 1, temperature: 1, length: 64, base: 0, width: data.grid.width, layers: "" };
     this.reached = new Set();
     this.drawKnobs();
     startTheme(() => { this.drawColours(); this.draw(); });
@@ -63,6 +63,7 @@ class Explorer {
     }
     document.getElementById("knob-length").value = this.knobs.length;
     document.getElementById("knob-base").value = this.knobs.base;
+    document.getElementById("knob-layers").value = this.knobs.layers;
     if (this.heads.length) document.getElementById("knob-head").value = this.at ? this.heads.indexOf(this.at) : "";
     this.draw();
   }
@@ -77,6 +78,7 @@ class Explorer {
     const lengths = [8, 16, 32, 64, 128, 256, 512, 1024].map((length) => [length, length]);
     rows.push(selection("knob-length", "tokens T ", lengths, this.knobs.length, number("length")));
     rows.push(selection("knob-base", "rotary base ", [[0, "no rotary positions"], [100, "100"], [10000, "10,000"], [500000, "500,000"]], 0, number("base")));
+    rows.push(selection("knob-layers", "layers, in the planes on the right ", [["", "1 layer, simulated"], ...this.plane.deeper.map((plane, n) => [n, plane.title])], "", (value) => this.set({ layers: value })));
     if (this.heads.length) rows.push(selection("knob-head", "a head of the scan ", [["", "choose …"], ...this.heads.map((head, n) => [n, head.title])], "", (value) => value !== "" && this.take(this.heads[value])));
     document.getElementById("knobs").replaceChildren(...rows);
   }
@@ -98,9 +100,11 @@ class Explorer {
     this.drawVerdict(moments);
     this.drawStep();
     const place = document.getElementById("planes");
+    const deeper = knobs.layers === "" ? null : this.plane.deeper[knobs.layers];
+    const whose = deeper ? `Theory of depth, ${deeper.title}` : "Simulated softmax";
     place.replaceChildren(theoryPlane(this),
-      simulatedPlane(this, "entropy", "Simulated softmax: entropy", "Near 0: all on one token, entropy collapse."),
-      simulatedPlane(this, "residual", "Simulated softmax: how distinct tokens stay", "Near 0: all tokens alike, rank collapse."));
+      softmaxPlane(this, (deeper ?? this.plane).entropy, `${whose}: entropy`, "Near 0: all on one token, entropy collapse."),
+      softmaxPlane(this, (deeper ?? this.plane).residual, `${whose}: how distinct tokens stay`, "Near 0: all tokens alike, rank collapse."));
   }
 
   drawPictures(positions, closed, shown, attention) {
@@ -131,7 +135,7 @@ class Explorer {
     drawStory(this, document.getElementById("story"));
     const says = document.getElementById("step-says");
     if (first) says.textContent = `Step ${this.step + 1} reached${this.step < 5 ? ": go on to the next." : ": that was all."}`;
-    document.getElementById("plane-says").textContent = `The ring is where the sliders stand. T = ${this.knobs.length}; the simulated planes were made with T = ${this.plane.length}.`;
+    document.getElementById("plane-says").textContent = `The ring is where the sliders stand. T = ${this.knobs.length}; the simulated planes were made with T = ${this.plane.length}, those of several layers with T = ${this.plane.deeper[0].length}.`;
   }
 
   drawColours() {

@@ -98,14 +98,14 @@ function theoryPlane(explorer) {
   return drawPlane(explorer, "Theory: regime", ...CELLS, colourAt, `Click to go there.${explorer.heads.length ? " Each dot is a head of the scan; those beyond stand on the edge. A click beside a dot, or a slider let go there, takes that head." : ""}`);
 }
 
-// What a true softmax layer did at each point, simulated when the page was made.
-function simulatedPlane(explorer, name, title, note) {
+// What the true softmax does at each point: numbers by spread and mean, made with the page.
+function softmaxPlane(explorer, values, title, note) {
   const { plane } = explorer;
   const at = planeAxes(plane);
   const nearest = (edges, value, bend) => edges.reduce((best, edge, n) => (Math.abs(bend(edge) - bend(value)) < Math.abs(bend(edges[best]) - bend(value)) ? n : best), 0);
   const colourAt = (column, row) => {
     const [trace, deviation] = at.back(PLANE.left + ((column + 0.5) / CELLS[0]) * at.wide, PLANE.height - PLANE.bottom - ((row + 0.5) / CELLS[1]) * at.tall);
-    return css(ramp("sequential", plane[name][nearest(plane.y, deviation, Math.log)][nearest(plane.x, trace, (value) => Math.asinh(value / PLANE.bend))]));
+    return css(ramp("sequential", values[nearest(plane.y, deviation, Math.log)][nearest(plane.x, trace, (value) => Math.asinh(value / PLANE.bend))]));
   };
   return drawPlane(explorer, title, ...CELLS, colourAt, note, rampKey());
 }
