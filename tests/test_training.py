@@ -515,7 +515,7 @@ def test_a_run_does_not_become_its_own_data(text, tmp_path):
 def test_names_with_brackets_are_shown_as_they_are(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = locater("train", *flags(text, steps=4), "--stop-after", 2, "--out", "run[lr=0.1][/x]")
-    assert result.code == 0 and "locater train --resume run[lr=0.1][/x]\n" in result.out
+    assert result.code == 0 and "locater train --resume 'run[lr=0.1][/x]'\n" in result.out
 
 
 def test_a_folder_that_exists_is_refused(text, tmp_path):

@@ -210,7 +210,7 @@ def test_options_may_be_a_mapping_in_a_file(tmp_path):
 FILES = {
     "unknown": ("learning_rat: 1\n", 2, "no option called 'learning_rat': did you mean learning_rate?"),
     "list": ("- 1\n", 1, "names of options with their values, got [1]"),
-    "yaml": ("a: [\n", 1, "a YAML or JSON file of options"),
+    "yaml": ("a: [\n", 1, "expected a readable YAML f"),
     "type": ("patience: -1\n", 1, "patience of at least 0"),
     "preset": ("preset: huge\n", 1, "a preset among paper, small, gpt2, got 'huge'"),
     "rival": ("stabiliser: qk-clop\n", 2, "--stabiliser expects one of none, locater, qk-clip"),
