@@ -442,14 +442,18 @@ def test_a_flipped_bit_in_a_checkpoint(pattern, run, tmp_path):
 @pytest.mark.parametrize("name", [3, None, [], "../checkpoints", "/dev/zero", "..", "", "a\0b"])
 @pytest.mark.parametrize("file", ["index.json", "checksums.json"])
 def test_names_in_a_run_lead_nowhere_else(file, name, run, tmp_path):
+    """Whether or not the folder is verified."""
+    from locater_lab.train.checksums import damaged_files
     from locater_lab.train.run import resume
 
     checkpoints = copy_of(run, tmp_path) / "checkpoints"
     path = checkpoints / file if file == "index.json" else next(checkpoints.glob(f"step-*/{file}"))
-    entry = {"last": name} if file == "index.json" else {str(name): "0" * 64}
-    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
-    with pytest.raises(Refusal, match="names of what lies beside it in|other bytes in") as caught:
-        resume(checkpoints.parent, say=lambda _: None)
+    document = json.loads(path.read_text())
+    changed = {"names": {"last": name}} if file == "index.json" else document | {str(name): "0" * 64}
+    path.write_text(json.dumps(changed))
+    with pytest.raises(Refusal, match="names of files beside|No such file|mapping") as caught:
+        resume(checkpoints.parent, verified=False, say=lambda _: None)
+        damaged_files(path.parent)
     assert not isinstance(caught.value, Unforeseen)
 
 
@@ -467,10 +471,10 @@ def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path,
     import shutil
 
     from locater_lab.data.sources import open_data
+    from locater_lab.train.checksums import damaged_files
     from locater_lab.train.loop import Trainer
     from locater_lab.train.processes import Processes
     from locater_lab.train.run import read_config
-    from locater_lab.train.store import damaged_files
 
     folder = copy_of(run, tmp_path)
     config = read_config(folder)

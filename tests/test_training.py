@@ -20,6 +20,7 @@ from locater.prediction.language_model import load_tokenizer
 from locater.prediction.probe import probe
 from locater_lab.data.sources import open_data
 from locater_lab.train import loop, run, validation
+from locater_lab.train.checksums import seal
 from locater_lab.train.config import Config, OptimiserOptions, make_config
 from locater_lab.train.export import load
 from locater_lab.train.metrics import Metrics, read_rows
@@ -254,7 +255,7 @@ def test_best_and_last_are_kept_and_no_more(text, tmp_path):
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
     best = min(rows, key=lambda row: row["loss"])["step"]
     assert best < 20, "the case must get worse in the end"
-    index = json.loads((folder / "checkpoints" / "index.json").read_text())
+    index = json.loads((folder / "checkpoints" / "index.json").read_text())["names"]
     assert index == {"last": "step-00000020", "best": f"step-{best:08d}"}
     assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == sorted(index.values())
 
@@ -441,7 +442,7 @@ def test_what_a_killed_writer_left_is_not_read(text, tmp_path):
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(text, tmp_path):
     start(tiny(text), tmp_path / "whole")
     one = trainer(tiny(text), tmp_path / "run")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(one.config.to_dict()))
+    (tmp_path / "run" / "config.json").write_text(json.dumps(seal(one.config.to_dict())))
     run.resume(tmp_path / "run", say=lambda sentence: None)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -456,15 +457,15 @@ def write(path, text: str | None) -> None:
 
 DAMAGE = {
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoints"), "the checkpoints of this run in .*, got none"),
-    "index": (lambda run: write(run / "checkpoints" / "index.json", '{"la'), "wrote to .*index.json, got Untermin"),
-    "index of a list": (lambda run: write(run / "checkpoints" / "index.json", '["last"]'), "index.json, got a list"),
+    "index": (lambda run: write(run / "checkpoints" / "index.json", '{"la'), "wrote to .*index.json, got .*Untermin"),
+    "index of a list": (lambda run: write(run / "checkpoints" / "index.json", '["last"]'), "index.json, got .*a list"),
     "no such step": (
         lambda run: write(run / "checkpoints" / "index.json", '{"last": "step-9"}'),
-        "state.json, got No such file or directory; restore it",
+        "index.json, got one without a checksum, as older versions wrote it; .* --unverified",
     ),
     "state": (
         lambda run: write(run / "checkpoints" / "step-00000005" / "state.json", '{"step": 5}'),
-        "got one without best, loss_sum, loss_count, data",
+        "the checkpoint that was written to .*, got other bytes in state.json",
     ),
     "metrics": (
         lambda run: write(run / "metrics.jsonl", '{"kind": "train"\n\n'),

@@ -18,7 +18,7 @@ def watched(folder):
 
 
 def names(folder):
-    return json.loads((folder / "checkpoints" / "index.json").read_text())
+    return json.loads((folder / "checkpoints" / "index.json").read_text())["names"]
 
 
 def quiet(sentence):

@@ -37,13 +37,14 @@ PANELS = {
 
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,B=Y"}
-# What a resumed run may change: where it ends.
+# What a resumed run may change: where it ends, and where its data lies.
 LENGTH = {"steps", "epochs", "patience"}
 STOP_AFTER = "Stop at this step, to resume later."
 DEFAULT = "paper"
 CONFIG = "Options from a YAML or JSON file, such as a run's config.json; flags go before it."
 PRINT = "Print all options as such a file, and exit."
-RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end."
+RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end, --data names moved data."
+UNVERIFIED = "With --resume: go on with a folder that was changed, is of another version or on another device."
 
 
 def _print_help(ctx: typer.Context, wanted: bool) -> None:
@@ -60,6 +61,7 @@ def train(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
     stop_after: Annotated[int | None, typer.Option(min=1, metavar="N", help=STOP_AFTER)] = None,
+    unverified: Annotated[bool, typer.Option("--unverified", help=UNVERIFIED)] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
     json: JsonPath = None,
     help_all: Annotated[
@@ -76,6 +78,8 @@ def train(
     if print_config:
         _print(chosen, resume)
         return
+    if unverified and resume is None:
+        raise BadArguments("--unverified goes with --resume DIR")
     if chosen is not None and out is None:
         raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
     from ..train import run
@@ -84,7 +88,8 @@ def train(
         outcome = run.start(chosen, out, stop_after=stop_after, say=aside)
     else:
         assert resume is not None
-        outcome = run.resume(resume, length=given, stop_after=stop_after, say=aside)
+        data = given.pop("data", None)
+        outcome = run.resume(resume, length=given, data=data, stop_after=stop_after, verified=not unverified, say=aside)
     if outcome.is_first:
         _report(console, outcome, json)
     _leave(outcome)
@@ -104,7 +109,7 @@ def _check_resume(given: Json) -> None:
     """A resumed run is as it was; only its end may move."""
     if given.pop("out") is not None:
         raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
-    if others := sorted(name for name, value in given.items() if value is not None and name not in LENGTH):
+    if others := sorted(name for name, value in given.items() if value is not None and name not in LENGTH | {"data"}):
         named = ", ".join("--" + name.replace("_", "-") for name in others)
         raise BadArguments(f"--resume takes the run's own config: leave out {named}")
 

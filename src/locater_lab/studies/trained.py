@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,9 +38,12 @@ def advance(point: Point, place: Path) -> bool:
 
 
 def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.Outcome:
-    if (place / run.CONFIG).exists():
-        return run.resume(place, stop_after=stop_after, say=_quiet)
     config = make_config(point["preset"], seed=point["seed"], **point["options"])
+    if (place / run.CONFIG).exists():
+        kept = run.read_config(place)
+        if replace(kept, data=config.data) != config:
+            raise refusal(f"the run of its point in {place}", "one of another config", "move the folder elsewhere")
+        return run.resume(place, stop_after=stop_after, say=_quiet)
     return run.start(config, place, stop_after=stop_after, say=_quiet)
 
 

@@ -9,6 +9,7 @@ from locater.records import Json
 from ..data.options import DataOptions
 from ..fields import check_fields, option
 from .alarm_options import ACTIONS, ATTACH_QK_CLIP, read_actions
+from .checksums import digest_of
 from .methods import LOCATER, NONE, QK_DECAY, Method, method_of, read_settings
 from .shape import SHAPES, Shape
 
@@ -169,6 +170,11 @@ class Config:
 
     def to_dict(self) -> Json:
         return asdict(self)
+
+    @property
+    def checksum(self) -> str:
+        """The same for the same values only."""
+        return digest_of(self.to_dict())
 
     @classmethod
     def from_dict(cls, document: Json) -> "Config":

@@ -11,6 +11,7 @@ from locater.documents import read_json, read_yaml
 from locater.errors import BadArguments, refusal, within
 from locater.records import Json
 
+from .checksums import SEAL
 from .config import GROUPS, PRESETS, Config
 from .methods import written
 
@@ -33,6 +34,7 @@ def read_file(path: Path) -> tuple[str | None, Json]:
     with within(str(path)):
         document = dict(_document(path))
         preset = document.pop("preset", None)
+        document.pop(SEAL, None)  # a run's own config may be changed for another run
         if preset is not None and preset not in PRESETS:
             raise refusal(f"a preset among {', '.join(PRESETS)}", repr(preset))
         found: Json = {}

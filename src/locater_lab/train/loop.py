@@ -21,11 +21,12 @@ from .health import diagnose
 from .metrics import Metrics, rows_of_run
 from .observe import finite
 from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser, release
-from .processes import Processes, spread, unsynchronised
+from .processes import Processes, made_by, spread, unsynchronised, uses_bf16
 from .store import Store, optimiser_state, tensors_of
 from .validation import plain_copy, validate
 from .watch import Watch
 
+CHECKPOINTS = "checkpoints"
 Tell = Callable[[int, float, float], None]  # step, loss, tokens per second
 Validated = Callable[[Json], None]  # loss and the rest of a validation
 
@@ -37,7 +38,16 @@ class Diverged(Refusal):
 class Trainer:
     """A run in a folder, at the step of its last checkpoint; `advance` moves it on."""
 
-    def __init__(self, config: Config, data: Data, folder: Path, processes: Processes) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        folder: Path,
+        processes: Processes,
+        *,
+        before: Config | None = None,
+        verified: bool = True,
+    ) -> None:
         self.config, self.data, self.processes, self.folder = config, data, processes, folder
         loop = config.loop
         self.share = processes.share(loop.batch, loop.accumulate)
@@ -48,14 +58,17 @@ class Trainer:
         self.module: nn.Module = unwrap(self.model)
         self.optimizer = make_optimizer(self.module, config.optimiser)
         self.stabiliser = attached or make_stabiliser(self.module, config.stabiliser, self.optimizer)
-        self.store = Store(folder / "checkpoints", processes, model_settings(model, config.stabiliser))
+        settings = model_settings(model, config.stabiliser)
+        known = (before or config).checksum
+        self.store = Store(folder / CHECKPOINTS, processes, settings, config=known, verified=verified)
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
         self.watch = Watch(self)
         self.say: Callable[[str], None] = print
-        self._restore()
+        kept = self._restore()
         if loop.compile:
             self.module.compile()
-        self.metrics = Metrics(folder, step=self.step, tensorboard=loop.tensorboard, is_first=processes.is_first)
+        shown = dict(tensorboard=loop.tensorboard, is_first=processes.is_first)
+        self.metrics = Metrics(folder, step=self.step, kept=kept, **shown)
         self.since = time.perf_counter(), self.step
 
     def advance(
@@ -111,6 +124,8 @@ class Trainer:
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "data": self.data.identity,
+            "made_by": made_by(self.processes.device),
+            "metrics": self.metrics.state(),
             "watch": self.watch.state(),
         }
         self.store.save(self._state(), small, keep=["best"] * best + [keep] * bool(keep))
@@ -127,16 +142,24 @@ class Trainer:
         moments = optimiser_state(self.optimizer, dict(self.module.named_parameters()))
         return {"model": tensors, "optimiser": moments, "stabiliser": self.stabiliser.state_dict()}
 
-    def _restore(self) -> None:
-        """From the last checkpoint, if there is one; a run that was killed before starts again from its seed."""
-        small = self.store.small()
-        if not small:
+    def _restore(self) -> Json:
+        """From the last checkpoint, if there is one; a run that was killed before starts again from its seed.
+
+        Gives what the checkpoint knows of the metrics up to it; nothing where it is not to be verified.
+        """
+        if not self.store.names():
             if rows_of_run(self.folder):
                 remedy = "restore them, or start a new run with --out"
                 raise refusal(f"the checkpoints of this run in {self.store.folder}", "none", remedy)
-            return
+            return {}
+        self.store.verify()
+        small = self.store.small()
         if small["data"] != self.data.identity:
             raise refusal("the data that this run began with", "other data", "restore it, or start a new run")
+        now, before = made_by(self.processes.device), small.get("made_by")
+        if self.store.verified and now != before:
+            remedy = "install that, or go on with other roundings by --unverified"
+            raise refusal(f"to go on with {before}, which this run was made by", now, remedy)
         state = self._state()
         self.store.load(state)
         self.stabiliser.load_state_dict(state["stabiliser"])
@@ -144,6 +167,7 @@ class Trainer:
         self.best_step = small.get("best_step", self.step)  # runs of before patience do not have it
         self.loss_sum, self.loss_count = small["loss_sum"], small["loss_count"]
         self.watch.restore(small.get("watch", {}))
+        return small.get("metrics", {}) if self.store.verified else {}
 
     def _train(self) -> None:
         """One step of the optimiser, then of the stabiliser."""
@@ -259,20 +283,6 @@ class Trainer:
         if improved:
             self.best, self.best_step = row["loss"], self.step
         return improved
-
-
-def uses_bf16(precision: str, device: torch.device) -> bool:
-    """Whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
-    if precision == "auto":
-        return device.type == "cuda" and has_bf16(device)
-    return precision == "bf16"
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _mixed(*numbers: int) -> int:

@@ -1,6 +1,8 @@
 """Metrics as they arise: a line of JSON each, TensorBoard beside it on request, and a bar on a terminal."""
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,10 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from locater.documents import as_written, read_lines
 from locater.errors import refusal
-from locater.records import Json, head_key, layer_key, write
+from locater.records import Json, JsonMapping, head_key, layer_key, write
+
+from .checksums import UNVERIFIED
 
 METRICS = "metrics.jsonl"
 Row = Json
+NOTHING: JsonMapping = {}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -34,22 +39,46 @@ def rows_of_run(folder: Path) -> list[Row]:
 class Metrics:
     """`metrics.jsonl` of a run, continued from a step; a process that is not the first writes nothing."""
 
-    def __init__(self, folder: Path, *, step: int, tensorboard: bool, is_first: bool) -> None:
+    def __init__(
+        self, folder: Path, *, step: int, tensorboard: bool, is_first: bool, kept: JsonMapping = NOTHING
+    ) -> None:
+        """`kept` is what the checkpoint of that step knows of the lines before it."""
         self.file = self.board = None
+        self.hash, self.num_lines = hashlib.blake2b(), 0
         if not is_first:
             return
-        kept = "".join(_line(row) for row in rows_of_run(folder) if row["step"] <= step)
-        self.board = _board(folder, step) if tensorboard else None
         path = folder / METRICS
-        write(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
+        rows = [row for row in rows_of_run(folder) if row["step"] <= step]
+        first = rows[: kept.get("lines", len(rows))]
+        lines = [self._count(row) for row in first]
+        if kept and self.state() != kept:
+            raise refusal(f"the lines up to the last checkpoint in {path}", "others", UNVERIFIED)
+        # A checkpoint in the midst of a step is followed by lines of that step.
+        lines += [self._count(row) for row in rows[len(first) :] if row["step"] == step]
+        self.board = _board(folder, step) if tensorboard else None
+        write(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         self.file = path.open("a", encoding="utf-8")
+
+    def _count(self, row: Row) -> str:
+        """The line of a row, which from now on is part of the file."""
+        line = _line(row)
+        self.hash.update(line.encode())
+        self.num_lines += 1
+        return line
+
+    def state(self) -> Json:
+        """How many lines there are, and their checksum: what a checkpoint keeps of them; they are on disk by then."""
+        if self.file is not None:
+            with suppress(OSError):  # a pipe, say
+                os.fsync(self.file.fileno())
+        return {"lines": self.num_lines, "checksum": self.hash.hexdigest()[:32]}
 
     def add(self, row: Row) -> None:
         """Seen by any reader as soon as this returns."""
         if self.file is None:
             return
         try:
-            self.file.write(_line(row))
+            self.file.write(self._count(row))
             self.file.flush()
         except OSError as reason:
             raise refusal(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from locater import __version__
 from locater.errors import refusal
 
 
@@ -124,3 +125,22 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def made_by(device: torch.device) -> str:
+    """What decides the last bits besides config and data."""
+    return f"locater {__version__} and torch {torch.__version__} on {device.type}"
+
+
+def uses_bf16(precision: str, device: torch.device) -> bool:
+    """Whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
+    if precision == "auto":
+        return device.type == "cuda" and has_bf16(device)
+    return precision == "bf16"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the hardware computes in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,6 +1,5 @@
 """A run in its folder: started, stopped by a signal or a number of steps, resumed, exported."""
 
-import json
 import os
 import shlex
 import signal
@@ -11,16 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from locater.errors import refusal, within
+from locater.documents import read_json
+from locater.errors import Refusal, refusal, within
 from locater.records import Json, write_json
 
 from ..data.sources import open_data
 from ..data.text import would_read
+from .checksums import seal, unseal
 from .config import Config
 from .export import export
-from .loop import Trainer, Validated, has_bf16
+from .loop import Trainer, Validated
 from .metrics import METRICS, bar, read_rows
-from .processes import Processes, process_group
+from .processes import Processes, has_bf16, process_group
 from .validation import plain_copy
 
 try:
@@ -60,29 +61,42 @@ def start(config: Config, folder: Path, *, stop_after: int | None = None, say: S
 
 
 def resume(
-    folder: Path, *, length: Mapping[str, int | float] | None = None, stop_after: int | None = None, say: Say = print
+    folder: Path,
+    *,
+    length: Mapping[str, int | float] | None = None,
+    data: str | None = None,
+    stop_after: int | None = None,
+    verified: bool = True,
+    say: Say = print,
 ) -> Outcome:
-    """Continue from the last checkpoint as if there was no stop; `length` (steps, epochs, patience) moves its end."""
-    config = read_config(folder)
+    """Continue from the last checkpoint as if there was no stop; `length` (steps, epochs, patience) moves its end.
+
+    `data` says where its data lies now, if elsewhere. The folder must hold what the run wrote, in this version on this
+    kind of device, unless `verified` is false.
+    """
+    config = before = read_config(folder, verified=verified)
     if length:
         # As for a new run, epochs go before steps: with a new end those of before do not count any more.
-        before: dict[str, float] = {} if length.keys() == {"patience"} else {"epochs": 0.0}
-        config = replace(config, loop=replace(config.loop, **{**before, **length}))
+        ends: dict[str, float] = {} if length.keys() == {"patience"} else {"epochs": 0.0}
+        config = replace(config, loop=replace(config.loop, **{**ends, **length}))
+    if data is not None:
+        config = replace(config, data=replace(config.data, data=data))
     with process_group(config.loop.device) as processes, locked(folder, processes):
-        return _go(config, folder, processes, stop_after=stop_after, say=say)
+        return _go(config, folder, processes, before=before, stop_after=stop_after, verified=verified, say=say)
 
 
-def read_config(folder: Path) -> Config:
-    """The config that a run was started with."""
+def read_config(folder: Path, *, verified: bool = False) -> Config:
+    """The config that a run was started with; with `verified` only if nobody changed it."""
     path = folder / CONFIG
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise refusal(
-            f"the folder of a run, with {CONFIG}", f"{folder} ({reason!s:.80})", "start one with --out"
-        ) from None
+        document = read_json(path)
+    except Refusal as reason:
+        got = f"{folder} ({reason!s:.200})"
+        raise refusal(f"the folder of a run, with {CONFIG}", got, "start one with --out") from None
     with within(str(path)):
-        return Config.from_dict(document)
+        config = Config.from_dict(document)
+    unseal(document, path, verified=verified)
+    return config
 
 
 @contextmanager
@@ -104,7 +118,8 @@ def _claimed(folder: Path, processes: Processes) -> Iterator[None]:
 def _claim(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = next(folder.iterdir(), None)
+        # What a process that was killed here left behind begins with a dot.
+        taken = next((entry for entry in folder.iterdir() if not entry.name.startswith(".")), None)
     except OSError as reason:
         raise refusal(f"a folder to write at {folder}", reason.strerror or reason, "choose another --out") from None
     if taken is not None:
@@ -142,7 +157,7 @@ def _begun(config: Config, folder: Path, processes: Processes) -> Iterator[None]
     path = folder / CONFIG
     is_new = processes.is_first and not path.exists()
     if is_new:
-        write_json(config.to_dict(), path)
+        write_json(seal(config.to_dict()), path)
     try:
         yield
     except Exception:
@@ -151,17 +166,29 @@ def _begun(config: Config, folder: Path, processes: Processes) -> Iterator[None]
         raise
 
 
-def _go(config: Config, folder: Path, processes: Processes, *, stop_after: int | None, say: Say) -> Outcome:
+def _go(
+    config: Config,
+    folder: Path,
+    processes: Processes,
+    *,
+    before: Config | None = None,
+    stop_after: int | None,
+    verified: bool = True,
+    say: Say,
+) -> Outcome:
+    """Train to the end, or to where it is asked to stop; `before` is the config of a run that goes on."""
     say = say if processes.is_first else lambda sentence: None
     data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=say)
     config = replace(config, data=data.options)
     if config.loop.precision == "bf16" and not has_bf16(processes.device):
         say("this processor has no instructions for bfloat16: float32 would be faster")
     with _begun(config, folder, processes):
-        trainer = Trainer(config, data, folder, processes)
+        trainer = Trainer(config, data, folder, processes, before=before, verified=verified)
     trainer.say = say
     try:
-        _move_end(trainer, folder, say)
+        _check_end(trainer)
+        if before is not None and (before != config or not verified):
+            _change_config(trainer, before, say)
         with signals() as received, bar(trainer.num_steps, start=trainer.step, shown=processes.is_first) as tell:
             until = trainer.num_steps if stop_after is None else stop_after
             trainer.advance(until, tell=tell, validated=_line(trainer, say), stop=lambda: bool(received))
@@ -185,16 +212,22 @@ def _line(trainer: Trainer, say: Say) -> Validated:
     return lambda row: say(f"step {trainer.step} of {trainer.num_steps}: validation loss {row['loss']:.4f}")
 
 
-def _move_end(trainer: Trainer, folder: Path, say: Say) -> None:
-    """Keep a config with another end; what is behind cannot be undone."""
+def _check_end(trainer: Trainer) -> None:
+    """What is behind cannot be undone."""
     if trainer.num_steps < trainer.step:
         done = f"an end after the {trainer.step} steps that are done"
         raise refusal(done, f"{trainer.num_steps} steps", "start a shorter run with --out")
-    if not trainer.processes.is_first or read_config(folder).loop == trainer.config.loop:
-        return
-    if trainer.config.optimiser.schedule == "cosine":
+
+
+def _change_config(trainer: Trainer, before: Config, say: Say) -> None:
+    """Keep a config with another end or place of its data; killed at any moment, the run has one of the two."""
+    config, store = trainer.config, trainer.store
+    if before.loop != config.loop and config.optimiser.schedule == "cosine":
         say("the cosine of the learning rate now has another end: a run begun with this length would differ")
-    write_json(trainer.config.to_dict(), folder / CONFIG)
+    store.allow_configs([before.checksum, config.checksum])
+    if trainer.processes.is_first:
+        write_json(seal(config.to_dict()), trainer.folder / CONFIG)
+    store.allow_configs([config.checksum])
 
 
 @contextmanager

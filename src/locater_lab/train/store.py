@@ -1,7 +1,5 @@
 """Checkpoints on disk by `torch.distributed.checkpoint`: whole or absent, readable by any number of processes."""
 
-import hashlib
-import json
 import os
 import shutil
 import warnings
@@ -15,13 +13,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from locater.checkpoints.distributed import check_harmless
-from locater.errors import refusal
+from locater.documents import check_beside, read_json
+from locater.errors import Refusal, refusal, within
 from locater.records import Json, State, write_json
 
+from .checksums import CHECKSUMS, UNVERIFIED, checksum_of, checksums_of, damaged_files, seal, unseal
 from .processes import Processes
 
-INDEX, SMALL, CHECKSUMS = "index.json", "state.json", "checksums.json"
+INDEX, SMALL = "index.json", "state.json"
 PARTIAL = ".partial"
+RESTORE = "restore it, or start a new run with --out"
 FIELDS = ("step", "best", "loss_sum", "loss_count", "data")  # of the small document
 
 
@@ -51,19 +52,65 @@ def _blank(parameter: Tensor, *, is_adam: bool) -> State:
 
 
 class Store:
-    """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read."""
+    """The folder `checkpoints` of a run. `index.json` names the last and the best; nothing else is ever read.
 
-    def __init__(self, folder: Path, processes: Processes, model_config: Json) -> None:
+    It also has the checksums of the checkpoints and of the config: `configs` are those that the run may have, two of
+    them while it is given another end. Where `verified` is false, none of them is looked at.
+    """
+
+    def __init__(
+        self, folder: Path, processes: Processes, model_config: Json, *, config: str = "", verified: bool = True
+    ) -> None:
         self.folder, self.processes, self.model_config = folder, processes, model_config
+        self.configs, self.verified = [config], verified
 
     def names(self) -> dict[str, str]:
-        path = self.folder / INDEX
-        return _beside(path, _read(path, ("last",))) if path.exists() else {}
+        return self._index()["names"]
 
     def small(self, which: str = "last") -> Json:
         """The numbers beside the tensors of a checkpoint; {} where there is none yet."""
         name = self.names().get(which)
         return _read(self.folder / name / SMALL, FIELDS) if name else {}
+
+    def _index(self) -> Json:
+        path = self.folder / INDEX
+        if not path.exists():
+            return {"names": {}, "checksums": {}, "configs": self.configs}
+        index = unseal(_read(path), path, verified=self.verified)
+        names = index.get("names", index)  # older versions wrote nothing else
+        if not isinstance(names, dict) or not isinstance(index.get("checksums", {}), dict):
+            raise refusal(f"names and checksums in {path}", f"{index!s:.80}", RESTORE)
+        with within(str(path)):
+            names = {which: check_beside(name, INDEX) for which, name in names.items()}
+        return {"checksums": {}, "configs": self.configs} | index | {"names": names}
+
+    def _write_index(self, names: dict[str, str]) -> None:
+        checksums = {name: checksum_of(self.folder / name / CHECKSUMS) for name in names.values()}
+        index = {"names": names, "checksums": checksums, "configs": self.configs}
+        write_json(seal(index), self.folder / INDEX)
+        _flush(self.folder)
+
+    def allow_configs(self, configs: list[str]) -> None:
+        """From now on, the run's config is one of these."""
+        self.configs = configs
+        if self.processes.is_first and (self.folder / INDEX).exists():
+            self._write_index(self.names())
+        self.processes.wait()
+
+    def verify(self, names: Sequence[str] | None = None) -> None:
+        """Refuse a config or checkpoints (by default all that are named) that are not what this run wrote."""
+        if not self.verified:
+            return
+        index = self._index()
+        if not set(self.configs) <= set(index["configs"]):
+            raise refusal(f"the config that the run in {self.folder.parent} was begun with", "another", UNVERIFIED)
+        damaged: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names or index["names"].values()) if self.processes.is_first else ():
+            damaged[name] = damaged_files(self.folder / name, index["checksums"].get(name, ""))
+        name = next((name for name, files in damaged.items() if files), None)
+        if self.processes.any(name is not None):
+            got = f"other bytes in {', '.join(damaged[name][:3])}" if name else "others"
+            raise refusal(f"the checkpoint that was written to {self.folder / (name or '')}", got, UNVERIFIED)
 
     def save(self, state: State, small: Json, *, keep: Sequence[str] = ()) -> None:
         """A new folder under another name, then a rename, then the index: a kill at any moment leaves a whole one.
@@ -99,16 +146,16 @@ class Store:
 
     def _free_name(self, step: int) -> str:
         """A name that the index does not use: a step that is saved twice never stands in the way of itself."""
-        names = (f"step-{step:08d}", f"step-again-{step:08d}")
-        return next(name for name in names if name not in (self.names().get("last"), None))
+        used = set(self.names().values())
+        further = (f"step-again-{'again-' * count}{step:08d}" for count in range(len(used) + 1))
+        return next(name for name in (f"step-{step:08d}", *further) if name not in used)
 
     def _publish(self, partial: Path, name: str, keep: Sequence[str]) -> None:
         if (self.folder / name).exists():  # written by a run that was stopped before it could say so, or not the last
             shutil.rmtree(self.folder / name)
         partial.rename(self.folder / name)
         names = self.names() | dict.fromkeys(keep, name)
-        write_json(names, self.folder / INDEX)
-        _flush(self.folder)
+        self._write_index(names)
         for other in self.folder.glob("step-*"):
             if other.name not in names.values():
                 shutil.rmtree(other, ignore_errors=True)
@@ -117,18 +164,13 @@ class Store:
         """The checkpoint of one name has another name too, if there is one."""
         names = self.names()
         if self.processes.is_first and which in names:
-            write_json(names | {under: names[which]}, self.folder / INDEX)
-            _flush(self.folder)
+            self._write_index(names | {under: names[which]})
         self.processes.wait()
 
     def load(self, state: State, *, which: str = "last") -> None:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]
-        damaged = damaged_files(self.folder / name) if self.processes.is_first else []
-        if self.processes.any(bool(damaged)):
-            got = f"other bytes in {', '.join(damaged[:3])}" if damaged else "others"
-            remedy = "restore the folder, or start a new run with --out"
-            raise refusal(f"the checkpoint that was written to {self.folder / name}", got, remedy)
+        self.verify([name])
         check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,48 +180,16 @@ class Store:
                 raise refusal(f"a checkpoint of this run in {self.folder / name}", _cause(reason)) from None
 
 
-def _read(path: Path, names: tuple[str, ...]) -> Json:
+def _read(path: Path, names: tuple[str, ...] = ()) -> Json:
     """A small document with at least these names in it."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in names if name not in found]
-        if isinstance(found, dict) and not missing:
-            return found
-        got = f"one without {', '.join(missing)}" if missing else f"a {type(found).__name__}"
-    except (OSError, ValueError, TypeError) as reason:
-        got = _cause(reason)
-    raise refusal(f"the document that a run wrote to {path}", got, "restore it, or start a new run with --out")
-
-
-def _beside(path: Path, names: Json) -> dict[str, str]:
-    """The names, where each is that of an entry beside the document: none leads out of the folder."""
-    for name in names.values():
-        if not isinstance(name, str) or not name.strip(". ") or "\0" in name or Path(name).name != name:
-            raise refusal(f"names of what lies beside it in {path}", repr(name), "restore it, or start a new run")
-    return names
-
-
-def checksums_of(folder: Path) -> dict[str, str]:
-    """By file; what is not in it cannot be told from what the disk made of it."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
-    return {path.name: _checksum(path) for path in files}
-
-
-def damaged_files(folder: Path) -> list[str]:
-    """The files of a checkpoint that are not as they were written; none where it was written without checksums."""
-    if not (folder / CHECKSUMS).exists():
-        return []
-    kept = _read(folder / CHECKSUMS, (SMALL,))
-    _beside(folder / CHECKSUMS, {name: name for name in kept})
-    return [name for name, checksum in kept.items() if _checksum(folder / name) != checksum]
-
-
-def _checksum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
-    except OSError:
-        return "none"
+        found = read_json(path)
+    except Refusal as reason:
+        raise refusal(f"the document that a run wrote to {path}", reason, RESTORE) from None
+    if missing := [name for name in names if name not in found]:
+        got = f"one without {', '.join(missing)}"
+        raise refusal(f"the document that a run wrote to {path}", got, RESTORE)
+    return found
 
 
 def _innermost(reason: BaseException) -> BaseException:
