@@ -81,7 +81,7 @@ def arm_options(arm: str, value: float, steps: int) -> Options:
 
 
 def tune(runs: Runs) -> dict[str, tuple[float, float]]:
-    """By arm, its best rate and strength: rates at the middle strength first, then strengths at that rate."""
+    """By arm, its best rate and strength: rates at the middle strength, strengths there, then half steps."""
     best = {arm: tune_arm(runs, arm) for arm in STRENGTHS}
     (runs.out / "tuned.json").write_text(json.dumps(best, indent=1))
     return best
@@ -98,7 +98,9 @@ def tune_arm(runs: Runs, arm: str) -> tuple[float, float]:
 
     middle = values[len(values) // 2] if values else 0.0
     rate = lowest(lambda rate: loss(rate, middle), RATES)
-    return rate, lowest(lambda value: loss(rate, value), values) if values else 0.0
+    value = lowest(lambda value: loss(rate, value), values) if values else 0.0
+    half_steps = [float(f"{rate * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
+    return min([rate, *half_steps], key=lambda rate: loss(rate, value)), value
 
 
 def lowest(loss: Any, values: tuple[float, ...]) -> float:
