@@ -7,14 +7,14 @@
 # are other runs: give them an OUT of their own.
 #   SEEDS="0 1 2" JOBS=2 ARMS="none middle-3.5" runs/paper.sh DATA
 # A longer LENGTH continues what is there. One epoch is 1,020 steps of 16 × 128 words, some 15 minutes on one core.
-#   LENGTH="--epochs 2" SEEDS=0 ARMS="none free-2.5e-3" runs/paper.sh DATA
+#   LENGTH="--set epochs=2" SEEDS=0 ARMS="none free-2.5e-3" runs/paper.sh DATA
 # On a GPU, the full length:
-#   LENGTH="--epochs 40" JOBS=1 FLAGS="--device cuda --precision bf16 --batch 64 --learning-rate 2e-3" \
+#   LENGTH="--set epochs=40" JOBS=1 FLAGS="--set device=cuda --set precision=bf16 --set batch=64 --set learning_rate=2e-3" \
 #     runs/paper.sh DATA runs/gpu
 set -euo pipefail
 DATA=${1:?"usage: runs/paper.sh DATA [OUT]"}
 OUT=${2:-runs/paper}
-LENGTH=${LENGTH:-"--epochs 1"}
+LENGTH=${LENGTH:-"--set epochs=1"}
 SEEDS=${SEEDS:-"0 1 2"}
 JOBS=${JOBS:-2}
 FLAGS=${FLAGS:-}
@@ -23,24 +23,24 @@ EVERY=${EVERY:-255}
 THREADS=${THREADS:-1}
 LOCATER=${LOCATER:-locater}
 
-# A name and its flags of `locater train`. --mean is tr W in units of λ; the theory's border between late and middle is 2.
+# A name and its options of `locater train`. `mean` is tr W in units of λ; the theory's border between late and middle is 2.
 TABLE="
 none         --strength 0
 free-2.5e-3  --strength 2.5e-3
-initial      --strength 2.5e-3 --mean initial
-middle-3.5   --strength 2.5e-3 --mean 3.5
+initial      --strength 2.5e-3 --set mean=initial
+middle-3.5   --strength 2.5e-3 --set mean=3.5
 free-2.5e-4  --strength 2.5e-4
 free-1e-3    --strength 1e-3
 free-1e-2    --strength 1e-2
-late-1       --strength 2.5e-3 --mean 1
-border-2     --strength 2.5e-3 --mean 2
-middle-7     --strength 2.5e-3 --mean 7
-early-1      --strength 2.5e-3 --mean -1
-weak-3.5     --strength 2.5e-4 --mean 3.5
-strong-3.5   --strength 1e-2 --mean 3.5
-let-go-3.5   --strength 2.5e-3 --mean 3.5 --mean-until 500
-mean-3.5     --mean 3.5
-decay-8      --qk-decay 8
+late-1       --strength 2.5e-3 --set mean=1
+border-2     --strength 2.5e-3 --set mean=2
+middle-7     --strength 2.5e-3 --set mean=7
+early-1      --strength 2.5e-3 --set mean=-1
+weak-3.5     --strength 2.5e-4 --set mean=3.5
+strong-3.5   --strength 1e-2 --set mean=3.5
+let-go-3.5   --strength 2.5e-3 --set mean=3.5 --set mean_until=500
+mean-3.5     --set mean=3.5
+decay-8      --set qk_decay=8
 "
 ARMS=${ARMS:-$(awk 'NF { print $1 }' <<<"$TABLE")}
 
@@ -55,7 +55,7 @@ run() { # seed, name, flags
   else
     echo "$start" >"$begun"
     # shellcheck disable=SC2206
-    how=(--preset paper --data "$DATA" --seed "$1" "${@:3}" --validate-every "$EVERY" --save-every "$EVERY" $FLAGS
+    how=(--preset paper --data "$DATA" --seed "$1" "${@:3}" --set "validate_every=$EVERY" --set "save_every=$EVERY" $FLAGS
       --out "$folder")
   fi
   # A run that was stopped reports too, but not with exit code 0: only a finished one gets its stamp.

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,21 +121,8 @@ def test_completion_can_be_shown(monkeypatch):
     assert result.code == 0 and "COMPREPLY" in result.out
 
 
-@pytest.mark.parametrize("flag", ["--help", "--help-all"])
-def test_the_trainers_help_can_be_read_at_80_columns(flag):
-    result = locater("train", flag)
+def test_the_trainers_help_can_be_read_at_80_columns():
+    result = locater("train", "--help")
     assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
-    assert "…  " not in result.out and "[paper 1, small 4, gpt2 12]" in " ".join(result.out.split())
-    assert ("--rotary-base" in result.out) is (flag == "--help-all")
-
-
-def test_common_options_are_options():
-    import dataclasses
-    import inspect
-
-    from locater_lab.cli.grouped_help import COMMON
-    from locater_lab.cli.train import train
-    from locater_lab.train.config import GROUPS
-
-    known = set(inspect.signature(train).parameters) | {f.name for g in GROUPS.values() for f in dataclasses.fields(g)}
-    assert known >= COMMON, COMMON - known
+    options = set(re.findall(r"--[a-z-]+", "\n".join(line[:20] for line in result.out.splitlines()))) - {"--help"}
+    assert len(options) == 12 and "--set" in options

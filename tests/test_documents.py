@@ -122,7 +122,7 @@ def a_study(folder: Path) -> Path:
 
 
 def some_runs(folder: Path) -> Path:
-    """Watched ones, with alarms as `locater train --watch-every` writes them."""
+    """Watched ones, with alarms as `watch_every` writes them."""
     heads = [
         dict(row(20, 9.0)["heads"][0], layer=0, head=head, normalised_entropy=0.5, frobenius_squared=9.0)
         for head in (0, 1)

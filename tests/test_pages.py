@@ -189,7 +189,7 @@ def test_commands_within_sentences_name_what_there_is(page):
         verb, *words = shlex.split(span)
         known = {name for option in verbs[verb].params for name in (*option.opts, *option.secondary_opts)}
         asked = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert asked <= known | {"--help", "--help-all"}, span
+        assert asked <= known | {"--help"}, span
 
 
 @pytest.mark.parametrize("page", PAGES)

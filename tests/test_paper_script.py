@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "runs" / "paper.sh"
 
 def paper(text: Path, out: Path, **settings: str) -> subprocess.CompletedProcess:
     tiny = {name: value for name, value in TINY.items() if name not in ("steps", "validate_every", "save_every")}
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in tiny.items())
+    flags = " ".join(f"--set {name}={value}" for name, value in tiny.items())
     own = {"FLAGS": flags, "EVERY": "2", "LOCATER": str(Path(sys.executable).with_name("locater"))}
     environment = os.environ | own | {"LOCATER_CACHE": str(out.parent / "cache"), "COLUMNS": "80"} | settings
     return subprocess.run(["bash", SCRIPT, text, out], env=environment, capture_output=True, text=True, timeout=300)

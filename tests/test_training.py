@@ -137,7 +137,7 @@ def test_a_run_can_be_lengthened(text, tmp_path):
     shorter = locater("train", "--resume", folder, "--steps", 9)
     assert shorter.code == 1 and "an end after the 32 steps that are done, got 9" in shorter.err.replace("\n", " ")
     assert run.read_config(folder).loop.steps == 32
-    by_epochs = locater("train", "--resume", folder, "--epochs", 0.2)
+    by_epochs = locater("train", "--resume", folder, "--set", "epochs=0.2")
     assert by_epochs.code == 0 and run.read_config(folder).loop.epochs == 0.2
 
 
@@ -157,7 +157,7 @@ def test_kappa_is_released(text, tmp_path):
         plain._train()
     by_hand = dict(plain.module.named_parameters())
     assert all(torch.allclose(by_hand[name], tensor) for name, tensor in weights(tmp_path / "whole").items())
-    for wrong in (["--strength-until", "5"], ["--strength", "auto", "--strength-until", "5"]):
+    for wrong in (["--set", "strength_until=5"], ["--strength", "auto", "--set", "strength_until=5"]):
         assert locater("train", *wrong, "--out", tmp_path / "wrong").code == 2
 
 
@@ -177,7 +177,7 @@ def test_patience_ends_a_run_that_does_not_improve(text, tmp_path):
         assert_same_run(folder, tmp_path / "whole")
     assert locater("train", "--resume", folder).code == 0  # nothing left to do
     assert_same_run(folder, tmp_path / "whole")
-    longer = locater("train", "--resume", folder, "--patience", 0, "--steps", best + 14)
+    longer = locater("train", "--resume", folder, "--set", "patience=0", "--steps", best + 14)
     assert longer.code == 0 and f"step {best + 14} of {best + 14}\n" in longer.out
 
 
@@ -308,8 +308,9 @@ def test_bfloat16_without_the_hardware_is_said(text, tmp_path, monkeypatch):
 
 def test_the_random_walk_meets_the_theory(tmp_path):
     result = locater(
-        *("train", "--data", "random-walk", "--walk-width", 6, "--context", 12, "--batch", 64, "--steps", 150),
-        *("--learning-rate", 0.03, "--schedule", "constant", "--validate-every", 150, "--out"),
+        *("train", "--data", "random-walk", "--set", "walk_width=6", "--set", "context=12", "--set", "batch=64"),
+        *("--steps", 150, "--set", "learning_rate=0.03", "--set", "schedule=constant"),
+        *("--set", "validate_every=150", "--out"),
         tmp_path / "run",
     )
     assert result.code == 0 and "gradient passes" in result.out and "exact ρ" in result.out
@@ -381,7 +382,7 @@ def test_an_overflow_outside_of_attention_is_named_too(text, tmp_path):
 def test_a_rate_that_is_absurd_ends_in_a_sentence(text, tmp_path):
     result = locater("train", *flags(text, learning_rate=1e30, clip=0), "--out", tmp_path / "run")
     assert result.code == 1 and result.err.count("\n") == 1
-    assert "in step" in result.err and "lower --learning-rate" in result.err
+    assert "in step" in result.err and "lower learning_rate" in result.err
 
 
 def test_a_run_that_diverges_on_held_out_text_alone_ends_in_a_sentence(text, tmp_path):
@@ -500,7 +501,7 @@ def test_two_do_not_train_in_one_folder(text, tmp_path):
 
 def test_a_refused_start_leaves_the_folder_to_the_next(text, tmp_path):
     result = locater("train", *flags(text, accumulate=3), "--out", tmp_path / "run")
-    assert result.code == 1 and "change --batch or --accumulate" in result.err
+    assert result.code == 1 and "change batch or accumulate" in result.err
     assert locater("train", *flags(text, accumulate=2, steps=1), "--out", tmp_path / "run").code == 0
 
 
@@ -538,23 +539,31 @@ def test_changed_data_is_noticed_at_resume(text, tmp_path):
 BAD = {
     "nothing to do": ([], 2, "give one of --out DIR"),
     "both": (["--out", "x", "--resume", "y"], 2, "give one of --out DIR"),
-    "options at resume": (["--resume", "y", "--batch", "3", "--steps", "3"], 2, "leave out --batch\n"),
-    "nothing to let go": (["--mean-until", "5", "--out", "x"], 2, "give --mean initial or a number with it"),
-    "two stabilisers": (["--qk-decay", "1", "--strength", "1", "--out", "x"], 2, "leave out --strength and --mean"),
-    "decay": (["--qk-decay", "-1", "--out", "x"], 1, "a decay of at least 0"),
-    "until": (["--mean", "1", "--mean-until", "-5", "--out", "x"], 1, "of at least 0 steps"),
+    "options at resume": (["--resume", "y", "--set", "batch=3", "--steps", "3"], 2, "leave out batch\n"),
+    "nothing to let go": (["--set", "mean_until=5", "--out", "x"], 2, "set mean to initial or a number too"),
+    "two stabilisers": (["--set", "qk_decay=1", "--strength", "1", "--out", "x"], 2, "leave out strength and mean"),
+    "decay": (["--set", "qk_decay=-1", "--out", "x"], 1, "a decay of at least 0"),
+    "until": (["--set", "mean=1", "--set", "mean_until=-5", "--out", "x"], 1, "of at least 0 steps"),
     "no run": (["--resume", "/nonexistent"], 1, "the folder of a run, with config.json"),
     "preset": (["--preset", "huge", "--out", "x"], 2, "one of paper, small, gpt2"),
-    "choice": (["--norm", "batch", "--out", "x"], 2, "is not one of layer, rms"),
-    "mean": (["--mean", "some", "--out", "x"], 1, "a mean that is free, initial or a number"),
-    "rate": (["--learning-rate", "-1", "--out", "x"], 1, "a learning rate above 0"),
-    "rate that is none": (["--learning-rate", "nan", "--out", "x"], 1, "learning_rate to be a finite number, got nan"),
-    "epochs": (["--epochs", "inf", "--out", "x"], 1, "epochs to be a finite number"),
-    "moments": (["--beta1", "1.5", "--out", "x"], 1, "decays of Adam's moments in [0, 1), got 1.5 and 0.98"),
-    "key heads": (["--num-heads", "4", "--num-key-heads", "-1", "--out", "x"], 1, "key heads of at least 0"),
-    "odd width": (["--d-model", "129", "--num-heads", "3", "--out", "x"], 1, "sinusoidal positions, got 129"),
+    "no value": (["--set", "norm", "--out", "x"], 2, "--set expects NAME=VALUE, got 'norm'"),
+    "no name": (["--set", "nrom=rms", "--out", "x"], 2, "no option called 'nrom': did you mean norm?"),
+    "truth": (["--set", "tied=perhaps", "--out", "x"], 2, "tied expects yes or no, got 'perhaps'"),
+    "number or word": (["--strength", "much", "--out", "x"], 2, "strength expects a number or one of auto, got 'much'"),
+    "choice": (["--set", "norm=batch", "--out", "x"], 2, "norm expects one of layer, rms, got 'batch'"),
+    "mean": (["--set", "mean=some", "--out", "x"], 1, "a mean that is free, initial or a number"),
+    "rate": (["--set", "learning_rate=-1", "--out", "x"], 1, "a learning rate above 0"),
+    "rate that is none": (
+        ["--set", "learning_rate=nan", "--out", "x"],
+        1,
+        "learning_rate to be a finite number",
+    ),
+    "epochs": (["--set", "epochs=inf", "--out", "x"], 1, "epochs to be a finite number"),
+    "moments": (["--set", "beta1=1.5", "--out", "x"], 1, "decays of Adam's moments in [0, 1), got 1.5 and 0.98"),
+    "key heads": (["--set", "num_heads=4", "--set", "num_key_heads=-1", "--out", "x"], 1, "key heads of at least 0"),
+    "odd width": (["--set", "d_model=129", "--set", "num_heads=3", "--out", "x"], 1, "sinusoidal positions, got 129"),
     "seed": (["--seed", "9223372036854775808", "--out", "x"], 1, "a seed from 0 to below 2^63"),
-    "walk": (["--data", "random-walk", "--num-layers", "2", "--out", "x"], 2, "leave out --num-layers"),
+    "walk": (["--data", "random-walk", "--set", "num_layers=2", "--out", "x"], 2, "leave out num_layers"),
     "nobody's home": (
         ["--data", "~nobody-has-it/x", "--out", "x"],
         1,
@@ -562,7 +571,7 @@ BAD = {
     ),
     "endless name": (["--data", "x" * 300, "--out", "x"], 1, "check the spelling"),
     "steps": (["--steps", "0", "--out", "x"], 1, "steps of at least 1"),
-    "device": (["--device", "toaster", "--out", "x", "--data", "random-walk"], 1, "use --device cpu"),
+    "device": (["--set", "device=toaster", "--out", "x", "--data", "random-walk"], 1, "use device=cpu"),
 }
 
 
@@ -584,7 +593,7 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path):
 
 def test_a_vocabulary_larger_than_the_config_is_refused(text, tmp_path):
     result = locater("train", *flags(text, vocab_size=50), "--out", tmp_path / "run")
-    assert result.code == 1 and "data of at most 50 different tokens (--vocab-size), got 300; raise it" in result.err
+    assert result.code == 1 and "data of at most 50 different tokens (vocab_size), got 300; raise it" in result.err
     result = locater("train", *flags(text, batch=3, accumulate=2), "--out", tmp_path / "other")
     assert result.code == 1 and "1 processes and 2 parts divide evenly, got 3" in result.err
 
@@ -624,7 +633,7 @@ def test_compiled_training_stays_close(text, tmp_path):
     """In processes of their own: the compiler cannot trace the checks of shapes that the tests put into functions."""
     for name in ("plain", "compiled"):
         arguments = ["train", *flags(text, steps=10), "--out", tmp_path / name]
-        arguments += ["--compile"] if name == "compiled" else []
+        arguments += ["--set", "compile=yes"] if name == "compiled" else []
         command = [sys.executable, "-c", "from locater.cli import main; main()", *map(str, arguments)]
         subprocess.run(command, check=True)
     plain, compiled = weights(tmp_path / "plain"), weights(tmp_path / "compiled")

@@ -1,7 +1,9 @@
 """Every stabiliser and optimiser that `locater train` takes: to the bit after a stop, true in what is kept."""
 
+import dataclasses
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from command import locater
 from locater.errors import Refusal
 from locater_lab.data.sources import open_data
 from locater_lab.train import loop, run
-from locater_lab.train.config import Config, StabiliserOptions, make_config
-from locater_lab.train.config_file import read_file, to_yaml
+from locater_lab.train.config import GROUPS, PRESETS, Config, StabiliserOptions, make_config
+from locater_lab.train.config_file import read_file, read_pairs, to_yaml
 from locater_lab.train.export import load
 from locater_lab.train.methods import METHODS
 from locater_lab.train.metrics import read_rows
@@ -192,7 +194,7 @@ def test_a_printed_config_is_the_same_run(text, tmp_path):
 def test_flags_go_before_the_file_and_the_file_before_the_preset(tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text("preset: small\nlearning-rate: 1e-4\nnum_heads: 2\nmean: 3.5\nstabiliser: {strength: 1}\n")
-    printed = yaml.safe_load(locater("train", "--config", path, "--num-heads", 8, "--print-config").out)
+    printed = yaml.safe_load(locater("train", "--config", path, "--set", "num_heads=8", "--print-config").out)
     assert printed["preset"] == "small" and printed["shape"]["num_layers"] == 4  # the preset's
     assert printed["optimiser"]["learning_rate"] == 1e-4 and printed["stabiliser"]["mean"] == "3.5"  # the file's
     assert printed["shape"]["num_heads"] == 8 and printed["stabiliser"]["strength"] == 1.0
@@ -210,10 +212,10 @@ def test_options_may_be_a_mapping_in_a_file(tmp_path):
 FILES = {
     "unknown": ("learning_rat: 1\n", 2, "no option called 'learning_rat': did you mean learning_rate?"),
     "list": ("- 1\n", 1, "names of options with their values, got [1]"),
-    "yaml": ("a: [\n", 1, "expected a readable YAML f"),
+    "yaml": ("a: [\n", 1, "a readable YAML file"),
     "type": ("patience: -1\n", 1, "patience of at least 0"),
     "preset": ("preset: huge\n", 1, "a preset among paper, small, gpt2, got 'huge'"),
-    "rival": ("stabiliser: qk-clop\n", 2, "--stabiliser expects one of none, locater, qk-clip"),
+    "rival": ("stabiliser: qk-clop\n", 2, "stabiliser expects one of none, locater, qk-clip"),
 }
 
 
@@ -225,16 +227,19 @@ def test_a_bad_file_is_refused_in_a_sentence(tmp_path, content, code, words):
 
 
 BAD = {
-    "no such": ("--stabiliser qk-clop", "expects one of none, locater, qk-clip"),
-    "no option": ("--stabiliser qk-clip --stabiliser-options treshold=3", "it takes threshold, log_only"),
-    "takes none": ("--stabiliser qk-norm --stabiliser-options a=3", "it takes none"),
-    "needed": ("--stabiliser z-loss", "needs weight: --stabiliser-options weight=…"),
-    "number": ("--stabiliser soft-cap --stabiliser-options cap=x", "expects a number, got 'x'"),
-    "word": ("--stabiliser qk-clip --stabiliser-options log_only=perhaps", "expects a yes or no, got 'perhaps'"),
-    "both": ("--stabiliser soft-cap --strength 1", "leave them out with --stabiliser soft-cap"),
-    "decay": ("--stabiliser soft-cap --qk-decay 1", "leave out --stabiliser, or --qk-decay"),
-    "nameless": ("--stabiliser-options cap=3", "name one"),
-    "walk": ("--data random-walk --stabiliser qk-norm", "calls no attention kernel"),
+    "no such": ("--set stabiliser=qk-clop", "expects one of none, locater, qk-clip"),
+    "no option": ("--set stabiliser=qk-clip --set stabiliser_options=treshold=3", "it takes threshold, log_only"),
+    "takes none": ("--set stabiliser=qk-norm --set stabiliser_options=a=3", "it takes none"),
+    "needed": ("--set stabiliser=z-loss", "needs weight: stabiliser_options=weight=…"),
+    "number": ("--set stabiliser=soft-cap --set stabiliser_options=cap=x", "expects a number, got 'x'"),
+    "word": (
+        "--set stabiliser=qk-clip --set stabiliser_options=log_only=perhaps",
+        "expects a yes or no, got 'perhaps'",
+    ),
+    "both": ("--set stabiliser=soft-cap --strength 1", "leave them out with stabiliser=soft-cap"),
+    "decay": ("--set stabiliser=soft-cap --set qk_decay=1", "leave out stabiliser, or qk_decay"),
+    "nameless": ("--set stabiliser_options=cap=3", "name one"),
+    "walk": ("--data random-walk --set stabiliser=qk-norm", "calls no attention kernel"),
 }
 
 
@@ -258,9 +263,25 @@ def test_the_config_of_a_run_before_there_were_rivals_still_loads():
         Config.from_dict(document)
 
 
-def test_help_lists_every_rival_with_its_options():
-    shown = locater("train", "--help-all").out
-    assert all(len(line) <= 80 for line in shown.splitlines())
+def test_the_printed_config_explains_every_option_and_every_rival():
+    shown = locater("train", "--print-config").out
+    for one in (one for kind in GROUPS.values() for one in dataclasses.fields(kind) if one.init):
+        assert re.search(rf"^  {one.name}: .*  # {re.escape(one.metadata['help'])}", shown, flags=re.MULTILINE)
     for name, method in METHODS.items():
-        assert f"\n  {name} " in shown
-        assert all(f"\n    {one} " in shown for one in method.settings)
+        assert f"\n#   {name}: " in shown
+        assert all(f"\n#     {one}: " in shown for one in method.settings)
+
+
+@pytest.mark.parametrize("name", ["a # b", "a\nb", "yes", "1e3", "'", "ü"])
+def test_any_text_survives_in_a_printed_config(name, tmp_path):
+    config = make_config("paper", data=name)
+    (tmp_path / "own.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert make_config("paper", **read_file(tmp_path / "own.yaml")[1]) == config
+
+
+def test_pairs_are_what_the_config_says():
+    """Every field of every preset, written as a pair and read back."""
+    for preset, config in PRESETS.items():
+        values = {name: value for group in GROUPS for name, value in dataclasses.asdict(getattr(config, group)).items()}
+        pairs = [f"{name}={value}" for name, value in values.items() if name != "model_type"]
+        assert make_config("small", **read_pairs(pairs)) == dataclasses.replace(config, preset="small"), preset

@@ -1,4 +1,4 @@
-"""`locater train --watch-every N --on-alarm …`: what follows an alarm, and that a resumed run knows of it."""
+"""`watch_every` and `on_alarm` of `locater train`: what follows an alarm, and that a resumed run knows of it."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_three_roll_backs_and_no_more(tmp_path):
     ("given", "message"),
     [
         (dict(on_alarm="explode", watch_every=1), "--on-alarm expects some of stop, checkpoint, roll-back"),
-        (dict(on_alarm="stop"), "give --watch-every N with it"),
+        (dict(on_alarm="stop"), "set watch_every too"),
         (dict(on_alarm="stop=3", watch_every=1), "got 'stop=3'"),
         (dict(on_alarm="roll-back=2", watch_every=1), "a factor in"),
         (dict(on_alarm="roll-back=x", watch_every=1), "expects a number, got 'x'"),

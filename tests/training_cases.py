@@ -49,7 +49,7 @@ def tiny(text: Path, **changed):
 def flags(text: Path, **changed) -> list[str]:
     """The same as arguments of the command."""
     options = {"data": str(text)} | TINY | changed
-    return [part for name, value in options.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    return [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
 
 
 def weights(folder: Path):

@@ -53,7 +53,7 @@ def _add_verbs() -> None:
     panel_of = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
     for verb in [*(verb for verb in panel_of if verb in verbs), *(verb for verb in verbs if verb not in panel_of)]:
         function, panel = verbs[verb], panel_of.get(verb, OTHERS)
-        app.command(verb, cls=getattr(function, "help_class", Help), rich_help_panel=panel)(function)
+        app.command(verb, cls=Help, rich_help_panel=panel)(function)
 
 
 _add_verbs()

@@ -111,7 +111,7 @@ def _points(file: Path | None, grid: str | None, preset: str) -> list[Json]:
 
 
 def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Whole numbers where a config wants any number, and the words of `--mean` as words."""
+    """Whole numbers where a config wants any number, and the words of `mean` as words."""
     from dataclasses import fields
     from typing import get_args
 
@@ -119,7 +119,7 @@ def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
     known = {one.name: one.type for kind in GROUPS.values() for one in fields(kind) if one.init}
     if unknown := sorted(options.keys() - known.keys()):
-        raise BadArguments(f"locater train has no option called {unknown[0]!r}: see locater train --help")
+        raise BadArguments(f"locater train has no option called {unknown[0]!r}: see locater train --print-config")
     kinds = {float: (int, float), str: (str, int, float)}
 
     def typed(kind: Any, value: Any) -> Any:

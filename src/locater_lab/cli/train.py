@@ -1,13 +1,12 @@
 """`locater train`: the paper's experiment and small language models, with or without LocAteR.
 
-The options are the fields of the config's dataclasses, each documented where it is declared.
+The fields of the config's dataclasses are options by `--set NAME=VALUE`, each documented where it is declared.
 """
 
-import inspect
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,58 +18,51 @@ from locater.errors import BadArguments
 from locater.records import Json
 
 from ..data.options import WALK
-from ..fields import choices_of
-from ..train.config import GROUPS, PRESETS, Config, make_config
+from ..train.config import PRESETS, Config, make_config
 from ..train.shape import Shape
-from .grouped_help import ALL, GroupedHelp
 
 if TYPE_CHECKING:
     from ..train.run import Outcome
 
-PANELS = {
-    "data": "Data",
-    "shape": "Model",
-    "optimiser": "Optimiser",
-    "stabiliser": "LocAteR and rivals",
-    "loop": "Loop",
-}
-
-METAVARS = {int: "N", float: "X", str: "TEXT"}
-OWN_METAVARS = {"stabiliser": "NAME", "stabiliser_options": "A=X,B=Y"}
 # What a resumed run may change: where it ends, and where its data lies.
 LENGTH = {"steps", "epochs", "patience"}
-STOP_AFTER = "Stop at this step, to resume later."
+FLAGS = ("data", "steps", "seed", "strength")  # fields with a flag of their own
 DEFAULT = "paper"
-CONFIG = "Options from a YAML or JSON file, such as a run's config.json; flags go before it."
-PRINT = "Print all options as such a file, and exit."
-RESUME = "Continue the run in this folder; --steps, --epochs or --patience moves its end, --data names moved data."
+CONFIG = "Options from a YAML or JSON file, such as a run's config.json; --set goes before it."
+SET = "Any option, such as learning_rate=3e-3; may be repeated. --print-config explains them all."
+PRINT = "Print all options with what they mean, as such a file, and exit."
+RESUME = (
+    "Continue the run in this folder; --steps, or --set of epochs or patience, moves its end, --data names moved data."
+)
 UNVERIFIED = "With --resume: go on with a folder that was changed, is of another version or on another device."
-
-
-def _print_help(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
-        print(ctx.get_help())
-        raise typer.Exit()
+DATA = "A text file or folder, wikitext-2, embedded (Python's documentation), auto, or random-walk."
 
 
 def train(
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. [{DEFAULT}]")
+        str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. (default: {DEFAULT})")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG)] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SET)] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
-    stop_after: Annotated[int | None, typer.Option(min=1, metavar="N", help=STOP_AFTER)] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")
+    ] = None,
     unverified: Annotated[bool, typer.Option("--unverified", help=UNVERIFIED)] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
     json: JsonPath = None,
-    help_all: Annotated[
-        bool, typer.Option(ALL, is_eager=True, callback=_print_help, help="Every option, and exit.")
-    ] = False,
-    **overrides: Any,
+    data: Annotated[str | None, typer.Option(metavar="TEXT", help=DATA)] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="Steps of the optimiser.")] = None,
+    seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of everything random.")] = None,
+    strength: Annotated[str | None, typer.Option(metavar="X|auto", help="κ of LocAteR; 0: none.")] = None,
 ) -> None:
     """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
-    given = {name: value for name, value in overrides.items() if value is not None}
+    from ..train.config_file import read_pairs
+
+    short = dict(zip(FLAGS, (data, steps, seed, strength), strict=True))
+    flags = [f"{name}={value}" for name, value in short.items() if value is not None]
+    given = read_pairs([*(settings or ()), *flags])
     console = console_for(json)
     if resume is not None:
         _check_resume(given | {"preset": preset, "config": config, "out": out})
@@ -88,8 +80,10 @@ def train(
         outcome = run.start(chosen, out, stop_after=stop_after, say=aside)
     else:
         assert resume is not None
-        data = given.pop("data", None)
-        outcome = run.resume(resume, length=given, data=data, stop_after=stop_after, verified=not unverified, say=aside)
+        moved = given.pop("data", None)
+        outcome = run.resume(
+            resume, length=given, data=moved, stop_after=stop_after, verified=not unverified, say=aside
+        )
     if outcome.is_first:
         _report(console, outcome, json)
     _leave(outcome)
@@ -110,12 +104,11 @@ def _check_resume(given: Json) -> None:
     if given.pop("out") is not None:
         raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
     if others := sorted(name for name, value in given.items() if value is not None and name not in LENGTH | {"data"}):
-        named = ", ".join("--" + name.replace("_", "-") for name in others)
-        raise BadArguments(f"--resume takes the run's own config: leave out {named}")
+        raise BadArguments(f"--resume takes the run's own config: leave out {', '.join(others)}")
 
 
 def _chosen(preset: str | None, file: Path | None, flags: Json) -> Config:
-    """Defaults, then the preset, then the file, then the flags."""
+    """Defaults, then the preset, then the file, then --set and flags."""
     from ..train.config_file import read_file
 
     named, values = (None, {}) if file is None else read_file(file)
@@ -141,12 +134,10 @@ def _check_walk(config: Config, given: Json) -> None:
     if config.data.data != WALK:
         return
     if ignored := sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"}):
-        named = ", ".join("--" + name.replace("_", "-") for name in ignored)
-        raise BadArguments(f"--data {WALK} trains one head of --walk-width and --context: leave out {named}")
+        named = ", ".join(ignored)
+        raise BadArguments(f"--data {WALK} trains one head of walk_width and context: leave out {named}")
     if config.stabiliser.method.in_forward:
-        raise BadArguments(
-            f"--data {WALK} calls no attention kernel for --stabiliser {config.stabiliser.name} to act on"
-        )
+        raise BadArguments(f"--data {WALK} calls no attention kernel for stabiliser={config.stabiliser.name} to act on")
 
 
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
@@ -197,51 +188,3 @@ def _propagation(found: dict[str, list[float]]) -> FittedTable:
         for t in positions
     ]
     return table(["t", "gradient passes", "exact ρ", "closed ρ"], body)
-
-
-def _with_options(function: Any) -> Any:
-    """The function with one keyword for every field of the config; None means that the preset decides."""
-    own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    hints = {one.name: one.annotation for one in own}
-    further = []
-    for group, kind in GROUPS.items():
-        for one in fields(kind):
-            if one.init:
-                hints[one.name] = _annotation(one, PANELS[group])
-                keyword = inspect.Parameter.KEYWORD_ONLY
-                further.append(inspect.Parameter(one.name, keyword, default=None, annotation=hints[one.name]))
-    function.__signature__ = inspect.Signature([*own, *further])
-    function.__annotations__ = hints
-    function.help_class = GroupedHelp
-    return function
-
-
-def _annotation(one: Any, panel: str) -> Any:
-    help = one.metadata["help"]
-    flag = "--" + one.name.replace("_", "-")
-    if one.type is bool:
-        names = [f"{flag}/--no-{flag[2:]}"]
-        return Annotated[bool | None, typer.Option(*names, help=help, rich_help_panel=panel, show_default=False)]
-    choices, numbers = choices_of(one.type), float in get_args(one.type)
-    kind = str if choices else one.type
-    words = ["X", *choices] if numbers else choices
-    metavar = "|".join(words) if choices else OWN_METAVARS.get(one.name, METAVARS[kind])
-    check = _among(choices, numbers) if choices else None
-    options = dict(help=help, rich_help_panel=panel, show_default=False, metavar=metavar, callback=check)
-    return Annotated[kind | None, typer.Option(flag, **options)]
-
-
-def _among(choices: tuple[str, ...], numbers: bool) -> Any:
-    def check(value: str | None) -> str | float | None:
-        if value is None or value in choices:
-            return value
-        try:
-            return float(value) if numbers else float("")
-        except ValueError:
-            among = f"is not {'a number or ' * numbers}one of {', '.join(choices)}"
-            raise typer.BadParameter(f"{value!r} {among}") from None
-
-    return check
-
-
-train = _with_options(train)

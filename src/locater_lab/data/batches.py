@@ -56,7 +56,7 @@ class Windows:
     def __post_init__(self):
         for name, tokens in (("training", self.train), ("validation", self.valid)):
             if len(tokens) < 2 * self.length:
-                remedy = "give more text or a smaller --context"
+                remedy = "give more text or a smaller context"
                 raise refusal(f"at least {2 * self.length} tokens of {name} text", len(tokens), remedy)
 
     @property

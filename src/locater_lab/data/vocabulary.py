@@ -71,7 +71,7 @@ class BytePairs:
         try:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         except ImportError:
-            remedy = 'install it with: pip install "locater[hf]", or use --tokenizer words'
+            remedy = 'install it with: pip install "locater[hf]", or use tokenizer=words'
             raise refusal("the package tokenizers, for byte pairs", "none", remedy) from None
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore

@@ -110,9 +110,9 @@ def points(
 
 def command(point: Point) -> str:
     """The same run by itself, as one types it."""
-    options = {"preset": point["preset"], "seed": point["seed"], **point["options"]}
-    options["out"] = point["name"].replace(" ", "-")
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = ["--preset", point["preset"], "--seed", str(point["seed"])]
+    flags += [part for name, value in point["options"].items() for part in ("--set", f"{name}={value}")]
+    flags += ["--out", point["name"].replace(" ", "-")]
     return shlex.join(["locater", "train", *flags])
 
 

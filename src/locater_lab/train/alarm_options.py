@@ -1,4 +1,4 @@
-"""What `locater train --on-alarm` takes; knows no torch, so that help is quick."""
+"""What the option `on_alarm` of `locater train` takes; knows no torch, so that help is quick."""
 
 from locater.errors import BadArguments
 
@@ -16,13 +16,13 @@ def read_actions(text: str) -> dict[str, float | None]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, number = part.partition("=")
         if name not in ACTIONS or (equals and ACTIONS[name] is None):
-            raise BadArguments(f"--on-alarm expects some of {', '.join(ACTIONS)}, got {part!r}")
+            raise BadArguments(f"on_alarm expects some of {', '.join(ACTIONS)}, got {part!r}")
         try:
             actions[name] = float(number) if equals else ACTIONS[name]
         except ValueError:
-            raise BadArguments(f"--on-alarm {name}=X expects a number, got {number!r}") from None
+            raise BadArguments(f"on_alarm={name}=X expects a number, got {number!r}") from None
     if not 0 < (actions.get(ROLL_BACK) or 1.0) <= 1:
-        raise BadArguments(f"--on-alarm {ROLL_BACK}=X expects a factor in (0, 1], got {actions[ROLL_BACK]}")
+        raise BadArguments(f"on_alarm={ROLL_BACK}=X expects a factor in (0, 1], got {actions[ROLL_BACK]}")
     if not 0 < (actions.get(ATTACH_QK_CLIP) or 1.0) < float("inf"):
-        raise BadArguments(f"--on-alarm {ATTACH_QK_CLIP}=X expects a threshold above 0, got {actions[ATTACH_QK_CLIP]}")
+        raise BadArguments(f"on_alarm={ATTACH_QK_CLIP}=X expects a threshold above 0, got {actions[ATTACH_QK_CLIP]}")
     return actions

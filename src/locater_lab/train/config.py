@@ -55,10 +55,9 @@ class StabiliserOptions:
     mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
     mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
-    qk_decay: float = option(0.0, "Short for --stabiliser qk-decay with this decay.")
-    # No longer list here: help would break names at their hyphens.
-    stabiliser: str = option("", "qk-norm, soft-cap, sigma-reparam, … in LocAteR's place; --help-all lists all.")
-    stabiliser_options: str = option("", "Its options, such as threshold=50; --help-all lists them.")
+    qk_decay: float = option(0.0, "Short for stabiliser=qk-decay with this decay.")
+    stabiliser: str = option("", "qk-norm, soft-cap, sigma-reparam, … in LocAteR's place; all are listed below.")
+    stabiliser_options: str = option("", "Its options, such as threshold=50; all are listed below.")
 
     def __post_init__(self):
         check_fields(self)
@@ -70,26 +69,24 @@ class StabiliserOptions:
         if self.strength_until < 0:
             raise refusal("a step of at least 0 by which κ is 0", self.strength_until)
         if self.strength_until and self.strength in (0, "auto"):
-            raise BadArguments("--strength-until lowers a given κ: give --strength X with it")
+            raise BadArguments("strength_until lowers a given κ: give --strength X with it")
         if self.mean_warmup < 0 or self.mean_until < 0:
             raise refusal("a warm-up and an end of the mean of at least 0 steps", asdict(self))
         if self.mean_until and self.mean == "free":
-            raise BadArguments("--mean-until lets go of a mean that is held: give --mean initial or a number with it")
+            raise BadArguments("mean_until lets go of a mean that is held: set mean to initial or a number too")
         if self.qk_decay and self.is_locater:
-            raise BadArguments("--qk-decay is another stabiliser: leave out --strength and --mean, or give 0 and free")
+            raise BadArguments("qk_decay is another stabiliser: leave out strength and mean, or give 0 and free")
         self._check_method()
 
     def _check_method(self) -> None:
         if self.stabiliser and self.qk_decay:
-            raise BadArguments("--qk-decay is a stabiliser of its own: leave out --stabiliser, or --qk-decay")
+            raise BadArguments("qk_decay is a stabiliser of its own: leave out stabiliser, or qk_decay")
         if self.stabiliser not in ("", LOCATER) and self.is_locater:
-            raise BadArguments(
-                f"--strength and --mean are LocAteR's: leave them out with --stabiliser {self.stabiliser}"
-            )
+            raise BadArguments(f"strength and mean are LocAteR's: leave them out with stabiliser={self.stabiliser}")
         if self.stabiliser == LOCATER and not self.is_locater:
-            raise BadArguments("--stabiliser locater needs --strength (auto, or a number), or --mean")
+            raise BadArguments("stabiliser=locater needs strength (auto, or a number), or mean")
         if self.stabiliser_options and not self.stabiliser:
-            raise BadArguments("--stabiliser-options are those of a --stabiliser: name one")
+            raise BadArguments("stabiliser_options are those of a stabiliser: name one")
         self.settings  # noqa: B018  # refuses what is none of its options
 
     @property
@@ -144,9 +141,9 @@ class LoopOptions:
         if self.watch_every < 0:
             raise refusal("steps between looks of at least 0", self.watch_every)
         if read_actions(self.on_alarm) and not self.watch_every:
-            raise BadArguments("--on-alarm needs someone who looks: give --watch-every N with it")
+            raise BadArguments("on_alarm needs someone who looks: set watch_every too")
         if self.compile and ATTACH_QK_CLIP in read_actions(self.on_alarm):
-            raise BadArguments(f"--on-alarm {ATTACH_QK_CLIP} changes a model that runs: leave out --compile")
+            raise BadArguments(f"on_alarm={ATTACH_QK_CLIP} changes a model that runs: leave out compile")
         for name in ("steps", "batch", "accumulate", "validate_every", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise refusal(f"{name.replace('_', ' ')} of at least 1", getattr(self, name))

@@ -1,9 +1,11 @@
 """A config as a file that `--config` reads: YAML or JSON, in groups or flat, with all fields or some."""
 
 import difflib
+import math
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
@@ -11,18 +13,70 @@ from locater.documents import read_json, read_yaml
 from locater.errors import BadArguments, refusal, within
 from locater.records import Json
 
+from ..fields import choices_of
 from .checksums import SEAL
 from .config import GROUPS, PRESETS, Config
-from .methods import written
+from .methods import METHODS, written
 
-HEADING = "# locater train --config FILE reads this; what is left out is the preset's, and flags go before the file.\n"
+HEADING = "# locater train --config FILE reads this; what is left out is the preset's, --set goes before the file.\n"
+TRUTH = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 FIELDS = {one.name: one for kind in GROUPS.values() for one in fields(kind) if one.init}
 
 
 def to_yaml(config: Config) -> str:
-    """Every field, in its group; `read_file` gives the same config."""
-    groups = {group: {one.name: getattr(getattr(config, group), one.name) for one in _own(group)} for group in GROUPS}
-    return HEADING + yaml.safe_dump({"preset": config.preset, **groups}, sort_keys=False, allow_unicode=True)
+    """Every field in its group, with its help; `read_file` gives the same config."""
+    lines = [HEADING, f"preset: {config.preset}\n"]
+    for group in GROUPS:
+        lines.append(f"{group}:\n")
+        for one in _own(group):
+            value = getattr(getattr(config, group), one.name)
+            style = '"' if isinstance(value, str) and not value.isprintable() else None  # on one line in any case
+            text = yaml.safe_dump({one.name: value}, allow_unicode=True, width=math.inf, default_style=style).rstrip()
+            choices = () if get_origin(one.type) is not Literal else choices_of(one.type)
+            among = f" One of: {', '.join(choices)}." if choices else ""
+            lines.append(f"  {text}  # {one.metadata['help']}{among}\n")
+    return "".join(lines) + _methods()
+
+
+def _methods() -> str:
+    """Every stabiliser with its options, as comments."""
+    lines = ["# Stabilisers, and their stabiliser_options (a=1,b=2):\n"]
+    for name, method in METHODS.items():
+        lines.append(f"#   {name}: {method.help}\n")
+        for option, setting in method.settings.items():
+            default = "must be given" if setting.default is None else setting.default
+            lines.append(f"#     {option}: {setting.help} [{default}]\n")
+    return "".join(lines)
+
+
+def read_pairs(pairs: Sequence[str]) -> Json:
+    """The fields that `NAME=VALUE` pairs set, each in its field's type; a later pair of one name counts."""
+    found: Json = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise BadArguments(f"--set expects NAME=VALUE, got {pair!r:.80}")
+        field = _known(name.strip())
+        found[field] = _from_text(field, text)
+    return found
+
+
+def _from_text(name: str, text: str) -> Any:
+    kind = FIELDS[name].type
+    choices = choices_of(kind)
+    if text in choices or kind is str:
+        return text
+    if kind is bool and text.lower() in TRUTH:
+        return TRUTH[text.lower()]
+    for number in (one for one in (kind, *get_args(kind)) if one in (int, float)):
+        try:
+            return number(text)
+        except ValueError:
+            break
+    words = {int: "a whole number", float: "a number", bool: "yes or no"}
+    expected = [words[one] for one in (kind, *get_args(kind)) if one in words]
+    expected += [f"one of {', '.join(choices)}"] if choices else []
+    raise BadArguments(f"{name} expects {' or '.join(expected)}, got {text!r:.80}")
 
 
 def _own(group: str) -> list[Any]:
@@ -57,7 +111,7 @@ def _known(name: str) -> str:
     if field in FIELDS:
         return field
     near = difflib.get_close_matches(field, FIELDS, n=1)
-    meant = f"did you mean {near[0]}?" if near else "see locater train --help-all"
+    meant = f"did you mean {near[0]}?" if near else "see locater train --print-config"
     raise BadArguments(f"locater train has no option called {name!r}: {meant}")
 
 

@@ -229,7 +229,7 @@ class Trainer:
         on = "loss on held-out text" if held_out else "loss"
         said = f"{on} became" if not math.isfinite(loss) else "gradient of the loss is not finite at loss"
         return Diverged(
-            f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower --learning-rate or raise --strength"
+            f"the {said} {loss:.4g} in step {self.step}: {place}; {where}; lower learning_rate or raise strength"
         )
 
     def _place(self, held_out: bool) -> str:

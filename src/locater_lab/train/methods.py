@@ -1,4 +1,4 @@
-"""The stabilisers that `locater train --stabiliser` takes: one row each; knows no torch, so that help is quick."""
+"""What the option `stabiliser` of `locater train` takes, one row each; knows no torch, so that help is quick."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ def _weight(of: str) -> dict[str, Setting]:
 LOCATER, QK_DECAY, NONE = "locater", "qk-decay", "none"
 METHODS: dict[str, Method] = {
     NONE: Method("Stabiliser", "Nothing."),
-    LOCATER: Method("LocAteR", "κ Σ η² in the loss, by --strength, --mean and what follows them."),
+    LOCATER: Method("LocAteR", "κ Σ η² in the loss, by strength, mean and what follows them."),
     "qk-clip": Method(
         "QKClip",
         "Rescale heads whose largest logit exceeded a threshold in a step.",
@@ -102,7 +102,7 @@ METHODS: dict[str, Method] = {
     ),
     "alpha-decay": Method(
         "AlphaDecay",
-        "Weight decay of linear layers by the tail of their spectrum; give --weight-decay 0.",
+        "Weight decay of linear layers by the tail of their spectrum; give weight_decay=0.",
         {
             "decay": Setting(float, 0.1, "Share of a weight taken off, times the learning rate."),
             "lowest": Setting(float, 2 / 3, "What multiplies it for the heaviest tail."),
@@ -129,7 +129,7 @@ METHODS: dict[str, Method] = {
 
 def method_of(name: str) -> Method:
     if name not in METHODS:
-        raise BadArguments(f"--stabiliser expects one of {', '.join(METHODS)}, got {name!r}")
+        raise BadArguments(f"stabiliser expects one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]
 
 
@@ -146,19 +146,19 @@ def read_settings(name: str, text: str) -> dict[str, Any]:
         key = key.replace("-", "_")
         if not separator or key not in settings:
             known = f"it takes {', '.join(settings)}" if settings else _without_options(name)
-            raise BadArguments(f"--stabiliser {name} has no option {part!r}: {known}")
+            raise BadArguments(f"stabiliser={name} has no option {part!r}: {known}")
         try:
             found[key] = settings[key].read(value)
         except ValueError:
-            raise BadArguments(f"{key} of --stabiliser {name} expects a {settings[key].word}, got {value!r}") from None
+            raise BadArguments(f"{key} of stabiliser={name} expects a {settings[key].word}, got {value!r}") from None
     if missing := [one for one, value in found.items() if value is None]:
         example = ",".join(f"{one}=…" for one in missing)
-        raise BadArguments(f"--stabiliser {name} needs {' and '.join(missing)}: --stabiliser-options {example}")
+        raise BadArguments(f"stabiliser={name} needs {' and '.join(missing)}: stabiliser_options={example}")
     return found
 
 
 def _without_options(name: str) -> str:
-    return "it has flags of its own, --strength and --mean" if name == LOCATER else "it takes none"
+    return "it has options of its own, strength and mean" if name == LOCATER else "it takes none"
 
 
 def written(settings: Mapping[str, Any]) -> str:

@@ -196,7 +196,7 @@ class LanguageModel(nn.Module):
     def hidden(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
         """What the output layer sees."""
         if tokens.shape[1] > self.config.context:
-            raise refusal(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise --context")
+            raise refusal(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise context")
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)

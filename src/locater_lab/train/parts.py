@@ -27,8 +27,8 @@ def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
         return WalkModel(WalkShape(d_model=config.data.walk_width, context=config.shape.context))
     known, wanted = data.tokens.vocabulary.size, config.shape.vocab_size
     if wanted and known > wanted:
-        remedy = f"raise it to {known}, leave it out, or use --tokenizer bpe with --bpe-size {wanted}"
-        raise refusal(f"data of at most {wanted} different tokens (--vocab-size)", known, remedy)
+        remedy = f"raise it to {known}, leave it out, or use tokenizer=bpe with bpe_size={wanted}"
+        raise refusal(f"data of at most {wanted} different tokens (vocab_size)", known, remedy)
     return LanguageModel(replace(config.shape, vocab_size=wanted or known))
 
 

@@ -52,7 +52,7 @@ class Processes:
         size, rest = divmod(batch, self.count * parts)
         if rest or not size:
             expected = f"a batch that {self.count} processes and {parts} parts divide evenly"
-            raise refusal(expected, batch, "change --batch or --accumulate")
+            raise refusal(expected, batch, "change batch or accumulate")
         return size
 
 
@@ -90,7 +90,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as reason:
-        raise refusal("a device that this machine has", f"{name} ({reason!s:.80})", "use --device cpu") from None
+        raise refusal("a device that this machine has", f"{name} ({reason!s:.80})", "use device=cpu") from None
     if device.type == "cuda" and "LOCAL_RANK" in os.environ:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -38,7 +38,7 @@ class Watch:
         self.monitor: AttentionMonitor | None = None
         if loop.watch_every:
             if not isinstance(trainer.module, LanguageModel):
-                raise refusal("a language model to watch", "a random walk", "leave out --watch-every")
+                raise refusal("a language model to watch", "a random walk", "leave out watch_every")
             self.monitor = AttentionMonitor(
                 trainer.module, every=loop.watch_every, budget=2**40, stabilisers=[trainer.stabiliser]
             )
