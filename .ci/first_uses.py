@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import locater
 from locater.integrations.hugging_face import LocAteRCallback
 
+TRAIN = "train --preset small --steps 2 --set num_layers=1 --set batch=2 --set tokenizer=bpe"
 COMMANDS = (
     "--version",
     "doctor",
@@ -25,8 +26,8 @@ COMMANDS = (
     "explore -o explore.html",
     "report gpt2 -o page.html",
     "demo --quick",
-    "train --preset small --steps 2 --set num_layers=1 --set batch=2 --set tokenizer=bpe --out mine/without",
-    "train --preset small --steps 2 --set num_layers=1 --set batch=2 --set tokenizer=bpe --strength 1e-3 --out mine/with",
+    f"{TRAIN} --out mine/without",
+    f"{TRAIN} --strength 1e-3 --out mine/with",
     "runs mine --against without --plot curves.png",
     "predict mine/with/model",
     "families llama",

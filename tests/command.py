@@ -6,7 +6,7 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from locater import cli
+from locater.cli import program
 
 
 class Result(NamedTuple):
@@ -26,7 +26,7 @@ def locater(*arguments: object, columns: int = 80) -> Result:
         contextlib.redirect_stderr(err),
     ):
         try:
-            cli.main()
+            program.main()
             code = 0
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -61,12 +61,12 @@ def sweep(folder) -> None:
 
 
 def report(folder) -> None:
-    from locater import cli
+    from locater.cli import program
 
     os.environ["SOURCE_DATE_EPOCH"] = "0"
     folder.mkdir(exist_ok=True)
     sys.argv = ["locater", "report", str(folder.parent / "scan.json"), "-o", str(folder / "page.html")]
-    cli.app(standalone_mode=False)
+    program.app(standalone_mode=False)
 
 
 JOBS = {"train": train, "sweep": sweep, "report": report}
@@ -87,7 +87,7 @@ def child(job: str, folder, number: int) -> None:
 def run(job: str, folder, number: int = 0, *, seconds: float | None = None) -> int:
     """The exit code; `number` 0 is never reached, and without `seconds` nobody ends it from outside."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["locater_lab.train.run", "locater.cli"])
+    context.set_forkserver_preload(["locater_lab.train.run", "locater.cli.program"])
     folder.with_suffix(".begun").unlink(missing_ok=True)
     started = context.Process(target=child, args=(job, folder, number))
     started.start()

@@ -104,14 +104,24 @@ def test_the_library_works_without_the_laboratory():
         "sys.modules['locater_lab'] = None\n"
         "import importlib.metadata as metadata\n"
         "metadata.entry_points = lambda **wanted: metadata.EntryPoints()\n"
-        "import locater, locater.cli\n"
+        "import locater, locater.cli.program\n"
         "for module in pkgutil.walk_packages(locater.__path__, 'locater.'):\n"
         "    if not module.name.startswith('locater.integrations.') and not module.name.endswith('__main__'):\n"
         "        importlib.import_module(module.name)\n"
         "assert len(locater.scan('pip:locater').heads)\n"
         "sys.argv = ['locater', '--help']\n"
-        "locater.cli.main()\n"
+        "locater.cli.program.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "scan" in done.stdout and "Laboratory" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.is_relative_to(SOURCE / "locater_lab" / "cli")], ids=str
+)
+def test_every_verb_can_be_imported_first(path):
+    """Neither package waits for the other, whichever is imported first; and no torch is loaded for help."""
+    name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

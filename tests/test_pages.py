@@ -11,7 +11,7 @@ import torch
 import typer
 
 from command import locater
-from locater.cli import app
+from locater.cli.program import app
 from locater_lab.train import run
 from training_cases import tiny
 

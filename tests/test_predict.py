@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from locater.attention.layers import observe
 from locater.attention.masks import Mask
 from locater.attention.statistics import NEAR, materialised
-from locater.cli import app
+from locater.cli.program import app
 from locater.errors import Refusal
 from locater.prediction.language_model import run, self_attention
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
@@ -326,5 +326,5 @@ def test_frame():
 
 
 def test_help_needs_no_torch():
-    code = "import sys; import locater.cli; import locater.cli.predict; sys.exit('torch' in sys.modules)"
+    code = "import sys; import locater.cli.program; import locater.cli.predict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

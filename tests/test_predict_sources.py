@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from locater.cli import app
+from locater.cli.program import app
 from locater.errors import Refusal
 from locater.prediction.language_model import begins_with_bos, load_model, load_tokenizer
 from locater.prediction.predict import Effort, predict

@@ -94,7 +94,7 @@ def test_three_roll_backs_and_no_more(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(on_alarm="explode", watch_every=1), "--on-alarm expects some of stop, checkpoint, roll-back"),
+        (dict(on_alarm="explode", watch_every=1), "on_alarm expects some of stop, checkpoint, roll-back"),
         (dict(on_alarm="stop"), "set watch_every too"),
         (dict(on_alarm="stop=3", watch_every=1), "got 'stop=3'"),
         (dict(on_alarm="roll-back=2", watch_every=1), "a factor in"),
