@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from ..errors import refusal, within
 from ..models import live
+from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write
 from ..models.live.watch import Sample
+from ..models.live.write_check import RestoreCheck, in_doubt
 from ..records import State
 from .report import AHEAD, RESTING, SERIOUS, Report
 
@@ -105,7 +107,8 @@ class Checkpoint(Action):
         self.is_done = state["is_done"]
 
 
-Kept = tuple[State, State]  # of the model and of the optimiser
+Kept = tuple[State, ...]  # of the model, of the optimiser, and its master weights
+REMEDY = "act by Checkpoint() or Stop(), and resume by hand"
 
 
 class RollBack(Action):
@@ -143,8 +146,7 @@ class RollBack(Action):
         self.candidate = self.last
         if self.last is not None:
             rates = [group["lr"] for group in optimizer.param_groups]
-            event.model.load_state_dict(self.last[0])
-            optimizer.load_state_dict(copy.deepcopy(self.last[1]))
+            _put_back(self.last, event.model, optimizer)
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         for group in optimizer.param_groups:
@@ -163,7 +165,22 @@ class RollBack(Action):
 
 
 def _kept(model: nn.Module, optimizer: Optimizer) -> Kept:
-    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    parameters = dict(model.named_parameters())
+    in_doubt(parameters.values(), optimizer)  # makes masters known
+    masters = {name: master for name, one in parameters.items() if (master := master_of(one)) is not None}
+    if any(isinstance(master, DeepSpeed | DeepSpeed3) for master in masters.values()):
+        raise refusal("an optimiser whose state can be put back", "DeepSpeed's", REMEDY)
+    copies = {name: master.read().clone() for name, master in masters.items()}
+    return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), copies
+
+
+def _put_back(kept: Kept, model: nn.Module, optimizer: Optimizer) -> None:
+    check = RestoreCheck(model.parameters(), optimizer, REMEDY)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(copy.deepcopy(kept[1]))
+    for name, value in kept[2].items() if len(kept) > 2 else ():
+        write(model.get_parameter(name), value)
+    check.begin(optimizer)
 
 
 def _optimizer(host: Host) -> Optimizer:

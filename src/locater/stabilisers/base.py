@@ -3,12 +3,15 @@
 Each method of the base does nothing, so that one loop serves all of them.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of
 from ..records import State
 
 
@@ -57,26 +60,42 @@ class Rates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-        self.state = optimizer.state
+        self.all_groups, self.state = optimizer.param_groups, optimizer.state
 
     def learning_rate(self, parameter: Tensor, name: str) -> float:
         """Refuses an optimiser that does not own the parameter."""
-        if id(parameter) not in self.groups:
+        if (group := self._group(parameter)) is None:
             remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
             raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
-        return float(self.groups[id(parameter)]["lr"])
+        return float(group["lr"])
+
+    def _owned(self, parameter: Tensor) -> Tensor:
+        """What the optimiser has in its groups: the parameter, or its master."""
+        master = None if id(parameter) in self.groups else master_of(parameter)
+        return parameter if master is None or master.owned is None else master.owned
+
+    def _group(self, parameter: Tensor) -> dict[str, Any] | None:
+        group = self.groups.get(id(self._owned(parameter)))
+        if group is None and isinstance(master_of(parameter), DeepSpeed | DeepSpeed3):  # whose groups hold flat copies
+            if len({group["lr"] for group in self.all_groups}) != 1:
+                raise refusal("one learning rate for all parameters under DeepSpeed", "several", "use one")
+            return self.all_groups[0]
+        return group
 
     def is_orthogonalised(self, parameter: Tensor) -> bool:
         """Whether the optimiser makes steps of one size, whatever the gradient's: Muon."""
-        return "ns_steps" in self.groups.get(id(parameter), {})
+        return "ns_steps" in (self._group(parameter) or {})
 
     def second_moment(self, parameter: Tensor) -> tuple[Tensor, float] | None:
         """Adam's running mean of the squared gradient and what to multiply it by, since it starts at 0.
 
         None where the optimiser keeps none, or has not stepped yet.
         """
-        state = self.state.get(parameter, {})
-        if "exp_avg_sq" not in state:
+        state, group = self.state.get(self._owned(parameter), {}), self._group(parameter) or {}
+        moment, steps = state.get("exp_avg_sq"), state.get("step", group.get("step"))
+        master = master_of(parameter) if moment is None else None
+        if master is not None and (steps := next((one["step"] for one in self.state.values() if "step" in one), steps)):
+            moment = master.second_moment()  # a message to all processes, which have all stepped
+        if moment is None or steps is None:
             return None
-        decay = self.groups[id(parameter)].get("betas", (0.0, 0.0))[1]
-        return state["exp_avg_sq"], 1 / (1 - decay ** float(state["step"]))
+        return moment, 1 / (1 - group.get("betas", (0.0, 0.0))[1] ** float(steps))

@@ -1,7 +1,7 @@
 """LocAteR: shrink the scale of each head's eigenspectrum, hold its mean (Bao, Hataya, Karakida, ICML 2024)."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -13,12 +13,13 @@ from ..models import Family
 from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
+from ..models.live.write_check import WriteCheck
 from ..records import State, head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
 from .live.find import find_pairs
 from .live.gains import Inputs, Raw
 from .live.gauge import Gauge
-from .mean import Mean, as_mean
+from .mean import Mean, Projected, as_mean
 from .scales import Eta, Objective, Scale
 from .strength import Auto
 
@@ -52,11 +53,14 @@ class LocAteR(Stabiliser):
         self.pairs = find_pairs(model, heads=heads, sample=sample, family=family, latent=True)
         self.inputs.find(model, self.pairs, heads=heads, sample=sample, family=family)
         self.optimizer = optimizer
-        if optimizer is not None:
-            self._check_owner(optimizer)
+        leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.steps, self._in_loss = 0, False
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
         self.gauge = Gauge(self.pairs, optimizer, self._slopes) if self.auto else None
+        writes = leaves.values() if optimizer is not None or isinstance(self.mean, Projected) else ()
+        self.writes = WriteCheck(writes, optimizer, "add penalty() to the loss, and hold a mean by Penalised(…) there")
+        if optimizer is not None:
+            self._check_owner(optimizer, leaves)
         at_work.begin(model, self)
 
     def __repr__(self) -> str:
@@ -84,6 +88,7 @@ class LocAteR(Stabiliser):
         """Shrink the scale if an optimiser was given, then hold the mean. Refuses NaN."""
         if self.optimizer is None and not self._in_loss:
             raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
+        self.writes.check()
         self.steps += 1
         if self.gauge is not None:
             self._choose(self.gauge)
@@ -155,6 +160,7 @@ class LocAteR(Stabiliser):
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
         at_work.end(self)
+        self.writes.close()
         if self.gauge is not None:
             self.gauge.close()
 
@@ -177,9 +183,8 @@ class LocAteR(Stabiliser):
         numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / temperature}
         return {name: values.flatten().tolist() for name, values in numbers.items()}
 
-    def _check_owner(self, optimizer: Optimizer) -> None:
+    def _check_owner(self, optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> None:
         rates = Rates(optimizer)
-        leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         for name, leaf in leaves.items():
             rates.learning_rate(leaf, name)
         acts = self.auto is not None or self.strength > 0

@@ -118,7 +118,7 @@ class Projected(Mean):
         if not pair.is_stored:
             got = f"computed ones in {pair.name}"
             raise refusal("plain parameters to project", got, "hold the mean by Penalised(…)")
-        shard = shard_of(pair, pair.weights())
+        shard = shard_of(pair, pair.weights(), exact=True)
         hold_trace(shard, target[shard.groups], gain=shard.own(gain))
         shard.commit()
 

@@ -6,10 +6,11 @@ He et al. 2025, arXiv 2506.14562.
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from locater.errors import refusal
+from locater.models.live.masters import current, write
+from locater.models.live.write_check import WriteCheck
 from locater.projections import whole, widen
 from locater.records import State
 from locater.stabilisers.base import Rates, Stabiliser, non_negative
@@ -45,6 +46,8 @@ class AlphaDecay(Stabiliser):
         self.places = [place for place in found if getattr(place[1], place[2]).requires_grad]
         if not self.places:
             raise refusal("a model with linear layers that are trained", type(model).__name__)
+        remedy = "give the decay to the optimiser"
+        self.writes = WriteCheck((getattr(module, name) for _, module, name in self.places), optimizer, remedy)
         rates = Rates(optimizer)
         for name, module, attribute in self.places:
             rates.learning_rate(getattr(module, attribute), name)
@@ -54,14 +57,14 @@ class AlphaDecay(Stabiliser):
 
     @torch.no_grad()
     def step(self) -> None:
+        self.writes.check()
         if self.steps and self.steps % self.every == 0:
             self._measure()
         self.steps += 1
         rates = Rates(self.optimizer)
         for (name, module, attribute), share in zip(self.places, self.shares(), strict=True):
             weight = getattr(module, attribute)
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            local.mul_(1 - rates.learning_rate(weight, name) * self.decay * share)
+            write(weight, current(weight).mul_(1 - rates.learning_rate(weight, name) * self.decay * share))
 
     def shares(self) -> list[float]:
         """What multiplies the decay of each weight; the middle of both ends where all tails are alike."""

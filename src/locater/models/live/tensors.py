@@ -42,13 +42,17 @@ class ModuleTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         module, attribute = self._owner(name)
-        return tuple(getattr(module, attribute).shape)
+        tensor = getattr(module, attribute)
+        return tuple(getattr(tensor, "ds_shape", tensor.shape))  # DeepSpeed ZeRO-3 leaves an empty placeholder
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Shaped[Tensor, "..."]:
         module, attribute = self._owner(name)
         tensor = getattr(module, attribute)
         if type(module).__module__.partition(".")[0] == "bitsandbytes" and not tensor.is_floating_point():
             raise refusal(f"floating-point weights in `{name}`", "a quantised module", "call model.dequantize() first")
+        if tensor.shape != getattr(tensor, "ds_shape", tensor.shape):
+            remedy = "read it within deepspeed.zero.GatheredParameters(list(model.parameters()))"
+            raise refusal(f"the whole of `{name}`", "a placeholder: DeepSpeed ZeRO-3 has partitioned it", remedy)
         if attribute == "weight" and id(module) in self.adapters:
             tensor = adapted(tensor, self.adapters[id(module)])
         return tensor if rows is None else tensor[rows[0] : rows[1]]

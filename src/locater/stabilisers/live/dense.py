@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...errors import refusal
+from ...models.live.masters import current, write
 from ...projections import whole, widen
 from ...spectra import Grams, Moments, gram_products, moments_of
 from ..base import Rates
@@ -41,6 +42,9 @@ class DensePair(Pair):
 
     def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
         weights = self.weights()
+        if any(hasattr(one, "ds_id") for one in weights):
+            got = "those that DeepSpeed ZeRO-3 has partitioned"
+            raise refusal("whole weights for a penalty in the loss", got, "give the optimizer: decoupled")
         if torch.compiler.is_compiling():
             return _traced(self, scale, gain, weights)
         return _Value.apply(self, scale, gain, *weights)
@@ -74,7 +78,7 @@ class DensePair(Pair):
         """
         with torch.enable_grad():
             weights = self.weights()
-        shard = shard_of(self, weights)
+        shard = shard_of(self, weights, exact=self.is_stored)
         grams, gradients = by_heads(shard, scale, gain)
         if not self.is_stored:
             slopes = self._through(_trained(weights, shard.scatter(*gradients)))
@@ -179,7 +183,8 @@ def move(parameter: nn.Parameter, by: Tensor, rates: Rates, name: str) -> None:
     """In the optimiser's unit, taken over the whole parameter."""
     known = rates.second_moment(parameter)
     unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
-    parameter.sub_(by / unit, alpha=rates.learning_rate(parameter, name))
+    value = current(parameter)
+    write(parameter, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(parameter, name)))
 
 
 def _trained(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import refusal
+from ...models.live.write_check import inner_optimizer
 from .pairs import Pair
 
 Slopes = Callable[[int], list[Tensor]]
@@ -79,14 +80,12 @@ class Gauge:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimiser that steps: accelerate (and so transformers' Trainer) wraps it in one that has no hooks."""
-    found: Any = optimizer
-    while not hasattr(found, "_optimizer_step_pre_hooks"):
-        found = getattr(found, "optimizer", None)
-        if found is None:
-            remedy = "give the optimiser inside of it, or a number as the strength"
-            raise refusal('an optimiser with hooks, for strength="auto"', type(optimizer).__name__, remedy)
-    return found
+    """The optimiser that steps, for its hooks."""
+    inner = inner_optimizer(optimizer)
+    if inner is None:
+        remedy = "give the optimiser inside of it, or a number as the strength"
+        raise refusal('an optimiser with hooks, for strength="auto"', type(optimizer).__name__, remedy)
+    return inner
 
 
 def _agreed(ratios: list[Tensor]) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import refusal
+from ...models.live.masters import current, write
 from ...projections import whole, widen
 from ...spectra import Grams
 from .pairs import Pair
@@ -27,11 +28,13 @@ Group = dist.ProcessGroup | None
 class HeadShard:
     """Heads and columns at hand, in at least float32; sums over `across_columns` or `across_heads` complete them.
 
-    `query` and `key` are the parameters' own memory where they can be; `commit` writes them back where not.
+    `query` and `key` are the memory of the parameters, or of their masters, where they can be; `commit` writes them
+    back. `bases` are what they were cut from.
     """
 
     pair: Pair
     weights: tuple[Tensor, ...]
+    bases: tuple[Tensor, ...]
     query: Float[Tensor, "groups heads d_head columns"]
     key: Float[Tensor, "groups 1 d_head columns"]
     working: tuple[Tensor, ...]
@@ -108,11 +111,8 @@ class HeadShard:
 
     def commit(self) -> None:
         """Write heads that were changed in place back to parameters that they are not the memory of."""
-        for working, weight in zip(self.working, self.weights, strict=True):
-            local = weight.to_local() if isinstance(weight, DTensor) else weight
-            if working.data_ptr() != local.data_ptr() or working.dtype != local.dtype:
-                placed = _placed_as(working, weight)
-                local.copy_(placed.to_local() if isinstance(placed, DTensor) else placed)
+        for working, base, weight in zip(self.working, self.bases, self.weights, strict=True):
+            write(weight, _placed_as(working, base))
 
 
 def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:
@@ -121,22 +121,26 @@ def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:
 
 
 @torch.no_grad()
-def shard_of(pair: Pair, weights: Sequence[Tensor]) -> HeadShard:
-    """The part at hand, by how the weights are sharded now; FSDP2 changes that between forward and step."""
-    weights = tuple(weights)
+def shard_of(pair: Pair, weights: Sequence[Tensor], *, exact: bool = False) -> HeadShard:
+    """The part at hand, by how the weights are sharded now; FSDP2 changes that between forward and step.
+
+    `exact` takes master weights, where there are any: for what writes. DeepSpeed ZeRO-3 has nothing else.
+    """
+    parameters = tuple(weights)
+    weights = tuple(current(one) if exact or hasattr(one, "ds_id") else one for one in parameters)
     plans = {_axis(weight, rows) for weight, rows in ((weights[0], pair.query), (weights[-1], pair.key))}
     axis, mesh_axis = plans.pop() if len(plans) == 1 else ("gathered", -1)
     mesh = weights[0].device_mesh if isinstance(weights[0], DTensor) else None
     if axis == "columns" and mesh is not None:
         local = [weight.to_local() for weight in weights]  # type: ignore
         columns = _columns(pair, local[0], mesh, mesh_axis)
-        return _shard(pair, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
+        return _shard(pair, parameters, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
     if axis == "rows" and mesh is not None and _holds_whole_groups(pair, weights, mesh.size(mesh_axis)):
         count = pair.query.num_groups // mesh.size(mesh_axis)
         groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
         local = [weight.to_local() for weight in weights]  # type: ignore
-        return _shard(pair, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
-    return _shard(pair, weights, [whole(weight) for weight in weights])
+        return _shard(pair, parameters, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
+    return _shard(pair, parameters, weights, [whole(weight) for weight in weights])
 
 
 def check_not_spread(model: nn.Module) -> None:
@@ -159,14 +163,16 @@ def _wrappers() -> Iterator[nn.parallel.DistributedDataParallel]:
         yield from (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
 
 
-def _shard(pair: Pair, weights: tuple[Tensor, ...], local: list[Tensor], **where) -> HeadShard:
+def _shard(
+    pair: Pair, weights: tuple[Tensor, ...], bases: tuple[Tensor, ...], local: list[Tensor], **where
+) -> HeadShard:
     working = tuple(widen(tensor.detach()) for tensor in local)
     query, key = pair.query, pair.key
     if "groups" in where:
         count = where["groups"].stop - where["groups"].start
         query, key = replace(query, num_groups=count), replace(key, num_groups=count)
     views = query.view(working[0]), key.view(working[-1])
-    return HeadShard(pair, weights, *views, working, (query, key), **where)
+    return HeadShard(pair, weights, bases, *views, working, (query, key), **where)
 
 
 def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:

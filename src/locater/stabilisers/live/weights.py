@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...models import Slice
 from ...models.live import ModuleTensors
+from ...models.live.masters import current, write
 from ...models.live.tensors import adapted, named_modules
 from ...projections import widen
 
@@ -114,22 +115,25 @@ class Rows:
     def scale(self, factors: Float[Tensor, "groups heads #d_head"]) -> None:
         """Multiply these rows of the weight, and of its bias, each by its number; sharded ones in their shards."""
         weight = self.weight.read()
-        numbers = torch.ones(weight.shape[self.row_axis], dtype=torch.float32, device=weight.device)
+        num_rows = getattr(weight, "ds_shape", weight.shape)[self.row_axis]
+        numbers = torch.ones(num_rows, dtype=torch.float32, device=weight.device)
         numbers[self.places.to(numbers.device)] = factors.to(numbers).expand(-1, -1, self.d_head)
         bias = getattr(self.weight.module, self.weight.attribute.replace("weight", "bias"), None)
         for tensor, axis in ((weight, self.row_axis), (bias, 0)):
             if tensor is not None:
-                _multiply(tensor.detach(), numbers.unflatten(0, [-1 if n == axis else 1 for n in range(tensor.dim())]))
+                _multiply(tensor, numbers, axis)
 
 
-def _multiply(tensor: Tensor, numbers: Tensor) -> None:
-    """Entry by entry, in place, rounded once; what is sharded is cut alike."""
+def _multiply(parameter: Tensor, numbers: Tensor, axis: int) -> None:
+    """Each row by its number, rounded once; what is sharded is cut alike."""
+    tensor = current(parameter)
+    numbers = numbers.unflatten(0, [-1 if n == axis else 1 for n in range(tensor.dim())])
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         spread = numbers.expand(tensor.shape).contiguous()
         same = DTensor.from_local(spread, mesh, [Replicate()] * mesh.ndim, run_check=False)
         tensor, numbers = tensor.to_local(), same.redistribute(mesh, tensor.placements).to_local()
-    tensor.copy_(widen(tensor) * numbers)
+    write(parameter, widen(tensor) * numbers)
 
 
 def find_weight(tensors: ModuleTensors, name: str) -> Weight:

@@ -17,6 +17,7 @@ from ...errors import refusal
 from ...models.live import at_work
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
+from ...models.live.write_check import WriteCheck
 from ...records import head_key, layer_key
 from ..base import Stabiliser
 from ..live.find import find_pairs
@@ -50,6 +51,8 @@ class QKClip(Stabiliser):
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
         if not log_only:
             check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
+        written = [rows.weight.read() for pair in self.pairs for rows in pair.sides if not log_only]
+        self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))
@@ -64,6 +67,7 @@ class QKClip(Stabiliser):
 
     @torch.no_grad()
     def step(self) -> None:
+        self.writes.check()
         for largest in self.largest.values():
             if dist.is_initialized():
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
@@ -94,6 +98,7 @@ class QKClip(Stabiliser):
 
     def detach(self) -> None:
         at_work.end(self)
+        self.writes.close()
         self.slots.remove()
 
 

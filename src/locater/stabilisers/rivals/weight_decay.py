@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
+from ...models.live.write_check import WriteCheck
 from ..base import Rates, Stabiliser, non_negative
 from ..live.find import find_pairs
 from ..live.pairs import Pair, check_stored
 from ..live.sharding import shard_of
 from ..live.weights import Rows
+
+IN_LOSS = "leave out the optimizer and add penalty() to the loss"
 
 
 class QKDecay(Stabiliser):
@@ -33,7 +36,9 @@ class QKDecay(Stabiliser):
         self.decay, self.optimizer = non_negative(decay, "decay"), optimizer
         self.pairs = find_pairs(model, heads=heads, sample=sample)
         if optimizer is not None:
-            check_stored(self.pairs, "decay", "leave out the optimizer and add penalty() to the loss")
+            check_stored(self.pairs, "decay", IN_LOSS)
+            leaves = [leaf for pair in self.pairs for leaf in pair.leaves().values()]
+            self.writes = WriteCheck(leaves, optimizer, IN_LOSS)
 
     def penalty(self) -> Float[Tensor, ""]:
         if self.optimizer is not None:
@@ -47,9 +52,10 @@ class QKDecay(Stabiliser):
     def step(self) -> None:
         if self.optimizer is None:
             return
+        self.writes.check()
         rates = Rates(self.optimizer)
         for pair in self.pairs:
-            shard = shard_of(pair, pair.weights())
+            shard = shard_of(pair, pair.weights(), exact=True)
             for heads, (rows, weight) in zip((shard.query, shard.key), _sides(pair), strict=True):
                 if weight.requires_grad:
                     heads.mul_(1 - self.decay * rates.learning_rate(weight, rows.weight.name))
