@@ -11,7 +11,8 @@ from locater import head_rows, scan
 from locater.errors import Refusal
 from locater.models.live.masters import Copy, current, write
 from locater.monitor.actions import RollBack
-from locater.stabilisers import AlphaDecay, LocAteR, Projected, QKClip, QKDecay
+from locater.stabilisers import LocAteR, Projected, QKClip, QKDecay
+from locater_lab.rivals import AlphaDecay
 from master_weights import SEEN, Hidden, InState, plain
 from stabiliser_models import TOKENS, gpt2, llama
 
