@@ -6,6 +6,7 @@ reader puts his own in as `opened`.
 """
 
 import json
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,8 @@ from locater.models.proof.observe import observe
 from locater.models.proof.twin import quiet
 
 TOLERANCE = 2e-5  # of the largest logit
-LARGEST = 4096  # of whole numbers that may be sizes
+LARGEST = 512  # of the sizes that a model is built with
+SIZE = re.compile(r"(hidden_size|d_model|\bdim|embed_dim|n_embd|n_embed|num_\w*layers|n_layers?|heads?)$")
 
 
 class Opened(NamedTuple):
@@ -93,6 +95,8 @@ def watch(case: Any, values: Mapping[str, Any]) -> Evidence:
         warnings.simplefilter("ignore")
         try:
             config, make = config_of(case, values), getattr(transformers, case.model)._from_config
+            if largest(config.to_dict()) > LARGEST:  # a size that was taken out is the published model's
+                raise CannotBuild("too large")
             model = shake(make(config, attn_implementation="eager").eval().float())
             with torch.no_grad():
                 case.prepare(model)
@@ -100,6 +104,12 @@ def watch(case: Any, values: Mapping[str, Any]) -> Evidence:
         except Exception as reason:  # whatever transformers raises: it cannot read these values
             raise CannotBuild(f"{type(reason).__name__}: {reason}"[:200]) from None
     return Evidence(model, seen)
+
+
+def largest(values: Mapping[str, Any]) -> int:
+    """Of the whole numbers in a config that are sizes: those of its lengths and tokens cost nothing."""
+    sizes = {path: value for path, value in flat(values).items() if type(value) is int}
+    return max((size for path, size in sizes.items() if SIZE.search(path)), default=0)
 
 
 def differences(evidence: Evidence, layers: list, *, is_complete: bool) -> Iterator[str]:
@@ -183,7 +193,7 @@ def flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Every entry by its path; tables are followed, and stand for themselves too."""
     entries: dict[str, Any] = {}
     for key, value in values.items():
-        entries[path + key] = value
+        entries[f"{path}{key}"] = value
         if isinstance(value, Mapping):
             entries |= flat(value, f"{path}{key}.")
     return entries
@@ -235,7 +245,7 @@ def unusual(path: str, examples: list[Any]) -> list[Any]:
         if isinstance(example, bool):
             further += [True, False]
         elif isinstance(example, int):
-            further += [min(2 * example, LARGEST), max(1, example // 2)]
+            further += [2 * example, max(1, example // 2)]
         elif isinstance(example, float):
             further += [round(0.37 * example + 0.21, 6), 1]
         elif isinstance(example, str):

@@ -14,7 +14,6 @@ gpt2 = partial(Case, config="GPT2Config", model="GPT2LMHeadModel")
 neo = partial(Case, config="GPTNeoConfig", model="GPTNeoForCausalLM")
 neox = partial(Case, config="GPTNeoXConfig", model="GPTNeoXForCausalLM")
 opt = partial(Case, config="OPTConfig", model="OPTForCausalLM")
-falcon = partial(Case, config="FalconConfig", model="FalconForCausalLM")
 mpt = partial(Case, config="MptConfig", model="MptForCausalLM")
 
 
@@ -26,12 +25,14 @@ def add_alibi_once(model):
     """transformers' eager path adds Falcon's ALiBi twice (mask and logits), sdpa and the published code once."""
 
     def without(module, args, kwargs):
-        return args, kwargs | {"alibi": torch.zeros_like(kwargs["alibi"])}
+        return args, kwargs | {"alibi": None if kwargs["alibi"] is None else torch.zeros_like(kwargs["alibi"])}
 
     for module in model.modules():
         if type(module).__name__ == "FalconAttention":
             module.register_forward_pre_hook(without, with_kwargs=True)
 
+
+falcon = partial(Case, config="FalconConfig", model="FalconForCausalLM", prepare=add_alibi_once)
 
 CASES = [
     Case("gpt", "OpenAIGPTConfig", "OpenAIGPTLMHeadModel", GPT),
@@ -83,7 +84,6 @@ CASES = [
     falcon(
         "falcon-rw",
         settings=BIG | dict(multi_query=False, alibi=True, bias=True, parallel_attn=False),
-        prepare=add_alibi_once,
     ),
     falcon("falcon-40b", settings=BIG | dict(new_decoder_architecture=True, num_kv_heads=2)),
     falcon(

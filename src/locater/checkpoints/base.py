@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, KeysView, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..records import Json
 from .bytes import ByteSource, check_range
 
 Rows = tuple[int, int]
+MOST_DIMENSIONS, MOST_NUMBERS = 32, 2**60
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,12 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Refuse what no tensor can be: a file can write any size down, beside a zero that makes it cost nothing."""
+        fits = len(self.shape) <= MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in self.shape)
+        if not fits or math.prod(max(size, 1) for size in self.shape) >= MOST_NUMBERS:
+            raise refusal("the shape of a tensor", reprlib.repr(list(self.shape)), "the file is damaged")
 
 
 class Checkpoint(ABC):

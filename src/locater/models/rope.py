@@ -3,6 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 from ..errors import refusal
 from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
@@ -20,8 +21,7 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     if row is None or not resolve(row.only, config, layer):
         return None
     chosen = resolve(row.parameters, config, layer)
-    # Where both are there, the older spelling counts: transformers takes it for what its author changed.
-    entries = Config((config.get("rope_scaling") or config.get("rope_parameters", {})) if chosen is None else chosen)
+    entries = Config(rope_entries(config) if chosen is None else chosen)
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
         raise refusal("rotary parameters as one table in the config", reprlib.repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
@@ -35,6 +35,11 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
         num_dims = d_head - start if kind == "proportional" else int((d_head - start) * fraction)
     scaling = None if kind in PLAIN else _scaling(kind, entries, config, num_dims, int(fraction * num_dims // 2))
     return Rotary(base, num_dims, start, bool(resolve(row.interleaved, config, layer)), scaling, row.backward)
+
+
+def rope_entries(config: Config) -> Any:
+    """The table of rotary parameters; where both spellings are there, transformers takes the older."""
+    return config.get("rope_scaling") or config.get("rope_parameters", {})
 
 
 def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int) -> float:

@@ -268,3 +268,10 @@ def both_biased(cell: Cell) -> Biases:
 def ahead(config: Config, layer: int) -> int | None:
     """Decoders are causal unless the config says otherwise, as encoders made of them do."""
     return 0 if config.values.get("is_causal", True) else None
+
+
+def causal(config: Config, layer: int) -> int:
+    """Decoders whose rows are causal: some of their code obeys `is_causal`, some does not."""
+    if ahead(config, layer) is None:
+        raise refusal("a causal model", "`is_causal` false in the config", "describe the model with --layout")
+    return 0

@@ -23,11 +23,11 @@ def typed(rule: Rule) -> Rule:
     return slides
 
 
-def all_but_every(period: int) -> Rule:
-    """Every `period`-th layer sees all, the others slide; the config may state another period."""
+def all_but_every(period: int, *, stated: str | None = "sliding_window_pattern") -> Rule:
+    """Every `period`-th layer sees all, the others slide; the entry `stated` may hold another period."""
 
     def slides(config: Config, layer: int) -> bool:
-        return (layer + 1) % config.get("sliding_window_pattern|_sliding_window_pattern", period) != 0
+        return (layer + 1) % (config.get(stated, period) if stated else period) != 0
 
     return typed(slides)
 

@@ -181,7 +181,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         QUERY_KEY_VALUE | PRE_NORM | {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
         layer="gpt_neox.layers.{}.",
         top={"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"},
-        settings={"use_parallel_residual": "use_parallel_residual", "attention.head_count_kv": None},
+        settings={
+            "use_parallel_residual": "use_parallel_residual",
+            "attention.head_count_kv": None,
+            "rope.freq_base": "rotary_emb_base",
+        },
         partial_rotary="rotary_pct",
         is_regrouped=True,
     ),

@@ -1,11 +1,12 @@
 """Quantised checkpoints, read as if they were not: each weight under its plain name, computed when it is asked for."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ...errors import refusal
+from ...errors import Refusal, refusal
 from ...records import Json, JsonMapping
 from ..base import Checkpoint, Entry, Rows
 from . import awq, bitsandbytes, compressed, floating, gptq, hqq, mlx, quanto, torchao
@@ -57,7 +58,10 @@ class Dequantised(Checkpoint):
 
     def fetch(self, name: str, rows: Rows | None) -> Tensor:
         weight = self.weights.get(name)
-        return self.store.read(name, rows) if weight is None else weight.read(rows)
+        if weight is None:
+            return self.store.read(name, rows)
+        with _fitting(weight):
+            return weight.read(rows)
 
     def close(self) -> None:
         self.store.close()
@@ -77,7 +81,8 @@ class _Entries(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if name in self.weights:
-            return Entry(self.weights[name].shape, torch.float32)
+            with _fitting(self.weights[name]):
+                return Entry(self.weights[name].shape, torch.float32)
         if name not in self.order:
             raise KeyError(name)
         return self.store.entries[name]
@@ -90,6 +95,18 @@ class _Entries(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self.order)
+
+
+@contextmanager
+def _fitting(weight: Weight) -> Iterator[None]:
+    """Parts from strangers that pass each check and yet do not go together fail in the arithmetic, in any way."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as cause:
+        shapes = ", ".join(f"{role} {[*weight.store.shape(name)]}" for role, name in weight.parts.items())
+        raise refusal(f"parts of `{weight.name[:120]}` that go together", shapes[:200], REMEDY) from cause
 
 
 def dequantised(store: Checkpoint) -> Checkpoint:

@@ -1,6 +1,5 @@
 """bitsandbytes: NF4 and FP4 in blocks of a flat tensor, with maxima that may be quantised in turn; and int8 by rows."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 from ...errors import refusal
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
+from ..document import parse_object
 from .weight import REMEDY, Shape, Weight, modules_with, number, parts_of
 
 STATE = "weight.quant_state.bitsandbytes__"
@@ -25,13 +25,7 @@ class FourBits(Weight):
     @cached_property
     def state(self) -> JsonMapping:
         data = bytes(self.codes("state", torch.uint8).flatten().tolist())
-        try:
-            state = json.loads(data)
-        except (ValueError, RecursionError):
-            state = None
-        self.check(isinstance(state, dict), "its state as a JSON object", f"{data[:40]!r}")
-        assert isinstance(state, dict)
-        return state
+        return parse_object(data, name=f"the state of `{self.name[:120]}`")
 
     @cached_property
     def shape(self) -> Shape:  # type: ignore  # read once

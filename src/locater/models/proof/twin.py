@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import Refusal
+from ...errors import Refusal, refusal
 from ...records import JsonMapping
 from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
 
@@ -33,7 +33,11 @@ def config_of(model_type: str, values: JsonMapping | None = None) -> Any:
     from transformers import CONFIG_MAPPING
 
     own = {key: value for key, value in (values or {}).items() if key not in NOT_TAKEN}
-    return CONFIG_MAPPING[model_type].from_dict(own) if own else CONFIG_MAPPING[model_type]()
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(own) if own else CONFIG_MAPPING[model_type]()
+    except Exception as reason:  # its own check of a stranger's values, which fails in any way
+        expected = f"a config that transformers reads as {model_type}"
+        raise refusal(expected, first_line(reason), "correct config.json") from reason
 
 
 def model_classes(config: Any) -> Iterator[type]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, both_biased, entry
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, both_biased, causal, entry
 
 EPSILON = entry("layer_norm_eps", 1e-12)
 
@@ -25,7 +25,7 @@ BERT = Attention(
     **both_biased(True),
 )
 
-BERT_DECODER = replace(BERT, block="decoder", only=entry("is_decoder", False), lookahead=0)
+BERT_DECODER = replace(BERT, block="decoder", only=entry("is_decoder", False), lookahead=causal)
 
 BERT_CROSS = replace(
     BERT,
@@ -43,7 +43,7 @@ BERT_ROWS = (BERT, BERT_DECODER, BERT_CROSS)
 
 def electra_norm(config: Config, layer: int) -> NormAt:
     width = config["hidden_size"]
-    projected = config.get("embedding_size", width) != width
+    projected = config.get("embedding_size", 128) != width
     first = None if projected else "embeddings.LayerNorm"
     return NormAt("layer", "encoder.layer.{previous}.output.LayerNorm", first=first, epsilon=EPSILON)
 
@@ -137,7 +137,7 @@ MPNET = replace(
     query="encoder.layer.{layer}.attention.attn.q",
     key="encoder.layer.{layer}.attention.attn.k",
     prefixes=("", "mpnet."),
-    buckets=BucketsAt("encoder.relative_attention_bias", bidirectional=True),
+    buckets=BucketsAt("encoder.relative_attention_bias", bidirectional=True, num_buckets=32),  # whatever is stated
 )
 
 # ModernBERT: pre-LN with rotary positions; some layers see all, the others a window on both sides.
@@ -152,7 +152,7 @@ def modernbert_kind(config: Config, layer: int) -> str:
 
 def modernbert_rope(config: Config, layer: int) -> Mapping[str, object]:
     kind = modernbert_kind(config, layer)
-    entries = config.get(f"rope_parameters.{kind}") or config.get("rope_scaling") or {}
+    entries = {"rope_type": "default", **config.get(f"rope_parameters.{kind}", {}), **config.get("rope_scaling", {})}
     everywhere = config.get("global_rope_theta", 160_000.0)
     base = config.get("local_rope_theta", 10_000.0) if kind == "sliding_attention" else everywhere
     return {"rope_theta": base, **entries}

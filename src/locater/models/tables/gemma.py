@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from ...errors import refusal
 from ...records import Json
-from ..schema import Config, Family, NormAt, RotaryAt, entry
+from ..schema import Config, Family, NormAt, RotaryAt, causal, entry
 from ..sliding import all_but_every, window
 from .llama import LLAMA, RMS_EPSILON
 
@@ -23,13 +24,12 @@ gemma3_slides = all_but_every(6)
 
 
 def gemma3_rotary(config: Config, layer: int) -> Json:
-    """Local layers have a base of their own, and only global ones are stretched."""
+    """Local layers have a base of their own, and only global ones are stretched by `rope_scaling`."""
     kind = "sliding_attention" if gemma3_slides(config, layer) else "full_attention"
-    if (stated := config.get(f"rope_parameters.{kind}")) is not None:
-        return stated
+    stated = {"rope_type": "default", **config.get(f"rope_parameters.{kind}", {})}
     if kind == "sliding_attention":
-        return {"rope_theta": config.get("rope_local_base_freq", LOCAL_BASE)}
-    return {"rope_theta": config.get("rope_theta", GLOBAL_BASE), **config.get("rope_scaling", {})}
+        return {"rope_theta": config.get("rope_local_base_freq", LOCAL_BASE), **stated}
+    return {"rope_theta": config.get("rope_theta", GLOBAL_BASE), **stated, **config.get("rope_scaling", {})}
 
 
 def gemma3_lookback(config: Config, layer: int) -> int | None:
@@ -39,7 +39,14 @@ def gemma3_lookback(config: Config, layer: int) -> int | None:
 
 
 def gemma3_lookahead(config: Config, layer: int) -> int | None:
-    return gemma3_lookback(config, layer) if config.get("use_bidirectional_attention", False) else 0
+    return gemma3_lookback(config, layer) if config.get("use_bidirectional_attention", False) else causal(config, layer)
+
+
+def tower_lookahead(config: Config, layer: int) -> int:
+    """Of the model with a vision tower, whose own code halves the window of both ways and stays causal."""
+    if config.get("use_bidirectional_attention", False):
+        raise refusal("a causal gemma3", "use_bidirectional_attention", "describe the model with --layout")
+    return causal(config, layer)
 
 
 GEMMA = replace(
@@ -51,7 +58,7 @@ GEMMA2 = replace(
     GEMMA,
     scale=query_scale,
     softcap=gemma2_softcap,
-    lookback=window(all_but_every(2), default=4096),
+    lookback=window(all_but_every(2, stated=None), default=4096),
 )
 GEMMA3 = replace(
     GEMMA,
@@ -65,7 +72,10 @@ GEMMA3 = replace(
     lookahead=gemma3_lookahead,
 )
 GEMMA3_TOWER = replace(
-    GEMMA3, config="text_config", prefixes=("language_model.model.", "model.language_model.", "language_model.")
+    GEMMA3,
+    config="text_config",
+    prefixes=("language_model.model.", "model.language_model.", "language_model."),
+    lookahead=tower_lookahead,
 )
 
 FAMILIES = (

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, entry
+from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, causal, entry
 
-EPSILON = entry("layer_norm_epsilon|layer_norm_eps", 1e-5)
+EPSILON = entry("layer_norm_epsilon", 1e-5)
 
 
 def alibi_slope(index: int, num_heads: int, *, most: float = 8.0) -> float:
@@ -36,7 +36,7 @@ GPT2 = Attention(
     transposed=True,
     input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
     scale=gpt2_scale,
-    lookahead=0,
+    lookahead=causal,
     **both_biased(True),
 )
 
@@ -82,7 +82,7 @@ NEO = Attention(
     input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
     scale=1.0,
     lookback=neo_lookback,
-    lookahead=0,
+    lookahead=causal,
     **both_biased(False),
 )
 
@@ -96,8 +96,8 @@ GPTJ = Attention(
     heads="n_head|num_attention_heads",
     d_model="n_embd|hidden_size",
     input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
-    rotary=RotaryAt(num_dims="rotary_dim", interleaved=True),
-    lookahead=0,
+    rotary=RotaryAt(base=10_000.0, num_dims="rotary_dim", interleaved=True, parameters=lambda config, layer: {}),
+    lookahead=causal,
     **both_biased(False),
 )
 
@@ -111,7 +111,7 @@ NEOX = Attention(
     prefixes=("", "gpt_neox."),
     input_norm=NormAt("layer", "layers.{layer}.input_layernorm", epsilon=entry("layer_norm_eps", 1e-5)),
     rotary=RotaryAt(base=entry("rotary_emb_base", 10_000.0), fraction=entry("rotary_pct", 0.25)),
-    lookahead=0,
+    lookahead=causal,
     query_bias=entry("attention_bias", True),
 )
 
@@ -131,7 +131,7 @@ OPT = Attention(
     key="decoder.layers.{layer}.self_attn.k_proj",
     prefixes=("", "model."),
     input_norm=opt_norm,
-    lookahead=0,
+    lookahead=causal,
     **both_biased(entry("enable_bias", True)),
 )
 
@@ -148,7 +148,7 @@ BLOOM = Attention(
     prefixes=("", "transformer."),
     input_norm=NormAt("layer", "h.{layer}.input_layernorm", epsilon=EPSILON),
     alibi=lambda config, index: alibi_slope(index, config["n_head|num_attention_heads"]),
-    lookahead=0,
+    lookahead=causal,
     query_bias=True,
 )
 
@@ -240,7 +240,7 @@ MPT = Attention(
     norm_over="projection",
     alibi=mpt_alibi,
     scale=lambda config, layer: config.get("attn_config.softmax_scale"),
-    lookahead=0,
+    lookahead=causal,
     query_bias=mpt_bias,
 )
 

@@ -35,7 +35,10 @@ LFM2 = replace(
 FALCON_H1 = replace(
     LLAMA,
     input_norm=NormAt(
-        "rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, times=entry("attention_in_multiplier", 1.0)
+        "rms",
+        "layers.{layer}.input_layernorm",
+        epsilon=entry("rms_norm_eps", 1e-5),
+        times=entry("attention_in_multiplier", 1.0),
     ),
     scale=falcon_h1_scale,
 )
@@ -46,7 +49,7 @@ QWEN3_NEXT = replace(
     input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, plus_one=True),
     query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON, plus_one=True),
     key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
-    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.25)),
+    rotary=RotaryAt(fraction=lambda config, layer: config.values.get("partial_rotary_factor", 0.25)),
 )
 NEMOTRON_H = replace(
     LLAMA,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ..rope import yarn_mscale
-from ..schema import Config, Family, LowRankAt, NormAt, RotaryAt, entry
+from ..rope import rope_entries, yarn_mscale
+from ..schema import Config, Family, LowRankAt, NormAt, RotaryAt
 from .llama import LLAMA
 
 INNER_EPSILON = 1e-6  # the inner norms ignore `rms_norm_eps`
@@ -19,10 +19,15 @@ def key_and_value(config: Config, layer: int) -> int:
 
 def scale(config: Config, layer: int) -> float:
     """YaRN's correction acts on the whole logit, once for the query and once for the key."""
-    scaling = Config(config.get("rope_parameters|rope_scaling", {}))
+    scaling = Config(rope_entries(config))
     weight = scaling.get("mscale_all_dim", 0)
     stretched = scaling.get("rope_type|type", "default") != "default" and weight
     return d_head(config) ** -0.5 * (yarn_mscale(scaling["factor"], weight) ** 2 if stretched else 1)
+
+
+def interleaves(config: Config, layer: int) -> bool:
+    """As DeepSeek-V3's code has it, to which null means no; V2's interleaves whatever the config says."""
+    return config.get("model_type") == "deepseek_v2" or bool(config.values.get("rope_interleave", True))
 
 
 # Two rows: a file has one or the other, and the row whose query is not stored finds nothing.
@@ -39,7 +44,7 @@ DIRECT = replace(
         rows="qk_nope_head_dim",
         per_head=key_and_value,
     ),
-    rotary=RotaryAt(num_dims="qk_rope_head_dim", start="qk_nope_head_dim", interleaved=entry("rope_interleave", True)),
+    rotary=RotaryAt(num_dims="qk_rope_head_dim", start="qk_nope_head_dim", interleaved=interleaves),
     scale=scale,
     query_bias=False,
 )

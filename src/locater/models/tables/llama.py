@@ -17,7 +17,7 @@ from ..sliding import all_but_every, every_layer, typed, window
 
 INPUT_NORM = "layers.{layer}.input_layernorm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"
-RMS_EPSILON, LAYER_EPSILON = entry("rms_norm_eps", 1e-6), entry("layer_norm_eps|norm_eps", 1e-5)
+RMS_EPSILON, LAYER_EPSILON = entry("rms_norm_eps", 1e-6), entry("layer_norm_eps", 1e-5)
 
 
 def chosen(norm: NormAt, switch: str) -> NormCell:
@@ -107,8 +107,15 @@ STABLELM = replace(
         NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
         "qk_layernorm",
     ),
-    rotary=RotaryAt(fraction=entry("partial_rotary_factor|rope_pct", 0.25)),
+    rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.25)),
     **both_biased(entry("use_qkv_bias", False)),
+)
+STABLELM_EPOCH = replace(
+    STABLELM,
+    input_norm=NormAt("layer", INPUT_NORM, epsilon=entry("norm_eps", 1e-5)),
+    query_norm=None,
+    key_norm=None,
+    rotary=RotaryAt(fraction=entry("rope_pct", 0.25)),
 )
 PHI = replace(
     STABLELM,
@@ -187,7 +194,8 @@ FAMILIES = (
     Family("dots1", ("dots1",), (DOTS1,)),
     Family("olmo2", ("olmo2",), (OLMO2,)),
     Family("smollm3", ("smollm3",), (SMOLLM3,)),
-    Family("stablelm", ("stablelm", "stablelm_epoch"), (STABLELM,)),
+    Family("stablelm", ("stablelm",), (STABLELM,)),
+    Family("stablelm-epoch", ("stablelm_epoch",), (STABLELM_EPOCH,)),
     Family("phi", ("phi",), (PHI,)),
     Family("phi3", ("phi3",), (PHI3,)),
     Family("cohere", ("cohere",), (COHERE,)),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, both_biased, entry
+from ..schema import Attention, BucketsAt, Config, Family, NormAt, both_biased, causal, entry
 
 PREFIXES = ("", "model.", "transformer.")
 
@@ -37,7 +37,7 @@ T5_DECODER = replace(
     layers="num_decoder_layers|num_layers|num_hidden_layers",
     input_norm=NormAt("rms", "decoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
     buckets=t5_buckets("decoder", bidirectional=False),
-    lookahead=0,
+    lookahead=causal,
 )
 T5_CROSS = replace(
     T5_DECODER,
@@ -78,7 +78,7 @@ PRE_DECODER = replace(
     layers="decoder_layers",
     heads="decoder_attention_heads",
     input_norm=NormAt("layer", "decoder.layers.{layer}.self_attn_layer_norm"),
-    lookahead=0,
+    lookahead=causal,
 )
 PRE_CROSS = replace(
     PRE_DECODER,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...errors import refusal
-from ..schema import Attention, Cell, Config, Family, NormAt, both_biased, entry
+from ..schema import Attention, Cell, Config, Family, NormAt, both_biased, causal, entry
 
 # Files say `attention.attention.query`, live modules of newer transformers `attention.q_proj`.
 VIT = Attention(
@@ -51,7 +51,7 @@ def alone(row: Attention) -> Attention:
     return replace(row, config=None, prefixes=("", *(row.prefixes or ())))
 
 
-CLIP_TEXT = tower("text", layers=12, heads=8, width=512, epsilon=1e-5, lookahead=0)
+CLIP_TEXT = tower("text", layers=12, heads=8, width=512, epsilon=1e-5, lookahead=causal)
 CLIP_VISION = tower("vision", layers=12, heads=12, width=768, epsilon=1e-5)
 SIGLIP_TEXT = tower("text", layers=12, heads=12, width=768, epsilon=1e-6)
 SIGLIP_VISION = replace(SIGLIP_TEXT, block="vision", prefixes=("vision_model.",), config="vision_config")
