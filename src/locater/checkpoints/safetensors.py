@@ -95,15 +95,15 @@ def _parse_item(name: str, value: object, *, base: int) -> Stored:
     shape, offsets = value["shape"], value["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise refusal(f"whole numbers as shape and two offsets of {label}", f"{shape!r:.80} and {offsets!r:.80}")
-    entry = Entry(tuple(shape), DTYPES[value["dtype"]])
-    needed = math.prod(shape) * entry.dtype.itemsize
+    dtype = DTYPES[value["dtype"]]
+    needed = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != needed:
         raise refusal(
             f"{needed} bytes for {label} of shape {shape!r:.80} and dtype {value['dtype']}",
             f"{offsets[1] - offsets[0]} bytes",
             "the header is damaged; fetch the file again",
         )
-    return Stored(name, entry, base + offsets[0], base + offsets[1])
+    return Stored(name, Entry(tuple(shape), dtype), base + offsets[0], base + offsets[1])
 
 
 def _check_cover(source: ByteSource, items: list[Stored], *, base: int) -> None:
