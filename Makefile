@@ -8,7 +8,7 @@ PIP_INSTALL := pip install --quiet --disable-pip-version-check
 # Wheels whose hashes the locks name, and nothing else: no newer release, no code of an archive that is built here.
 LOCKED := $(PIP_INSTALL) --require-hashes --no-deps --only-binary :all:
 
-.PHONY: setup demo test test-quick test-slow test-oldest check bench studies docs dist clean gallery tools lock audit
+.PHONY: setup demo test test-quick test-slow test-oldest check bench studies docs dist clean gallery tools lock audit kills
 setup: $(STAMP)
 
 # torch differs from platform to platform, so that no lock names its hash: constraints.txt pins it. It comes last, when
@@ -52,6 +52,9 @@ test: $(STAMP)  ## the tests; with coverage where CI is set
 test-quick: $(STAMP)  ## some files of every package
 	$(BIN)/python -m pytest -m quick $(PARALLEL) $(if $(CI),--cov --cov-report=term:skip-covered --cov-fail-under=60) \
 	  $$(grep -rl 'pytest\.mark\.quick' tests --include='test_*.py')
+
+kills: $(STAMP)  ## kill -9 at 100 file events of training, sweeps and reports, counted as they come
+	$(BIN)/python -m pytest -m slow -s tests/test_killed_at_file_events.py -k file_events
 
 test-slow: $(STAMP)  ## the long proofs
 	$(BIN)/python -m pytest -m slow

@@ -136,6 +136,9 @@ def check(job: str, folder, *, kills: int) -> int:
         killed += run(job, place, draw.randint(1, events)) == -9
         assert run(job, place) == 0
         SAME[job](place, folder / "whole")
+        print(
+            f"{job}: {killed} processes killed at one of {events} file events, all resumed equal to the bit", flush=True
+        )
     return killed
 
 
