@@ -37,6 +37,10 @@ REAL_DATA = """## `real-data`
 
 **Q2. What of the random-walk prediction holds on text, and what does each measured moment add?**
 
+Of the random walk alone little holds: ξ runs against the measured near mass in {against} of {rotary} rotary decoders,
+and *late*, said of {late} of their heads, is near in {right}. Measured tokens with positions, sinks and lags rank the
+heads of each of the {models} checkpoints by near mass with {low:.3f} to {high:.3f} ([each term](prediction.md)).
+
 Its rows are of {models} real checkpoints with {heads:,} heads in all, and stand with their tables in
 [evidence.md](evidence.md). Rows: `locater study real-data --model PATH …`.
 
@@ -123,7 +127,14 @@ def quick_times(folder: Path) -> Json:
 def _real_data(folder: Path) -> str:
     path = folder / "real-data.json"
     models = read_json(path)["models"] if path.exists() else []
-    return REAL_DATA.format(models=len(models), heads=sum(one["heads"] for one in models)) if models else ""
+    if not models:
+        return ""
+    rotary = [model for model in models if model["kind"] == "rotary decoders"]
+    ranks = [model["prediction"]["near_mass_beyond_first"] for model in models]
+    right, late = (sum(model["regimes"]["late"][place] for model in rotary) for place in (0, 1))
+    against = sum(model["theory"]["xi"] < 0 for model in rotary)
+    numbers = dict(against=against, rotary=len(rotary), right=right, late=late, low=min(ranks), high=max(ranks))
+    return REAL_DATA.format(models=len(models), heads=sum(model["heads"] for model in models), **numbers)
 
 
 def _section(name: str, found: Json, pictures: str) -> str:
