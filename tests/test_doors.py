@@ -49,6 +49,15 @@ def test_importing_the_package_loads_no_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_a_scan_loads_no_compiler_and_no_other_library():
+    """Each of them takes as long to import as torch itself."""
+    heavy = ["torch._dynamo", "torch.distributed.tensor", "transformers", "scipy.stats", "pandas", "matplotlib"]
+    program = f"import sys; from locater.cli import app; app(['scan', 'pip:locater'], standalone_mode=False); \
+print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().splitlines()[-1] == "[]"
+
+
 def test_types_ship_with_the_package():
     assert (PACKAGE / "py.typed").exists()
 

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import Refusal, refusal
@@ -145,6 +144,8 @@ def attend(call: AttentionCall) -> Float[Tensor, "*batch heads queries d_value"]
         options: Any = dict(scale=call.scale, enable_gqa=call.enable_gqa)
         mask, is_causal = call.attn_mask, call.is_causal
         if isinstance(call.offset, int) and call.offset:
+            from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along
+
             mask, is_causal = causal_lower_right(call.query.shape[-2], call.key.shape[-2]), False
         return functional.scaled_dot_product_attention(*tensors, mask, call.dropout_p, is_causal, **options)
     if has_torch_function(tensors):

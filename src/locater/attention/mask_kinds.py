@@ -3,16 +3,18 @@
 Every other module asks here, so that a mask means the same to the monitor, the stabilisers, the finder and the proof.
 """
 
-from typing import NamedTuple
+import sys
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..errors import refusal
 from ..projections import whole
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 FORBIDDEN = -9_000.0  # this or less masks: the customary −10,000 with a bias or a logit on top, and all below
 KINDS = "a mask that is a plain tensor, a Parameter, a DTensor or torch's CausalBias"
@@ -33,10 +35,10 @@ def read_given(mask: object, *, is_causal: bool = False) -> Given:
     """
     if mask is None:
         return Given(None, is_causal)
-    if isinstance(mask, CausalBias):
-        is_square = mask.seq_len_q == mask.seq_len_kv or mask.variant == CausalVariant.UPPER_LEFT
+    if _is_causal_bias(mask):
+        is_square = mask.seq_len_q == mask.seq_len_kv or mask.variant.name == "UPPER_LEFT"
         return Given(None, True, 0 if is_square else mask.seq_len_kv - mask.seq_len_q)
-    if not isinstance(mask, Tensor) or (type(mask) not in (Tensor, nn.Parameter) and not isinstance(mask, DTensor)):
+    if not isinstance(mask, Tensor) or (type(mask) not in (Tensor, nn.Parameter) and not _is_sharded(mask)):
         raise refusal(KINDS, f"{type(mask).__module__}.{type(mask).__qualname__}")
     if mask.is_nested or mask.layout != torch.strided:
         raise refusal(KINDS, "a nested one" if mask.is_nested else f"one of layout {mask.layout}")
@@ -46,9 +48,20 @@ def read_given(mask: object, *, is_causal: bool = False) -> Given:
 def plain(mask: Tensor) -> Shaped[Tensor, "..."]:
     """Return any readable mask as one plain tensor, outside of the graph; causality is spelled out."""
     given = read_given(mask)
-    if isinstance(mask, CausalBias):
+    if _is_causal_bias(mask):
         return torch.ones(mask.seq_len_q, mask.seq_len_kv, dtype=torch.bool).tril(given.offset)
     return whole(mask.detach())
+
+
+# Importing these modules takes longer than all else of a scan. Who has an object of their classes has imported them.
+def _is_causal_bias(mask: object) -> "TypeGuard[CausalBias]":
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def _is_sharded(mask: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(mask, module.DTensor)
 
 
 def admits(mask: Shaped[Tensor, "..."]) -> Bool[Tensor, "..."]:
