@@ -6,8 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Refusal, net
-from ..models import Layer, live
-from ..models.live.explicit import Explicit
+from ..models import Layer
 from ..records import Json, data_frame
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
@@ -20,6 +19,9 @@ from .source import Opened, Source, open_source
 
 if TYPE_CHECKING:
     import pandas
+
+    from ..models import live
+    from ..models.live.explicit import Explicit
 
 
 Progress = Callable[[int, int], None]  # attention modules done, and in all
@@ -78,8 +80,8 @@ def scan(
     adapter: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     allow_pickle: bool = False,
-    sample: live.Sample | None = None,
-    heads: Sequence[Explicit] = (),
+    sample: "live.Sample | None" = None,
+    heads: "Sequence[Explicit]" = (),
     timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Scan:

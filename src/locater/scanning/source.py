@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,10 +12,13 @@ from .. import checkpoints
 from ..budget import end_of, limited
 from ..errors import Refusal, masked, net, refusal
 from ..head import Head
-from ..models import Config, Family, HeadRows, Layer, Model, Slices, live, open_model, read_layout, wanted_layers
-from ..models.live.explicit import Explicit
+from ..models import Config, Family, HeadRows, Layer, Model, Slices, open_model, read_layout, wanted_layers
 from ..models.registry import is_in_tables
 from .direct import Tensors
+
+if TYPE_CHECKING:  # stored models are read without what finds heads in live ones
+    from ..models import live
+    from ..models.live.explicit import Explicit
 
 Source = str | PathLike[str] | nn.Module
 
@@ -47,8 +50,8 @@ def open_source(
     adapter: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     allow_pickle: bool = False,
-    sample: live.Sample | None = None,
-    heads: Sequence[Explicit] = (),
+    sample: "live.Sample | None" = None,
+    heads: "Sequence[Explicit]" = (),
     timeout: float | None = None,
 ) -> Iterator[Opened]:
     """`adapter`, `allow_pickle` and `timeout` are for files; `sample` and `heads` for modules: see `locater.heads`."""
@@ -77,8 +80,8 @@ def heads(
     adapter: str | PathLike[str] | None = None,
     layout: str | PathLike[str] | None = None,
     allow_pickle: bool = False,
-    sample: live.Sample | None = None,
-    heads: Sequence[Explicit] = (),
+    sample: "live.Sample | None" = None,
+    heads: "Sequence[Explicit]" = (),
     timeout: float | None = None,
 ) -> Iterator[Head]:
     """Every head of a checkpoint (directory, file, hub id, address) or a live module, one layer's weights at a time.
@@ -118,8 +121,8 @@ def head_rows(
     layers: Iterable[int] | None = None,
     layout: str | PathLike[str] | None = None,
     allow_pickle: bool = False,
-    sample: live.Sample | None = None,
-    heads: Sequence[Explicit] = (),
+    sample: "live.Sample | None" = None,
+    heads: "Sequence[Explicit]" = (),
     timeout: float | None = None,
 ) -> list[HeadRows]:
     """Which rows of which parameter are each head's query, key and value; no weight is read.
@@ -142,9 +145,11 @@ def head_rows(
 
 
 def _open_live(
-    module: nn.Module, family: Family | None, sample: live.Sample | None, heads: Sequence[Explicit]
+    module: nn.Module, family: Family | None, sample: "live.Sample | None", heads: "Sequence[Explicit]"
 ) -> Opened:
     """By the table of its family where its config names one, else by one pass or by the kinds of its modules."""
+    from ..models import live
+
     name, config = type(module).__name__, Config(live.settings(module))
     known = family is not None or (config.get("model_type") is not None and sample is None)
     if not heads and (known or is_in_tables(str(config.get("model_type")))):
