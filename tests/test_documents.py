@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -207,3 +208,19 @@ def test_a_watched_run_shows_its_alarms(tmp_path):
     from locater.cli.report import read
 
     assert read(str(a_run(tmp_path)))["notes"] == ["step 15: logits grow"]
+
+
+# A value that was written a moment ago, a word of the command line, and a format whose header was read before.
+PARSE_THEMSELVES = {
+    "locater_lab/studies/sweep/folder.py",
+    "locater_lab/cli/sweep.py",
+    "locater/checkpoints/quantised/torchao.py",
+}
+
+
+def test_there_is_one_reader():
+    """Whoever reads JSON or YAML from disk goes through `locater.documents`."""
+    source = Path(__file__).parents[1] / "src"
+    parse = re.compile(r"\b(json\.loads?|yaml\.\w*load\w*)\(")
+    found = {str(path.relative_to(source)) for path in source.rglob("*.py") if parse.search(path.read_text("utf-8"))}
+    assert found - PARSE_THEMSELVES == {"locater/documents.py"}
