@@ -19,12 +19,10 @@ from ..attention.capture import Hook, first_argument
 from ..attention.gates import Trails
 from ..attention.interception import Eagerly, Interception, in_compiled
 from ..errors import refusal
-from ..models.live import Site
+from ..models.live.site import PACKED, Site
 from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
 from .tally import Mode
-
-PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 
 
 class OutsideHook(Hook):
@@ -87,7 +85,7 @@ class Hooks:
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, Owner] = {}
         for site in sites:
-            name = owner_name(site)
+            name = site.owner
             if name not in modules:
                 raise refusal(f"a module `{name}` around the queries of layer {site.number}", "none")
             self.owners.setdefault(name, Owner(modules[name])).sites.append(site)
@@ -257,19 +255,6 @@ def _encoders(entry: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module
         return []
     inside = isinstance(found, nn.Module) and found is not entry and any(one is found for one in modules.values())
     return [found] if inside and isinstance(found, nn.Module) else []
-
-
-def owner_name(site: Site) -> str:
-    """The attention module: what the two projections have in common."""
-    if site.query_name.endswith(PACKED):
-        return site.query_name[: -len(PACKED)].rstrip(".")
-    query, key = (name.split(".")[:-1] for name in (site.query_name, site.key_name))
-    common = []
-    for one, other in zip(query, key, strict=False):
-        if one != other:
-            break
-        common.append(one)
-    return ".".join(common)
 
 
 def _unpack(inputs: Inputs, module: nn.MultiheadAttention) -> None:

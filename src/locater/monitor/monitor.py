@@ -18,7 +18,7 @@ from ..models.live.explicit import Explicit
 from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
 from .alarms import Alarm, Said, Thresholds, find_alarms
-from .hooks import Hooks, owner_name
+from .hooks import Hooks
 from .observation import Key, Observation
 from .places import entry_of, outside, repeated, silent, written_out
 from .report import LayerReport, Report, make_notes, unfollowed
@@ -208,7 +208,7 @@ class AttentionMonitor:
                 self.seen.indices(site),
                 tally,
                 through.get(index, ""),
-                site.query_name if named else owner_name(site),
+                site.query_name if named else site.owner,
             )  # fmt: skip
             for index, site, tally in found
             if tally.has_seen_any

@@ -104,7 +104,7 @@ def scan(
             settings = replace(settings, direct=direct_of(opened.tensors, opened.config))
         whole = _analyse(opened, opened.wanted(layers), settings, progress)
     rows = tuple(in_order(whole.rows))
-    facts = opened.source, opened.family, opened.format, opened.coverage
+    facts = opened.source, opened.family, opened.format, str(opened.coverage())
     return Scan(*facts, rows, tuple(whole.refused), settings.length, whole.normalised)
 
 

@@ -13,7 +13,7 @@ from ..budget import end_of, limited
 from ..errors import Refusal, masked, net, refusal
 from ..head import Head
 from ..models import Config, Family, HeadRows, Layer, Model, Slices, open_model, read_layout, wanted_layers
-from ..models.registry import is_in_tables
+from ..models.coverage import Coverage
 from .direct import Tensors
 
 if TYPE_CHECKING:  # stored models are read without what finds heads in live ones
@@ -30,7 +30,7 @@ class Opened:
     source: str
     family: str
     format: str
-    coverage: str
+    coverage: Callable[[], Coverage]  # what of a live model differs from its config costs building that once more
     numbers: list[int]
     num_layers: int  # of the whole model, stored here or not
     read: Callable[[frozenset[int]], Iterator[Layer]]
@@ -147,33 +147,26 @@ def head_rows(
 def _open_live(
     module: nn.Module, family: Family | None, sample: "live.Sample | None", heads: "Sequence[Explicit]"
 ) -> Opened:
-    """By the table of its family where its config names one, else by one pass or by the kinds of its modules."""
     from ..models import live
 
-    name, config = type(module).__name__, Config(live.settings(module))
-    known = family is not None or (config.get("model_type") is not None and sample is None)
-    if not heads and (known or is_in_tables(str(config.get("model_type")))):
-        tensors = live.ModuleTensors(module)
-        return replace(_of_model(open_model(config, tensors, family=family), name), tensors=tensors, config=config)
-    sites = live.sites(module, sample=sample, heads=heads)
-    missing = [site.query_name for site in sites if site.num_heads == 0]
-    coverage = f"PARTIAL: {len(sites) - len(missing)} of {len(sites)} modules, without {', '.join(missing)}"
+    opened = live.open_live(module, family=family, sample=sample, heads=heads)
 
     def read(wanted: frozenset[int]) -> Iterator[Layer]:
-        return (site.build() for site in sites if site.number in wanted)
+        return (site.build() for site in opened.sites if site.number in wanted)
 
     def slices(wanted: frozenset[int]) -> Iterator[Slices]:
-        for site in (site for site in sites if site.number in wanted):
+        for site in (site for site in opened.sites if site.number in wanted):
             if site.slices is None:
                 raise Refusal(site.build().refused[0])
             yield site.slices()
 
-    numbers = [site.number for site in sites]
-    depth = max(numbers, default=-1) + 1
-    return Opened(name, "modules", "module", coverage if missing else "COMPLETE", numbers, depth, read, slices)
+    facts = type(module).__name__, opened.family, "module", opened.coverage
+    numbers, tensors = [site.number for site in opened.sites], None if opened.model is None else opened.tensors
+    return Opened(*facts, numbers, opened.num_layers, read, slices, tensors, opened.config)
 
 
 def _of_model(model: Model, source: str) -> Opened:
     numbers = [layer for places in model.places for layer in places.layers]
     depth = max(places.num_layers for places in model.places)
-    return Opened(source, model.family, "module", model.coverage, numbers, depth, model.layers, model.slices)
+    facts = source, model.family, "module", lambda: model.coverage
+    return Opened(*facts, numbers, depth, model.layers, model.slices)

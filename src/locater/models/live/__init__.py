@@ -1,23 +1,30 @@
 """Live models: the heads of an `nn.Module` as views of its parameters, so that gradients flow through them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from ...errors import Refusal, refusal, within
-from ...head import Block
-from .. import Config, Family, Layer, Places, Slices, build, open_model, slices
+from ...errors import Refusal, refusal
+from .. import Config, Family, Layer, Model, open_model
+from ..coverage import BY_TABLE, Coverage
+from ..neighbours import Surroundings
 from ..registry import is_in_tables
+from .changes import changes
 from .discover import discover
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
-from .tensors import ModuleTensors, named_modules, settings
+from .site import Site, layer_of, refused_site, site_at, site_of
+from .tensors import ModuleTensors, called, named_modules, settings
+from .trial import Trial
 from .watch import Sample
 
-__all__ = ["ModuleTensors", "Sample", "Site", "layers", "settings", "sites"]
+__all__ = ["LiveModel", "ModuleTensors", "Sample", "Site", "layer_of", "layers", "open_live", "settings", "sites"]
+
+MOST_NAMED = 3  # of what differs in a model
+AS_NAMED = "as named, without positions, norms and mask, not run"
+BY_KINDS = "by the kinds of its modules, not run"
 
 
 def layers(
@@ -30,30 +37,53 @@ def layers(
 ) -> Iterator[Layer]:
     """The heads of every attention module, as views: what they say changes with the parameters.
 
-    A model whose config names a known family is read by that family's table. Any other is run once on `sample`, a batch
-    as it takes them, and its heads are found by what its attention kernels are given. Without a sample it is searched
-    for torch's and timm's attention modules, whose causality cannot be seen from outside: only
-    `nn.TransformerDecoderLayer` is taken to be causal. Or name the projections, one entry per layer:
-    `heads=[(query, key, num_heads, num_key_heads), …]` or `heads=[(fused, num_heads, num_key_heads), …]`.
-    Fails, naming what looks like attention, where nothing is known. `tensors` replaces what is read of the model.
+    A model whose config names a known family is read by that family's table; run once on `sample`, a batch as it takes
+    them, its heads must give the logits of its calls. Any other is run on the sample, and its heads are found by what
+    its attention kernels are given. Without a sample it is searched for torch's and timm's attention modules, whose
+    causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to be causal. Or name the
+    projections, one entry per layer: `heads=[(query, key, num_heads, num_key_heads), …]` or
+    `heads=[(fused, num_heads, num_key_heads), …]`. Fails, naming what looks like attention, where nothing is known.
+    `tensors` replaces what is read of the model.
     """
     return (site.build() for site in sites(model, family=family, heads=heads, sample=sample, tensors=tensors))
 
 
 @dataclass(frozen=True)
-class Site:
-    """One attention module: its name, how to read its heads as they are at that moment, and which rows they are.
+class LiveModel:
+    """A live model opened: its attention modules, by what they were read, and what the pass over a sample has shown."""
 
-    `slices` is None where its heads cannot be read.
-    """
+    module: nn.Module
+    family: str
+    sites: tuple[Site, ...]
+    read: Coverage  # by names and settings alone
+    tensors: ModuleTensors
+    config: Config = field(default_factory=Config)
+    model: Model | None = None  # of the tables, where these were used
+    trial: Trial | None = None
+    is_proven: bool = False  # found in a pass, by its calls
 
-    block: Block
-    number: int
-    num_heads: int
-    query_name: str
-    key_name: str
-    build: Callable[[], Layer]
-    slices: Callable[[], Slices] | None = None
+    @property
+    def num_layers(self) -> int:
+        if self.model is not None:
+            return max(places.num_layers for places in self.model.places)
+        return max((site.number for site in self.sites), default=-1) + 1
+
+    def coverage(self) -> Coverage:
+        """Proven where a pass over a sample has shown it; else with what differs from the code and the config."""
+        if self.is_proven:
+            return self.read
+        if self.trial is not None:
+            run = self.trial.coverage(self.read, self.sites)
+            if not run.basis:
+                return run
+            return run.without(self._changes())
+        return self.read.without(self._changes())
+
+    def _changes(self) -> list[str]:
+        around = Surroundings.of(self.model.places if self.model is not None else ())
+        found = changes(self.module, {site.owner for site in self.sites}, around.modules)
+        further = len(found) - MOST_NAMED
+        return found if further <= 0 else [*found[:MOST_NAMED], f"and {further} more that differ"]
 
 
 def sites(
@@ -64,77 +94,66 @@ def sites(
     sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
 ) -> list[Site]:
-    """Where the attention modules of `layers` are; nothing is read yet."""
+    """Where the attention modules of `layers` are."""
+    return list(open_live(model, family=family, heads=heads, sample=sample, tensors=tensors).sites)
+
+
+def open_live(
+    model: nn.Module,
+    *,
+    family: Family | None = None,
+    heads: Sequence[Explicit] = (),
+    sample: Sample | None = None,
+    tensors: ModuleTensors | None = None,
+) -> LiveModel:
+    """By the table of its family where its config names one, else by one pass or by the kinds of its modules."""
     tensors, config = tensors or ModuleTensors(model), Config(settings(model))
     modules = named_modules(tensors.model)
+    is_known = family is not None or is_in_tables(str(config.get("model_type")))
     if heads:
-        rows = [explicit_row(entry, modules) for entry in heads]
-    elif family is not None or is_in_tables(str(config.get("model_type"))):
-        return _of_family(tensors, config, family, modules)
+        opened = _of_rows(model, [explicit_row(entry, modules) for entry in heads], tensors, AS_NAMED)
+    elif is_known or (sample is None and config.get("model_type") is not None):
+        opened = _of_family(model, tensors, config, family)
     elif sample is not None:
-        rows = discover(tensors.model, sample)
-    elif config.get("model_type") is not None:
-        return _of_family(tensors, config, None, modules)
+        return replace(_of_rows(model, discover(tensors.model, sample), tensors, ""), is_proven=True)
     else:
-        rows = list(search(modules))
-    if not rows:
-        raise _unknown(tensors, config, modules)
-    return list(_of_modules(rows, tensors))
+        opened = _of_rows(model, list(search(modules)), tensors, BY_KINDS)
+    if not opened.sites:
+        raise _unknown(tensors, config)
+    if sample is None:
+        return opened
+    trial = Trial(tensors, opened.sites).over(sample, called(model))
+    return replace(opened, sites=tuple(trial.judged()), trial=trial)
 
 
-def _unknown(tensors: ModuleTensors, config: Config, modules: dict[str, nn.Module]) -> Refusal:
+def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
     kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
-    return refusal("a live model of a known family or with known modules", kind, describe(modules))
+    return refusal("a live model of a known family or with known modules", kind, describe(named_modules(tensors.model)))
 
 
-def _of_family(
-    tensors: ModuleTensors, config: Config, family: Family | None, modules: dict[str, nn.Module]
-) -> list[Site]:
+def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family: Family | None) -> LiveModel:
     try:
-        all_places = open_model(config, tensors, family=family).places
+        model = open_model(config, tensors, family=family)
     except Refusal:
         if family is not None or is_in_tables(str(config.get("model_type"))):
             raise
-        raise _unknown(tensors, config, modules) from None
-    return [_site(places, number) for places in all_places for number in places.layers]
+        raise _unknown(tensors, config) from None
+    found = tuple(site_at(places, number) for places in model.places for number in places.layers)
+    basis = model.coverage.basis or BY_TABLE
+    return LiveModel(module, model.family, found, replace(model.coverage, basis=basis), tensors, config, model)
 
 
-def _site(places: Places, number: int) -> Site:
-    names = (places.name(pattern, number) for pattern in (places.row.query, places.row.key))
-    num_heads = places.shape(number).num_heads
-    read, rows = partial(_read, places, number), partial(_slices, places, number)
-    return Site(places.row.block, number, num_heads, *names, build=read, slices=rows)
-
-
-def _slices(places: Places, number: int) -> Slices:
-    with within(f"{places.row.block} layer {number}"):
-        return slices(places, number)
-
-
-def _read(places: Places, number: int) -> Layer:
-    return next(build(places, [number]))
-
-
-def layer_of(found: Found, number: int, tensors: ModuleTensors) -> Layer:
-    """The heads of one attention module whose row is known."""
-    if isinstance(found.row, Refusal):
-        raise found.row
-    return _read(Places(found.row, Config(), tensors, ""), number)
-
-
-def _of_modules(rows: Sequence[Found], tensors: ModuleTensors) -> Iterator[Site]:
+def _of_rows(module: nn.Module, rows: Sequence[Found], tensors: ModuleTensors, basis: str) -> LiveModel:
     """Modules are numbered within their block, in the order found."""
-    numbers = Counter()
-    for one in rows:
-        number = numbers[one.block]
-        numbers[one.block] += 1
-        if isinstance(one.row, Refusal):
-            reason = f"{one.block} layer {number}: {one.row}"
-            refused = Layer(one.block, number, (), (reason,), one.name, one.name)
-            yield Site(one.block, number, 0, one.name, one.name, build=partial(_unchanged, refused))
+    numbers, found, refused = Counter(), [], []
+    for entry in rows:
+        number = numbers[entry.block]
+        numbers[entry.block] += 1
+        if isinstance(entry.row, Refusal):
+            refused.append(entry.name)
+            found.append(refused_site(entry.block, number, (entry.name, entry.name), str(entry.row)))
         else:
-            yield _site(Places(one.row, Config(), tensors, ""), number)
-
-
-def _unchanged(layer: Layer) -> Layer:
-    return layer
+            found.append(site_of(entry.row, number, tensors))
+    reasons = (f"without {', '.join(refused)}",) if refused else ()
+    read = Coverage(len(found) - len(refused), len(found), "modules", reasons, basis)
+    return LiveModel(module, "modules", tuple(found), read, tensors)

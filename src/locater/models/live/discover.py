@@ -52,12 +52,23 @@ class Finder:
 
     def explain(self, call: AttentionCall) -> Found | None:
         """The row of a call, or why there is none; None where it is a softmax of something else."""
-        name = next((self.names[id(module)] for module in call.modules if id(module) in self.names), "")
-        if call.logits is not None and not (call.logits.dim() == 4 and self.watch.products):
+        if not self.may_be_attention(call):
             return None
-        found = _explained(name, call, self.watch, self.tensors)
+        found = self.explained(call)
         self.watch.next_call()
         return found
+
+    def may_be_attention(self, call: AttentionCall) -> bool:
+        """Whether a softmax that was written out is over pairs of tokens, behind products with parameters."""
+        return call.logits is None or (call.logits.dim() == 4 and bool(self.watch.products))
+
+    def name_of(self, call: AttentionCall) -> str:
+        """The innermost of the model's modules that was running."""
+        return next((self.names[id(module)] for module in call.modules if id(module) in self.names), "")
+
+    def explained(self, call: AttentionCall) -> Found:
+        """The row of a call by what was recorded since the last one, or why there is none."""
+        return _explained(self.name_of(call), call, self.watch, self.tensors)
 
 
 def _distinct(rows: list[Found]) -> list[Found]:

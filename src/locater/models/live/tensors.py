@@ -33,6 +33,7 @@ class ModuleTensors:
         self.owners = {
             f"{module_name}.{name}".lstrip(".").replace(".base_layer.", "."): (module, name)
             for module_name, module in modules.items()
+            if not _is_part_of_weight(module_name, modules)
             for name in _own_names(module)
         }
 
@@ -65,12 +66,28 @@ class ModuleTensors:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model that compilation, data parallelism or an adapter library wraps."""
+    model = called(model)
+    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def called(model: nn.Module) -> nn.Module:
+    """The model as its user calls it, without compilation and data parallelism; adapters may do more than its own."""
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return unwrap(model.module)
-    if hasattr(model, "get_base_model"):  # peft's
-        return unwrap(model.get_base_model())  # type: ignore
+        return called(model.module)
     inner = next((getattr(model, wrapper) for wrapper in WRAPPERS if wrapper in model._modules), None)
-    return model if inner is None else unwrap(inner)
+    return model if inner is None else called(inner)
+
+
+def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module is an adapter's own or a parametrisation: what it holds is in the weight that is read."""
+    if "parametrizations" in name.split("."):
+        return True
+    outer, _, last = name.rpartition(".")
+    while outer:
+        if is_adapter(modules.get(outer)):
+            return last != "base_layer"
+        outer, _, last = outer.rpartition(".")
+    return False
 
 
 def is_adapter(module: object) -> bool:

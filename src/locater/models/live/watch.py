@@ -111,7 +111,7 @@ def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
             return
         if _may_be_norm(module) and output.shape == inputs[0].shape:
             watch.norms.append(Normed(name, module, inputs[0], output))
-        elif inputs[0].is_floating_point() and len(tensors.shape(weight)) == 2:
+        elif weight in tensors.names and inputs[0].is_floating_point() and len(tensors.shape(weight)) == 2:
             watch.add(Product(name, inputs[0], output))
 
     return hook

@@ -1,0 +1,269 @@
+"""What differs in a live model from the code and the config by which it is read: told without running it.
+
+The same class is built again from the same config, without storage for its weights. What then differs on the way to the
+logits (classes, numbers held by modules, buffers, shapes), and whatever acts that is no part of a class (hooks, methods
+replaced in an instance or a class, functions replaced in a module), is named.
+"""
+
+import copy
+import functools
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+
+from ..neighbours import BEHIND, outer_modules
+from . import at_work
+from .tensors import called, is_adapter, named_modules, unwrap
+
+# Packages whose code the tables were held against, or which only wrap a module; and whose hooks leave logits alone.
+KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "locater", "locater_lab", "numpy", "safetensors")
+KNOWN += (*(sys.stdlib_module_names - {"__main__"}),)
+HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "locater", "transformers.utils.output_capturing")
+WRAPPING = ("torch.distributed", "torch.nn.utils")  # classes that these make stand around the module's own
+WATCHING = ("QKClip", "ZLoss", "EntropyBonus")  # stabilisers that look at calls and leave them as they are
+HARMLESS = ("training", "gradient_checkpointing", "attention_dropout", "dropout", "dropout_p", "dropout_prob", "p")
+HARMLESS += ("max_seq_len_cached", "inplace")
+LENGTHENED = ("dynamic", "longrope")  # rotary kinds whose frequencies follow the longest text so far
+TURNS = re.compile(r"rotary|rope", re.IGNORECASE)
+MOST_NUMBERS = 2**20
+
+
+def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> list[str]:
+    """In words, each thing found to differ in the attention modules `owners`, their norms, and what is around them."""
+    found = [*_wrapped(model)]
+    model = unwrap(model)
+    modules = named_modules(model)
+    inner = _path(modules, owners, norms)
+    around = {name for one in inner for name in outer_modules(one)} - inner | {""}
+    path = {name: modules[name] for name in sorted(inner | around) if name in modules}
+    reference = _built_again(model)
+    found += [*_of_another_type(model), *_stabilised(model), *_patched(path.values())]
+    for name, module in path.items():
+        found += _acting(name or type(module).__name__, module)
+    for name in sorted(inner if reference else ()):
+        if name in modules and name in reference:
+            found += _unlike(name, modules[name], reference[name])
+    return list(dict.fromkeys(found))
+
+
+def _path(modules: dict[str, nn.Module], owners: Iterable[str], norms: Iterable[str]) -> set[str]:
+    """Modules on the way to logits: attention without what comes behind it, norms, rotary tables."""
+    owners = set(owners)
+    inside = {name for name in modules for outer in outer_modules(name) if outer in owners}
+    inside = {
+        name
+        for name in inside
+        if not any(BEHIND.match(f"{name[len(outer) + 1 :]}.") for outer in outer_modules(name) if outer in owners)
+    }
+    turning = {name for name, module in modules.items() if TURNS.search(type(module).__name__)}
+    return owners | inside | turning | {name for name in norms if name in modules}
+
+
+# ------------------------------------------------------------------------------------------ what is no part of a class
+def _wrapped(model: nn.Module) -> Iterator[str]:
+    """Prompts that peft has learned: keys that no projection makes."""
+    for name, config in dict(getattr(called(model), "peft_config", {})).items():
+        if getattr(config, "is_prompt_learning", False):
+            yield f"keys of the prompts that the adapter `{name}` has learned"
+
+
+def _of_another_type(model: nn.Module) -> Iterator[str]:
+    """A config that names another model type than the class has."""
+    declared = getattr(getattr(model, "config", None), "model_type", None)
+    own = getattr(getattr(type(model), "config_class", None), "model_type", declared)
+    if own != declared:
+        yield f"{type(model).__name__} is of the type {own!r}, its config of {declared!r}"
+
+
+def _stabilised(model: nn.Module) -> Iterator[str]:
+    for name in sorted(at_work.names(model) - {"LocAteR", *WATCHING}):
+        if any(type(module.__dict__.get("forward")).__module__.startswith("locater") for module in model.modules()):
+            yield f"{name} is attached"
+
+
+def _acting(name: str, module: nn.Module) -> Iterator[str]:
+    """Hooks, a foreign class, and functions held by the instance."""
+    kind = _own_class(module)
+    if not _is_known(kind.__module__, KNOWN):
+        yield f"`{name}` is of the class {kind.__module__}.{kind.__qualname__}, which was not looked at"
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if not _is_known(_home(hook), HOOKS):
+            yield f"a hook on `{name}` ({_called(hook)})"
+    for attribute, value in vars(module).items():
+        shadows = callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), attribute)
+        if shadows and not all(_is_known(_home(part), KNOWN) for part in _chain(value)):
+            yield f"`{name}.{attribute}` was replaced by {_called(value)}"
+
+
+def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Methods replaced in classes, functions in the modules that define these or in torch's, attention by own name."""
+    classes = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    for kind in sorted(classes, key=str):
+        if kind is nn.Module or not _is_known(kind.__module__, KNOWN):
+            continue
+        for name, value in vars(kind).items():
+            if isinstance(value, FunctionType | functools.partial) and not _is_all_known(value):
+                yield f"{kind.__qualname__}.{name} was replaced by {_called(value)}"
+    homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models")}
+    for home in sorted({*homes, "torch.nn.functional"}):
+        for name, value in vars(sys.modules.get(home)).items():
+            if isinstance(value, FunctionType | functools.partial) and not _is_all_known(value):
+                yield f"{home}.{name} was replaced by {_called(value)}"
+    if not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
+        yield "torch.nn.functional.scaled_dot_product_attention was replaced"
+    for hook in (
+        *nn.modules.module._global_forward_pre_hooks.values(),
+        *nn.modules.module._global_forward_hooks.values(),
+    ):
+        if not _is_known(_home(hook), HOOKS):
+            yield f"a hook on all modules ({_called(hook)})"
+    yield from _own_attention(modules)
+
+
+def _own_attention(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Attention functions and masks that the user registered with transformers under the name that the config gives."""
+    names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}
+    tables = (("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "attention"),
+              ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", "mask"))  # fmt: skip
+    for home, table, what in tables:
+        known: Any = getattr(sys.modules.get(home), table, {})
+        for name in sorted(name for name in names if isinstance(name, str) and name in known):
+            if not _is_all_known(known[name]):
+                yield f"the {what} `{name}` is {_called(known[name])}"
+
+
+def _chain(value: object) -> Iterator[object]:
+    """A callable and all that it wraps."""
+    while value is not None:
+        yield value
+        wrapped = getattr(value, "__wrapped__", None)
+        value = value.func if isinstance(value, functools.partial) and wrapped is None else wrapped
+
+
+def _is_all_known(value: object) -> bool:
+    return all(_is_known(_home(part), KNOWN) for part in _chain(value))
+
+
+def _home(value: object) -> str:
+    """The module whose code a callable runs."""
+    if isinstance(value, functools.partial):
+        return _home(value.func)
+    if isinstance(value, MethodType):
+        return _home(value.__func__)
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", ""))
+    return type(value).__module__ if not inspect.isbuiltin(value) else "builtins"
+
+
+def _called(value: object) -> str:
+    function: Any = value.func if isinstance(value, functools.partial) else value
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{_home(value)}.{name}"
+
+
+def _is_known(home: str, packages: Iterable[str]) -> bool:
+    return any(home == package or home.startswith(f"{package}.") for package in packages)
+
+
+def _own_class(module: nn.Module) -> type:
+    """Without what sharding and parametrisations put around it."""
+    return next(kind for kind in type(module).__mro__ if not _is_known(kind.__module__, WRAPPING))
+
+
+# ----------------------------------------------------------------------------------------- against the same, built anew
+class _Empty(TorchFunctionMode):
+    """Storage for no parameter: torch.empty, by which modules make them, gives tensors without any."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _built_again(model: nn.Module) -> dict[str, nn.Module] | None:
+    """The modules of the same class made from the same config; None where it cannot be made from that alone."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    try:
+        with _silently(), _Empty():
+            return named_modules(type(model)(copy.deepcopy(config)))
+    except Exception:  # whatever a class wants beside its config
+        return None
+
+
+def _unlike(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    """Class, parameters, simple attributes and buffers of one module that differ."""
+    if is_adapter(module):  # the weight that it makes is read; what it wraps is compared
+        module = module.base_layer  # type: ignore[assignment]
+    kind, other = _own_class(module), _own_class(reference)
+    if kind is not other:
+        yield f"`{name}` is a {kind.__qualname__}, by the config a {other.__qualname__}"
+        return
+    if not parametrize.is_parametrized(module):
+        shapes, others = _shapes(module), _shapes(reference)
+        for key in sorted(shapes.keys() ^ others.keys()):
+            yield f"`{name}.{key}` is there, by the config it is not" if key in shapes else f"`{name}.{key}` is missing"
+        for key in sorted(shapes.keys() & others.keys()):
+            if shapes[key] != others[key]:
+                yield f"`{name}.{key}` is of {[*shapes[key]]}, by the config of {[*others[key]]}"
+    for key, value in vars(reference).items():
+        own = vars(module).get(key, value)
+        is_compared = not key.startswith("_") and key not in HARMLESS and _is_simple(value)
+        if is_compared and _plain(own) != _plain(value):
+            yield f"`{name}.{key}` is {own!r:.60}, by the config {value!r:.60}"
+    yield from _other_buffers(name, module, reference)
+
+
+def _other_buffers(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    for key, other in _tensors(reference).items():
+        own = _tensors(module).get(key)
+        if own is None or other is None or other.is_meta or own.is_meta or other.numel() > MOST_NUMBERS:
+            continue
+        if getattr(module, "rope_type", None) in LENGTHENED and not key.startswith("original"):
+            continue
+        allowed = 4 * torch.finfo(own.dtype).eps if own.is_floating_point() else 0.0
+        own, other = own.detach().cpu().double(), other.detach().double()
+        if own.shape != other.shape or not torch.allclose(
+            own, other, rtol=max(allowed, 1e-6), atol=0.0, equal_nan=True
+        ):
+            yield f"`{name}.{key}` has other numbers than by the config"
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.shape) for name, one in module._parameters.items() if one is not None}
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """Buffers, and tensors that a module holds beside them."""
+    return {**module._buffers, **{name: value for name, value in vars(module).items() if isinstance(value, Tensor)}}
+
+
+def _is_simple(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_simple, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: object) -> object:
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value

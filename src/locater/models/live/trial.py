@@ -1,0 +1,139 @@
+"""One pass over a sample: do the heads that were read of a model give the logits of its own calls?
+
+Where they do not, the call itself is explained, as for a model that nobody knows; what is found so takes their place.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.calls import AttentionCall
+from ...attention.interception import Eagerly, Interception
+from ...errors import Refusal
+from .. import Attention, Layer
+from ..coverage import Coverage, spans
+from .agreement import difference, is_normed
+from .discover import Finder
+from .modules import Found
+from .site import Site, refused_site, site_of
+from .tensors import ModuleTensors
+from .watch import Product, Sample, quietly, run
+
+
+@dataclass
+class Outcome:
+    """What calls have shown of one attention module: nothing yet, that its heads are right, or what differs."""
+
+    was_run: bool = False
+    words: str | None = None
+    instead: Found | None = None
+
+
+@dataclass
+class Trial:
+    """Told of every call of a pass by its interception."""
+
+    tensors: ModuleTensors
+    sites: Sequence[Site]
+    outcomes: list[Outcome] = field(default_factory=list)
+    further: list[str] = field(default_factory=list)  # modules whose attention is none of these sites'
+
+    def __post_init__(self) -> None:
+        self.finder, self.outcomes = Finder(self.tensors), [Outcome() for _ in self.sites]
+        self.by_names: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, site in enumerate(self.sites):
+            self.by_names[site.query_name, site.key_name].append(index)
+        self.num_calls: Counter[tuple[str, str]] = Counter()
+
+    def over(self, sample: Sample, model: nn.Module) -> "Trial":
+        """Run the model once, in evaluation mode, without gradients and outside of compiled code."""
+        seeing = Interception(self.see, written_out=True)
+        with Eagerly(), quietly(model), self.finder.recording(), seeing:
+            run(model, sample)
+        self.finder.watch.clear()
+        return self
+
+    def see(self, call: AttentionCall) -> None:
+        if not self.finder.may_be_attention(call):
+            return
+        products = {product.name: product for product in self.finder.watch.products}
+        names = next((names for names in self.by_names if names[0] in products and names[1] in products), None)
+        if names is None:
+            self.further.append(self.finder.name_of(call))
+        else:  # layers may share their projections, as ALBERT's do: then they are called in their order
+            indices, number = self.by_names[names], self.num_calls[names]
+            self.num_calls[names] += 1
+            self._judge(indices[number % len(indices)], call, (products[names[0]], products[names[1]]))
+        self.finder.watch.next_call()
+
+    def _judge(self, index: int, call: AttentionCall, products: tuple[Product, Product]) -> None:
+        outcome = self.outcomes[index]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                words = self._difference(self.sites[index].build(), call, products)
+            except (Refusal, RuntimeError) as reason:
+                words = f"it could not be compared: {reason}"
+        if words is not None and outcome.words is None:
+            self.outcomes[index] = Outcome(True, words, self.finder.explained(call))
+        outcome.was_run = True
+
+    def _difference(self, layer: Layer, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
+        if layer.refused:
+            return layer.refused[0]
+        words = difference(layer.heads, products[0].x, products[1].x, call)
+        if words is not None:
+            return words
+        for side, product in (("query", products[0]), ("key", products[1])):
+            norm = getattr(layer.heads[0], side).input_norm
+            if norm is not None and not any(is_normed(norm, before, product.x) for before in self._normed(product.x)):
+                return f"what `{product.name}` is given does not come from its input norm"
+        return None
+
+    def _normed(self, x: Tensor) -> list[Tensor]:
+        """What norms were given whose output has the shape of x, the last first."""
+        return [norm.x for norm in reversed(self.finder.watch.norms) if norm.x.shape == x.shape]
+
+    def judged(self) -> list[Site]:
+        """The sites, with those that differ replaced by what the call shows, or refused."""
+        return [self._site(site, outcome) for site, outcome in zip(self.sites, self.outcomes, strict=True)]
+
+    def _site(self, site: Site, outcome: Outcome) -> Site:
+        if outcome.words is None or outcome.instead is None:
+            return site
+        row, names = outcome.instead.row, (site.query_name, site.key_name)
+        if isinstance(row, Attention) and (row.query, row.key, row.block) == (*names, site.block):
+            return site_of(row, site.number, self.tensors)
+        why = row if isinstance(row, Refusal) else f"its call is of {row.block} attention by `{row.query}`"
+        return refused_site(site.block, site.number, names, f"not as its config says ({outcome.words}); {why}")
+
+    def coverage(self, before: Coverage, judged: Sequence[Site]) -> Coverage:
+        """What the pass makes of what is covered: proven where it ran, with what it has shown to be otherwise."""
+        ran = [outcome.was_run for outcome in self.outcomes]
+        differs = [outcome.words is not None for outcome in self.outcomes]
+        replaced = [differ and site.num_heads > 0 for differ, site in zip(differs, judged, strict=True)]
+        lost = [differ and not new for differ, new in zip(differs, replaced, strict=True)]
+        reasons = [f"{self._named(lost)}: {self._first_words(lost)}"] if any(lost) else []
+        reasons += [f"the attention of `{self.further[0]}`, which no row names"] if self.further else []
+        remarks = ["run on the sample"]
+        if any(replaced):
+            remarks.append(f"{self._named(replaced)} as run, not as the config says ({self._first_words(replaced)})")
+        basis = ""
+        if not all(ran):
+            basis = f"{before.basis} in {self._named([not one for one in ran])}" if any(ran) else before.basis
+            remarks = remarks[1:]
+        reasons, remarks = (*before.reasons, *reasons), (*before.remarks, *remarks)
+        return replace(before, num_read=before.num_read - sum(lost), basis=basis, reasons=reasons, remarks=remarks)
+
+    def _first_words(self, which: Sequence[bool]) -> str:
+        return next(one.words or "" for one, is_it in zip(self.outcomes, which, strict=True) if is_it)
+
+    def _named(self, which: Sequence[bool]) -> str:
+        """Sites by block and numbers."""
+        blocks: dict[str, list[int]] = defaultdict(list)
+        for site, is_it in zip(self.sites, which, strict=True):
+            if is_it:
+                blocks[site.block].append(site.number)
+        return ", ".join(f"{block} layers {spans(sorted(numbers))}" for block, numbers in blocks.items())
