@@ -30,7 +30,9 @@ def all_layers(tensors, config):
     for places in found if family.model_types and family.name not in AS_STORED else ():
         unsaid = [module for module, has_bias in expected_biases(places, 0) if has_bias is None]
         assert not unsaid, f"{family.name} does not say whether there is a bias: {unsaid}"
-    yield f"PARTIAL: {', '.join(missing)}" if missing else "COMPLETE"
+    named = config.get("model_type") not in family.model_types
+    whole = f"by its tensor names, as {family.name}, not run" if named else "COMPLETE"
+    yield f"PARTIAL: {', '.join(missing)}" if missing else whole
     for places in found:
         yield from build(places, places.layers)
 

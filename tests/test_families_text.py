@@ -114,14 +114,16 @@ def test_alibi_slopes_are_those_of_bloom(num_heads):
 
 
 def test_a_file_without_model_type_is_known_by_its_names_or_refused():
-    config = Config(dict(n_layer=1, n_head=4, n_embd=48))
-    assert find_family(config, ["transformer.h.0.attn.c_attn.weight"]).name == "nanogpt"
+    config = Config(dict(n_layer=1, n_head=4, n_embd=48, block_size=8, bias=False))
+    parts = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+    names = ["transformer.wpe.weight", *(f"transformer.h.0.{part}.weight" for part in parts)]
+    assert find_family(config, names).name == "nanogpt"
     with pytest.raises(Refusal, match="a known family"):
         find_family(config, ["transformer.h.0.attn.qkv.weight"])
 
 
 def test_transposed_weights_are_not_taken_for_nanogpt():
-    settings = dict(n_layer=1, n_head=4, n_embd=48)
+    settings = dict(n_layer=1, n_head=4, n_embd=48, block_size=8)
     state = Case("", "GPT2Config", "GPT2LMHeadModel", settings | dict(vocab_size=99)).build().state_dict()
     with pytest.raises(Refusal, match="disagree"):
         list(open_model(Config(settings), Memory(state)).layers())

@@ -46,6 +46,8 @@ def interleaved(weight, num_heads):
 def as_meta(state):
     names = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv"}
     names |= {"self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm", "embed_tokens": "tok_embeddings"}
+    names |= {"post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1"}
+    names |= {"mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3"}
     renamed = {}
     for name, tensor in state.items():
         if "q_proj" in name or "k_proj" in name:
@@ -84,7 +86,7 @@ def test_metas_file_reads_as_its_model(llama, tmp_path):
     torch.save(as_meta(state), tmp_path / "consolidated.00.pth")
     settings(tmp_path, META, "params.json")
     found = scan(tmp_path, length=64)
-    assert found.family == "meta-llama" and found.coverage.startswith("COMPLETE")
+    assert (found.family, found.coverage) == ("meta-llama", "by its tensor names, as meta-llama, not run")
     assert_alike(found, expected)
 
 
@@ -111,7 +113,7 @@ def test_torchtitans_folder_reads_as_its_model(llama, tmp_path):
     dcp.save(meta | moments | {"train_state": {"step": torch.tensor(3)}}, checkpoint_id=tmp_path)
     settings(tmp_path, META)
     found = scan(tmp_path, length=64)
-    assert found.format == "distributed" and found.coverage.startswith("COMPLETE")
+    assert found.format == "distributed" and found.coverage.startswith("by its tensor names, as meta-llama")
     assert_alike(found, expected)
 
 
@@ -122,7 +124,7 @@ def test_megatrons_folder_reads_as_its_model(llama, tmp_path, stacked):
     torch.save({"args": 1}, tmp_path / "common.pt")  # what stands beside it is no model
     settings(tmp_path, MEGATRON)
     found = scan(tmp_path, length=64)
-    assert found.family == "megatron-core" and found.coverage.startswith("COMPLETE")
+    assert found.family == "megatron-core" and found.coverage.startswith("by its tensor names")
     assert_alike(found, expected)
 
 
@@ -153,7 +155,8 @@ def test_a_gain_stored_less_one_is_read_so(llama, tmp_path):
 WHISPER_NAMES = {
     "model.": "", "layers.": "blocks.", "self_attn_layer_norm": "attn_ln", "encoder_attn_layer_norm": "cross_attn_ln",
     "self_attn.": "attn.", "encoder_attn.": "cross_attn.", "q_proj": "query", "k_proj": "key", "v_proj": "value",
-    "out_proj": "out", "encoder.layer_norm": "encoder.ln_post",
+    "out_proj": "out", "encoder.layer_norm": "encoder.ln_post", "fc1": "mlp.0", "fc2": "mlp.2",
+    "final_layer_norm": "mlp_ln", "embed_positions.weight": "positional_embedding",
 }  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def test_whispers_own_file_reads_as_its_model(tmp_path):
     (tmp_path / "own").mkdir()
     torch.save({"dims": dims, "model_state_dict": renamed}, tmp_path / "own" / "tiny.pt")
     found = scan(tmp_path / "own" / "tiny.pt", length=64)
-    assert found.family == "openai-whisper" and found.coverage.startswith("COMPLETE")
+    assert found.family == "openai-whisper" and found.coverage.startswith("by its tensor names")
     assert_alike(found, scan(tmp_path, length=64))
 
 

@@ -98,7 +98,7 @@ def heads_of(case, model, state):
         layers = list(opened.layers())
     except Refusal:
         return None
-    said = opened.coverage != case.coverage or any(layer.refused for layer in layers)
+    said = str(opened.coverage) != case.coverage or any(layer.refused for layer in layers)
     return None if said else layers
 
 

@@ -76,10 +76,10 @@ def test_a_proven_row_gives_the_attention_of_a_model_of_other_sizes(case, tmp_pa
         opened = open_model(Config(checkpoint.config), checkpoint)
         layers = list(opened.layers())
     is_gated = case.name == "laguna"
-    assert opened.coverage.startswith(
+    assert str(opened.coverage).startswith(
         "PARTIAL: 3 of 3 layers, the output gate" if is_gated else "COMPLETE, by the row "
     )
-    assert f"with transformers {sys.modules['transformers'].__version__}" in opened.coverage
+    assert f"with transformers {sys.modules['transformers'].__version__}" in str(opened.coverage)
     assert [layer.number for layer in layers] == [0, 1, 2]
     for layer, theirs in zip(layers, output.attentions, strict=True):
         x = seen[layer.query_name][0]
@@ -125,7 +125,7 @@ def gpt_oss(tmp_path):
     with checkpoints.open(tmp_path) as checkpoint:
         opened = open_model(Config(checkpoint.config), checkpoint)
         layers = list(opened.layers())
-    assert opened.coverage.startswith("COMPLETE, by the row ")
+    assert str(opened.coverage).startswith("COMPLETE, by the row ")
     return [(layer, seen[layer.query_name][0], own) for layer, own in zip(layers, output.attentions, strict=True)]
 
 

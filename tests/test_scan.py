@@ -230,7 +230,7 @@ def test_live_modules_are_scanned_as_files_are(llama):
     assert (live.format, live.family) == ("module", "llama")
     assert [row.to_json() for row in live.heads] == [row.to_json() for row in stored.heads]
     plain = scan(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3))
-    assert len(plain.heads) == 6 and plain.coverage == "COMPLETE"
+    assert len(plain.heads) == 6 and plain.coverage == "by the kinds of its modules, not run"
     with pytest.raises(Refusal, match="attention"):
         scan(nn.Linear(3, 3))
 

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .biases import lost_norm, misplaced_bias
+from .code import foreign_code
 from .neighbours import Surroundings, missing_layers, uneven_layers, unknown_neighbours, unread_queries
 from .places import Places
 from .schema import Config, Family, ask
+from .settings import unread_settings
 
-BY_TABLE = "by the table, not run"
+BY_TABLE, BY_LAYOUT = "by the table, not run", "by the layout, not run"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ def coverage_of(family: Family, config: Config, places: tuple[Places, ...]) -> C
     checks = (misplaced_bias, lost_norm) if family.model_types else ()  # rows of known code say which biases there are
     reasons += [reason for at in places for check in checks if (reason := check(at))]
     reasons += () if partial else _beside(places)
+    if unread := unread_settings(family, config, places):
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        reasons.append(f"not read in the config: `{unread[0][:120]}`{more}")
+    reasons += foreign_code(config, family)
     num_read, num_all = sum(len(at.layers) for at in places), sum(at.num_layers for at in places)
     return Coverage(num_read, num_all, reasons=tuple(reasons))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import refusal
-from .coverage import Coverage, coverage_of, spans
+from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
 from .neighbours import Surroundings, outer_modules
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
@@ -35,7 +35,7 @@ class Model:
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
     """Find the family by table or proof, or take the one given, and look for its tensors; nothing is read yet."""
-    proof, tensors = None, unstacked(tensors)
+    proof, tensors, is_described = None, unstacked(tensors), family is not None
     if family is None:
         family, config, proof = known_or_proven(config, tensors.names)
     places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
@@ -44,13 +44,15 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     _check_torn(family, config, places)
     coverage = coverage_of(family, config, places)
-    if config.get("model_type") is None and family.model_types:
-        named = f"read as {family.name} by its tensor names: the config has no model type"
-        coverage = replace(coverage, remarks=(named,))
-    if proof is not None:
+    if is_described:
+        coverage = replace(coverage, basis=BY_LAYOUT)
+    elif proof is not None:
         absent = len(family.attention) - len(places)
         further = (f"{absent} of its stacks not in this file",) if absent else ()
         coverage = replace(coverage, remarks=(*further, proof))
+    elif config.get("model_type") not in family.model_types:
+        named = f"by its tensor names, as {family.name}, not run"
+        coverage = replace(coverage, basis=named)
     return Model(family.name, places, coverage)
 
 

@@ -3,10 +3,10 @@
 import re
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import replace
 
-from ..errors import Refusal, refusal
-from .schema import Config, Family
+from ..errors import Refusal
+from .neighbours import outer_modules
+from .schema import Config, Family, RotaryAt, ask, resolve
 from .tables import encoders, frameworks, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
 
 # Parts of names by which people call queries and keys; used to suggest, never to scan.
@@ -14,16 +14,24 @@ QUERY_WORDS = ("q_proj", "query", "wq", "to_q", "q_lin", "qkv", "c_attn", "in_pr
 KEY_OF = {"q_proj": "k_proj", "query": "key", "wq": "wk", "to_q": "to_k", "q_lin": "k_lin"}
 MOST_PATTERNS = 12
 EMPTY = "                 # to be filled in"
+OPEN = "TO BE FILLED IN"  # no value of these columns: a layout that still holds it is refused
 # What configs of many models call the sizes that a layout asks for.
 SIZES = {
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "key_heads": ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "num_attention_heads", "n_head", "n_heads"),
-    "d_head": ("head_dim", "d_head", "d_kv"),
+    "heads": "num_attention_heads|n_head|n_heads|num_heads|nhead",
+    "key_heads": "num_key_value_heads|n_kv_heads|num_kv_heads|num_attention_heads|n_head|n_heads|num_heads|nhead",
+    "d_head": "head_dim|d_head|d_kv",
 }
+NORM = re.compile(
+    r"(^|\.)(ln|norm|\w*(norm|ln)_?1|ln_attn|attn_ln|\w*(input|attn|attention|pre)\w*norm)\.weight$", re.I
+)
+QK_NORM = re.compile(r"(^|[._])(q|k|query|key|qk)_?(norm|ln|layernorm)", re.I)
 
 
-def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
-    """One sentence, the patterns of tensor names, and a layout file to start from."""
+def unknown_layout(config: Config, names: Collection[str], differs: str | None = None) -> Refusal:
+    """One sentence, the patterns of tensor names, and a layout file to start from.
+
+    `differs`: what keeps it from a family that it resembles.
+    """
     patterns = _patterns(names)
     listed = [f"  {pattern}  (× {len(numbers)})" for pattern, numbers in list(patterns.items())[:MOST_PATTERNS]]
     if len(patterns) > MOST_PATTERNS:
@@ -31,8 +39,9 @@ def unknown_layout(config: Config, names: Collection[str]) -> Refusal:
     model_type = config.get("model_type")
     named = f"the model type {model_type!r}" if model_type else "no model type"
     listed += ["FILE.yaml, to be completed:", _layout(patterns, config)]
+    known = "tensors that no family names" if differs is None else f"tensors that only resemble one: {differs}"
     return Refusal(
-        f"expected a model of a known family, got {named} and {len(names)} tensors that no family names; describe it "
+        f"expected a model of a known family, got {named} and {len(names)} {known}; describe it "
         "with --layout FILE.yaml\nfound:\n" + "\n".join(listed)
     )
 
@@ -59,84 +68,104 @@ def _is_projection(pattern: str) -> bool:
 
 
 def _layout(patterns: dict[str, set[str]], config: Config) -> str:
-    """YAML with all that names and config tell; what they do not is left empty."""
+    """YAML with all that names and config tell; what they do not is left to be filled in."""
     query = next((p for p in patterns if "{layer}" in p and _is_projection(p)), None)
     query = (query or "the.name.of.layer.{layer}.query.weight").removesuffix(".weight")
     word = next((word for word in QUERY_WORDS if word in query), "")
     key = query.replace(word, KEY_OF[word]) if word in KEY_OF else query
     key = key if f"{key}.weight" in patterns else EMPTY
     num_layers = len(patterns.get(f"{query}.weight", ())) or EMPTY
-    seen = {name: _seen(config, keys) for name, keys in SIZES.items()}
-    sizes = "".join(f"    {name}: {EMPTY if value is None else value}\n" for name, value in seen.items())
+    known = {name: _size(config, keys) for name, keys in SIZES.items()}
+    sizes = "".join(f"    {name}: {EMPTY if value is None else value}\n" for name, value in known.items())
     fused = "" if word in KEY_OF else "    fused: qkv            # or grouped\n"
     return (
         "  attention:\n"
         "  - block: decoder          # encoder, decoder, cross or vision\n"
         f"    query: {query}\n    key: {key}\n{fused}"
-        f"    layers: {num_layers}\n{sizes}    prefixes: ['']\n"
+        f"    layers: {num_layers}\n{sizes}{_open_questions(patterns, query)}    prefixes: ['']\n"
         "    lookahead: 0            # causal; leave out if not"
     )
 
 
-def _seen(config: Config, keys: tuple[str, ...]) -> int | None:
-    """The first of these that the config has as a number."""
-    values = (config.get(key) for key in keys)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+def _open_questions(patterns: dict[str, set[str]], query: str) -> str:
+    """Norms and positions, which neither names nor sizes settle: each must be answered, with null if there is none."""
+    block = query.partition("{layer}")[0] + "{layer}."
+    inside = [pattern for pattern in patterns if pattern.startswith(block)]
+    before = next(
+        (p.removesuffix(".weight") for p in inside if NORM.search(p) and not QK_NORM.search(p)), "a.{layer}.norm"
+    )
+    lines = [f"    input_norm: {OPEN}   # null, or {{kind: layer or rms, name: '{before}', epsilon: 1e-5}}"]
+    for side, letters in (("query", "q"), ("key", "k")):
+        named = next((p for p in inside if QK_NORM.search(p) and f"{letters}_" in p or f"{side}_" in p), None)
+        if named is not None and QK_NORM.search(named):
+            lines.append(
+                f"    {side}_norm: {OPEN}   # null, or {{kind: rms or layer, name: '{named.removesuffix('.weight')}'}}"
+            )
+    lines.append(f"    rotary: {OPEN}   # null, or {{base: 10000.0, interleaved: false}}")
+    return "\n".join(lines) + "\n"
+
+
+def _size(config: Config, keys: str) -> int | None:
+    """The whole number that the config has under the first of these keys, wherever in it."""
+    try:
+        value = config.anywhere(keys)
+    except Refusal:  # several: the user knows which
+        return None
+    return value if isinstance(value, int) else None
 
 
 TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, frameworks, own)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
+WRAPPERS = ("timm_wrapper",)  # types that do not say what is inside
+POSITIONS = re.compile(r"(^|[._])(wpe|pos(ition(al|s)?)?_?(emb|enc|table)\w*)(\.|$)")
 
 
 def find_family(config: Config, names: Collection[str]) -> Family:
     """The row of this model; an unknown model is refused, never guessed."""
-    model_type = config.get("model_type")
+    model_type, near = config.get("model_type"), None
     for family in FAMILIES:
-        if model_type in family.model_types:
-            return _checked(family, names)
-    if model_type is None:
-        for family in FAMILIES:
-            if family.signature and _has(family.signature.format(layer=0), names) and _has_all(family.needs, names):
-                return _checked(family, names)
-        if (family := family_of_names(names)) is not None:
-            return _checked(family, names)
-    raise unknown_layout(config, names)
+        if model_type in family.model_types and model_type not in WRAPPERS:
+            return family
+        is_named = model_type in (None, *WRAPPERS, family.name)
+        if is_named and family.signature and _has(family.signature.format(layer=0), names):
+            differs = unaccounted(family, config, names)
+            if differs is None:
+                return family
+            near = near or differs
+    raise unknown_layout(config, names, near)
 
 
-def family_of_names(names: Collection[str]) -> Family | None:
-    """The family whose first row's queries and keys are stored under its usual prefixes, if only one row is so.
+def unaccounted(family: Family, config: Config, names: Collection[str]) -> str | None:
+    """What keeps a file whose type nobody declares from being of a family that it resembles; None where nothing does.
 
-    Families that share the row are one here. Used where a config has no model type.
+    Every tensor of a block must be one that the family has, and none that it needs may be missing.
     """
-    fitting = [family for family in FAMILIES if not family.signature and _fits(family, names)]
-    return fitting[0] if fitting and _reads_alike(fitting) else None
+    inside, blocks = re.compile(family.inside), _blocks(family, names)
+    for name in sorted(names):
+        block = next((outer for outer in outer_modules(name) if outer in blocks), None)
+        if block is not None and not inside.fullmatch(name[len(block) + 1 :]):
+            return f"`{name[:120]}`, which {family.name} does not have"
+    for need in ask(family.needs, config) if callable(family.needs) else family.needs:
+        within = [f"{block}{need}" for block in sorted(blocks)] if need.startswith(".") else []
+        lost = [name for name in within if name not in names] if within else [] if _has(need, names) else [need]
+        if lost:
+            return f"no `{lost[0][:120]}`, which {family.name} has"
+    rotary = family.attention[0].rotary
+    if isinstance(rotary, RotaryAt) and resolve(rotary.only, config):
+        table = next((name for name in names if POSITIONS.search(name)), None)
+        return None if table is None else f"`{table[:120]}`, where the positions of {family.name} are rotary"
+    return None
 
 
-def _fits(family: Family, names: Collection[str]) -> bool:
-    row = family.attention[0]
-    if row.prefixes is None or row.names is not None:
-        return False
-    if not _has_all(family.needs, names):
-        return False
-    return all(
-        any(
-            f"{prefix}{alternative.format(layer=0, previous=0, head=0)}{end}" in names
-            for prefix in row.prefixes
-            for alternative in pattern.split("|")
-            for end in (".weight", "_weight")
-        )
-        for pattern in (row.query, row.key)
-    )
-
-
-def _has_all(parts: tuple[str, ...], names: Collection[str]) -> bool:
-    return all(any(part in name for name in names) for part in parts)
-
-
-def _reads_alike(families: list[Family]) -> bool:
-    """Whether all of them would read the same numbers: their first rows differ in nothing but where they look."""
-    first, *others = (replace(family.attention[0], prefixes=None) for family in families)
-    return all(other == first for other in others)
+def _blocks(family: Family, names: Collection[str]) -> set[str]:
+    """The modules, one a layer, that hold the attention of a family's rows."""
+    found = set()
+    for query in (query for row in family.attention for query in row.query.split("|")):
+        before, _, behind = query.partition("{layer}")
+        pattern = re.compile(rf"((?:.*\.)?{re.escape(before)}\d+){re.escape(behind)}[._]weight")
+        ends = f"{behind}.weight", f"{behind}_weight"
+        found |= {match[1] for name in names if name.endswith(ends) and (match := pattern.fullmatch(name))}
+    return found
 
 
 def is_in_tables(model_type: str) -> bool:
@@ -145,12 +174,3 @@ def is_in_tables(model_type: str) -> bool:
 
 def _has(signature: str, names: Collection[str]) -> bool:
     return signature in names or any(name.endswith(f".{signature}") for name in names)
-
-
-def _checked(family: Family, names: Collection[str]) -> Family:
-    """The family, unless the names show another kind of attention too."""
-    foreign = next((name for name in names for part in family.foreign if part in name), None)
-    if foreign is not None:
-        remedy = "its attention is of another kind: describe it with --layout"
-        raise refusal(f"a {family.name} model without further terms in its attention", f"`{foreign}`", remedy)
-    return family

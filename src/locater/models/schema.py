@@ -5,7 +5,7 @@ separated by "|": the first that is stored counts. A cell is a literal, the name
 """
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -40,6 +40,21 @@ class Config:
             raise refusal(f"{wanted} in the config", "none", remedy)
         return value
 
+    def anywhere(self, keys: str) -> Any:
+        """The one value that the first of these keys has, at the top or in any table of the config; None where none.
+
+        Refused where tables disagree: a config of a whole run may describe several models.
+        """
+        for key in keys.split("|"):
+            values = list(dict.fromkeys(value for value in _nested(self.values, key) if is_number(value)))
+            if len(values) > 1:
+                raise refusal(
+                    f"one value of `{key}` in the config", ", ".join(map(str, values[:4])), "keep one of them"
+                )
+            if values:
+                return values[0]
+        return None
+
     def positive(self, keys: str, default: float | None = None) -> float:
         """An entry that must be a positive number; files write whole ones without a point."""
         value = self[keys] if default is None else self.get(keys, default)
@@ -64,6 +79,16 @@ class Config:
         if not isinstance(part := self[key], Mapping):
             raise refusal(f"a table for `{key}` in the config", reprlib.repr(part), "correct config.json")
         return Config(part)
+
+
+def _nested(values: JsonMapping, key: str) -> Iterator[Any]:
+    """What tables, and tables within them, hold under a key."""
+    pending: list[JsonMapping] = [values]
+    while pending:
+        table = pending.pop()
+        if key in table:
+            yield table[key]
+        pending += [value for value in table.values() if isinstance(value, Mapping)]
 
 
 # A cell of a table: a literal, the name of a config entry, or a function of the config and the layer.
@@ -122,6 +147,11 @@ def is_number(value: object) -> bool:
 def entry(keys: str, default: object) -> Callable[[Config, int], Any]:
     """A cell: the config's entry, or what the family's own config class takes where it is silent."""
     return lambda config, layer: config.get(keys, default)
+
+
+def anywhere(keys: str) -> Callable[[Config, int], Any]:
+    """A cell: the config's entry, wherever in it that stands; asked for where there is none."""
+    return lambda config, layer: found if (found := config.anywhere(keys)) is not None else config[keys]
 
 
 Names = Callable[[Config, int], dict[str, int]]
@@ -249,8 +279,8 @@ class Family:
     attention: tuple[Attention, ...]
     partial: Callable[[Config], str | None] | None = None
     signature: str | None = None  # how a layer-0 tensor's name ends by which files without a model type are known
-    needs: tuple[str, ...] = ()  # parts of names without which a file without a model type is not of this family
-    foreign: tuple[str, ...] = ()  # parts of names that mean another kind of attention under the same signature
+    inside: str = ""  # what all names in a block of such a file match, from behind its number
+    needs: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()  # how names end that it has; `.x`: in every block
 
 
 class Biases(TypedDict):

@@ -22,6 +22,7 @@ from .watch import Sample
 
 __all__ = ["LiveModel", "ModuleTensors", "Sample", "Site", "layer_of", "layers", "open_live", "settings", "sites"]
 
+OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed where the code itself is there
 MOST_NAMED = 3  # of what differs in a model
 AS_NAMED = "as named, without positions, norms and mask, not run"
 BY_KINDS = "by the kinds of its modules, not run"
@@ -133,7 +134,8 @@ def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
 
 def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family: Family | None) -> LiveModel:
     try:
-        model = open_model(config, tensors, family=family)
+        stored = {key: value for key, value in config.values.items() if key not in OF_FILES}
+        model = open_model(Config(stored), tensors, family=family)
     except Refusal:
         if family is not None or is_in_tables(str(config.get("model_type"))):
             raise

@@ -182,14 +182,22 @@ MODERNBERT = Attention(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    Family("bert", ("bert",), BERT_ROWS, partial=relative_terms),
+    Family(
+        "bert",
+        ("bert",),
+        BERT_ROWS,
+        partial=relative_terms,
+        signature="encoder.layer.{layer}.attention.self.query.weight",
+        inside=r"((cross)?attention\.(self\.(query|key|value)|output\.(dense|LayerNorm))|intermediate\.dense"
+        r"|output\.(dense|LayerNorm))\.(weight|bias|gamma|beta)",
+        needs=("embeddings.position_embeddings.weight", ".attention.self.query.bias", ".intermediate.dense.weight"),
+    ),
     Family("roberta", ("roberta", "xlm-roberta", "camembert"), BERT_ROWS, partial=relative_terms),
     Family(
         "electra",
         ("electra",),
         (ELECTRA, ELECTRA_DECODER, BERT_CROSS),
         partial=relative_terms,
-        needs=("embeddings_project",),
     ),
     Family("albert", ("albert",), (ALBERT,), partial=relative_terms),
     Family("distilbert", ("distilbert",), (DISTILBERT,)),

@@ -79,6 +79,11 @@ def megatron_partial(config: Config) -> str | None:
     return f"{', '.join(present)} left out" if present else None
 
 
+def megatron_needs(config: Config) -> tuple[str, ...]:
+    """A table of positions where the config names one."""
+    return ("position_embeddings.weight",) if config.get("position_embedding_type") == "learned_absolute" else ()
+
+
 MEGATRON = Attention(
     block="decoder",
     query="decoder.layers.{layer}.self_attention.linear_qkv",
@@ -143,7 +148,8 @@ FAMILIES = (
         (),
         (META,),
         signature="layers.{layer}.attention.wq.weight",
-        foreign=("attention.q_norm", "attention.k_norm", "attention.wkv", "attention.sinks"),
+        inside=r"attention\.w[qkvo]\.weight|(attention_norm|ffn_norm)\.weight|(feed_forward|moe|block_sparse_moe)\..+",
+        needs=(".attention_norm.weight", ".ffn_norm.weight"),
     ),
     Family(
         "megatron-core",
@@ -151,12 +157,17 @@ FAMILIES = (
         (MEGATRON,),
         partial=megatron_partial,
         signature="decoder.layers.{layer}.self_attention.linear_qkv.weight",
-        foreign=("self_attention.linear_proj_gate", "softmax_offset"),
+        inside=r"self_attention\.(linear_qkv|linear_proj|[qk]_layernorm)\.(layer_norm_)?(weight|bias|_extra_state.*)"
+        r"|(input_layernorm|pre_mlp_layernorm|mlp)\..+|self_attention\.core_attention\._extra_state.*",
+        needs=megatron_needs,
     ),
     Family(
         "openai-whisper",
         (),
         (WHISPER_ENCODER, WHISPER_DECODER, WHISPER_CROSS),
         signature="decoder.blocks.{layer}.cross_attn.query.weight",
+        inside=r"(cross_)?attn\.(query\.(weight|bias)|key\.weight|value\.(weight|bias)|out\.(weight|bias))"
+        r"|((cross_)?attn_ln|mlp_ln|mlp\.\d)\.(weight|bias)",
+        needs=("encoder.positional_embedding", "decoder.positional_embedding", ".attn.query.bias", ".attn_ln.bias"),
     ),
 )

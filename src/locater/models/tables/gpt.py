@@ -53,6 +53,17 @@ GPT2_CROSS = replace(
 
 GPT1 = replace(GPT2, scale=None, input_norm=NormAt("layer", "h.{previous}.ln_2", first=None, epsilon=EPSILON))
 
+
+def nanogpt_needs(config: Config) -> tuple[str, ...]:
+    """A table of positions, and biases unless the config says that there are none: an RMS norm has none either.
+
+    Other models have the same tensors in another order, but not nanoGPT's word for the length of its texts.
+    """
+    config["block_size"]
+    biases = () if config.get("bias") is False else (".ln_1.bias", ".attn.c_attn.bias")
+    return "transformer.wpe.weight", ".ln_1.weight", ".ln_2.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight", *biases
+
+
 NANOGPT = replace(GPT2, transposed=False, scale=None, query_bias=entry("bias", None))
 
 BIGCODE = replace(
@@ -247,7 +258,14 @@ MPT = Attention(
 FAMILIES = (
     Family("gpt", ("openai-gpt",), (GPT1,)),
     Family("gpt2", ("gpt2",), (GPT2, GPT2_CROSS)),
-    Family("nanogpt", (), (NANOGPT,), signature="transformer.h.{layer}.attn.c_attn.weight"),
+    Family(
+        "nanogpt",
+        (),
+        (NANOGPT,),
+        signature="transformer.h.{layer}.attn.c_attn.weight",
+        inside=r"(ln_[12]|attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(weight|bias)|attn\.bias",
+        needs=nanogpt_needs,
+    ),
     Family("gpt_bigcode", ("gpt_bigcode",), (BIGCODE,)),
     Family("gpt_neo", ("gpt_neo",), (NEO,)),
     Family("gptj", ("gptj",), (GPTJ,)),

@@ -1,11 +1,11 @@
 """State dicts of `torch.nn.TransformerEncoder`, `TransformerDecoder` and `Transformer`, under any prefix.
 
-The config is whatever stands beside them: `nhead` must be in it, `norm_first` and `causal` may be.
+The config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `causal` may be.
 """
 
 from dataclasses import replace
 
-from ..schema import Attention, Config, Family, NormAt, NormCell, entry
+from ..schema import Attention, Config, Family, NormAt, NormCell, anywhere, entry
 
 EPSILON = entry("layer_norm_eps", 1e-5)
 
@@ -32,7 +32,7 @@ def rows(encoder: str, decoder: str) -> tuple[Attention, Attention, Attention]:
         query=encoder + "layers.{layer}.self_attn.in_proj",
         key=encoder + "layers.{layer}.self_attn.in_proj",
         layers=None,
-        heads="nhead|num_heads|num_attention_heads",
+        heads=anywhere("nhead|num_heads|num_attention_heads"),
         d_model=None,
         fused="qkv",
         prefixes=None,
@@ -61,7 +61,16 @@ def rows(encoder: str, decoder: str) -> tuple[Attention, Attention, Attention]:
 
 
 ENCODER, DECODER, CROSS = rows("", "")
-FOREIGN = ("attn.bias_k",)  # a learned further key
+INSIDE = (
+    r"(self_attn|multihead_attn)\.(in_proj_(weight|bias)|out_proj\.(weight|bias))|(linear[12]|norm[123])\.(weight|bias)"
+)
+
+
+def needs(config: Config) -> tuple[str, ...]:
+    """Biases unless the config says that there are none: an RMS norm has none either."""
+    biases = () if config.get("bias") is False else (".norm1.bias", ".self_attn.in_proj_bias")
+    return ".norm1.weight", ".norm2.weight", ".linear1.weight", ".linear2.weight", *biases
+
 
 # The order matters: every later signature is also an ending of the earlier ones' names.
 FAMILIES = (
@@ -70,10 +79,23 @@ FAMILIES = (
         (),
         rows("encoder.", "decoder."),
         signature="decoder.layers.{layer}.multihead_attn.in_proj_weight",
-        foreign=FOREIGN,
+        inside=INSIDE,
+        needs=needs,
     ),
     Family(
-        "torch-decoder", (), (DECODER, CROSS), signature="layers.{layer}.multihead_attn.in_proj_weight", foreign=FOREIGN
+        "torch-decoder",
+        (),
+        (DECODER, CROSS),
+        signature="layers.{layer}.multihead_attn.in_proj_weight",
+        inside=INSIDE,
+        needs=needs,
     ),
-    Family("torch-encoder", (), (ENCODER,), signature="layers.{layer}.self_attn.in_proj_weight", foreign=FOREIGN),
+    Family(
+        "torch-encoder",
+        (),
+        (ENCODER,),
+        signature="layers.{layer}.self_attn.in_proj_weight",
+        inside=INSIDE,
+        needs=needs,
+    ),
 )

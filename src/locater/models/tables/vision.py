@@ -121,10 +121,7 @@ FAMILIES = (
         ("timm_wrapper",),
         (TIMM,),
         signature="blocks.{layer}.attn.qkv.weight",
-        needs=("patch_embed",),  # language models written by hand have these blocks too
-        foreign=(
-            *("rope", "rel_pos", "relative_position", "q_bias", "lambda_q"),
-            *("attn.logit_scale", "attn.temperature", "attn.proj_l", "attn.proj_w"),
-        ),
+        inside=r"(norm[12]|attn\.([qk]_)?norm|attn\.qkv|attn\.proj)\.(weight|bias)|(ls[12]\.)?gamma(_[12])?|mlp\..+",
+        needs=("patch_embed.proj.weight", "pos_embed"),  # language models written by hand have these blocks too
     ),
 )
