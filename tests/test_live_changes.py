@@ -5,6 +5,7 @@ The reference listens to the softmax of the model itself and knows nothing of th
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 import locater
 from locater import stabilisers
 from locater.errors import Refusal
+from locater.monitor import AttentionMonitor
 from saved_models import case_named
 from test_forty_models import masked, written_out
 
@@ -339,9 +341,10 @@ def is_right(model, inputs, layers) -> bool:
     given, hooks = {}, []
     base = inner(model)
     for name, module in base.named_modules():
-        keep = lambda m, args, kwargs, name=name: given.setdefault(name, []).append(
-            args[0] if args else kwargs.get("hidden_states")
-        )
+
+        def keep(module, args, kwargs, name=name):
+            given.setdefault(name, []).append(args[0] if args else kwargs.get("hidden_states"))
+
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     with torch.no_grad(), Softmax() as seen:
         model(**inputs)
@@ -398,3 +401,56 @@ def test_a_changed_model_is_never_called_complete_and_read_wrong(change, with_sa
         if not change.acts and with_sample:
             assert line.startswith("COMPLETE"), line
         assert not (change.acts and not with_sample) or says_so, line
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_no_bound_stands_beside_a_changed_models_logits(change):
+    """Where the monitor bounds logits, the heads it was made of are the model's."""
+    case = case_named(change.case)
+    model = copy.deepcopy(case.build())
+    torch.manual_seed(0)
+    inputs = case.inputs(model.config)
+    with ExitStack() as stack:
+        if change.case == "llama":
+            model.set_attn_implementation("sdpa")
+        changed = change.apply(model, stack)
+        model = (changed if isinstance(changed, nn.Module) else model).train()
+        try:
+            with AttentionMonitor(model, every=1) as monitor:
+                model(**inputs)
+                report = monitor.step()
+        except Refusal:
+            return
+        bounded = [layer for layer in report.training if not all(map(math.isnan, bounds_of(layer)))]
+        for layer in bounded:
+            pairs = zip(layer.statistics["max_logit"], bounds_of(layer), strict=True)
+            assert all(math.isnan(bound) or logit <= 1.01 * bound for logit, bound in pairs)
+        if len(bounded) == len(report.training) > 0 and change.name != "SoftCap":  # whose cap is in the bound
+            layers = list(locater.models.live.layers(model))
+            assert is_right(model.eval(), inputs, layers), report.notes
+
+
+def bounds_of(layer):
+    return layer.weights.get("logit_bound", (math.nan,))
+
+
+def test_an_unchanged_models_bounds_stand():
+    model = case_named("llama").build().train()
+    with AttentionMonitor(model, every=1) as monitor:
+        model(SAMPLE)
+        report = monitor.step()
+    assert all(not math.isnan(bound) for layer in report.training for bound in bounds_of(layer))
+    assert not any("withdrawn" in note for note in report.notes)
+
+
+def test_a_bound_that_a_measurement_contradicts_is_withdrawn():
+    model = case_named("llama").build().train()
+    with AttentionMonitor(model, every=1) as monitor:
+        model(SAMPLE)
+        with torch.no_grad():
+            attention(model).q_proj.weight.mul_(1e-3)  # an optimiser's step: the weights bound less than was seen
+        report = monitor.step()
+    assert all(map(math.isnan, bounds_of(report.training[0]))) and not any(
+        map(math.isnan, bounds_of(report.training[1]))
+    )
+    assert sum("withdrawn" in note for note in report.notes) == 1

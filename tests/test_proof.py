@@ -197,11 +197,21 @@ def test_a_file_with_tensors_that_the_twin_lacks_is_not_called_complete(tmp_path
     assert "PARTIAL: 3 of 3 layers, tensors that the proof did not see left out (`sinks`)" in scan(tmp_path).coverage
 
 
+def test_a_file_that_names_code_of_its_own_is_not_called_complete(tmp_path):
+    case = CASES[0]
+    case.save(case.build(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}))
+    assert scan(tmp_path).coverage.startswith("PARTIAL: 3 of 3 layers, its own code was not looked at")
+
+
 def test_a_live_model_is_read_by_the_same_proof():
     model = CASES[0].build()
     found = scan(model)
     assert len(found.heads) == 18
-    assert found.coverage.startswith("COMPLETE, by the row ")
+    assert found.coverage.startswith("by the table, not run, by the row ")
+    ran = scan(model, sample=CASES[0].inputs(model.config))
+    assert ran.coverage == "COMPLETE" and len(ran.heads) == 18
 
 
 def test_a_proof_is_kept_and_read_again(monkeypatch):

@@ -9,6 +9,7 @@ from saved_models import by_place, case_named
 
 pytestmark = pytest.mark.quick
 
+KINDS = "by the kinds of its modules, not run"
 CASES = ["gpt2", "llama", "falcon-40b", "deepseek-v2", "jamba", "albert", "t5", "whisper", "clip", "dinov2"]
 
 
@@ -38,11 +39,7 @@ def test_torchs_transformer_without_a_config(norm_first):
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
     found = scan(model)
-    assert (found.source, found.family, found.coverage) == (
-        "Transformer",
-        "modules",
-        "by the kinds of its modules, not run",
-    )
+    assert (found.source, found.family, found.coverage) == ("Transformer", "modules", KINDS)
     rows = by_place(found)
     assert [row.block for row in found.heads] == ["encoder"] * 8 + ["decoder"] * 8 + ["cross"] * 8
     last, decoder = model.encoder.norm.weight.detach(), model.decoder.layers[1]
@@ -56,10 +53,7 @@ def test_torchs_transformer_without_a_config(norm_first):
 def test_a_module_that_cannot_be_read_is_named():
     model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.MultiheadAttention(16, 2, add_bias_kv=True))
     found = scan(model)
-    assert (
-        found.coverage == "PARTIAL: 1 of 2 modules, without 1, by the kinds of its modules, not run"
-        and len(found.heads) == 2
-    )
+    assert found.coverage == f"PARTIAL: 1 of 2 modules, without 1, {KINDS}" and len(found.heads) == 2
     assert len(found.refused) == 1 and "bias_k" in found.refused[0]
 
 

@@ -1,6 +1,6 @@
 """A model as the tables see it: its family, where its attention lies, and what of it is left out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import refusal
@@ -43,7 +43,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     _check_torn(family, config, places)
-    coverage = coverage_of(family, config, places)
+    coverage = coverage_of(family, config, places, is_proven=proof is not None)
     if is_described:
         coverage = replace(coverage, basis=BY_LAYOUT)
     elif proof is not None:

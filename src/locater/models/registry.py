@@ -21,10 +21,9 @@ SIZES = {
     "key_heads": "num_key_value_heads|n_kv_heads|num_kv_heads|num_attention_heads|n_head|n_heads|num_heads|nhead",
     "d_head": "head_dim|d_head|d_kv",
 }
-NORM = re.compile(
-    r"(^|\.)(ln|norm|\w*(norm|ln)_?1|ln_attn|attn_ln|\w*(input|attn|attention|pre)\w*norm)\.weight$", re.I
-)
-QK_NORM = re.compile(r"(^|[._])(q|k|query|key|qk)_?(norm|ln|layernorm)", re.I)
+# How people call the norm before attention, and those of queries and keys.
+NORM = re.compile(r"(^|\.)(ln|norm|\w*(norm|ln)_?1|ln_attn|attn_ln|\w*(input|attn|attention|pre)\w*norm)\.weight$")
+QK_NORMS = {side: re.compile(rf"(^|[._])({side}|{side[0]}|qk)_?(norm|ln|layernorm)") for side in ("query", "key")}
 
 
 def unknown_layout(config: Config, names: Collection[str], differs: str | None = None) -> Refusal:
@@ -91,16 +90,12 @@ def _open_questions(patterns: dict[str, set[str]], query: str) -> str:
     """Norms and positions, which neither names nor sizes settle: each must be answered, with null if there is none."""
     block = query.partition("{layer}")[0] + "{layer}."
     inside = [pattern for pattern in patterns if pattern.startswith(block)]
-    before = next(
-        (p.removesuffix(".weight") for p in inside if NORM.search(p) and not QK_NORM.search(p)), "a.{layer}.norm"
-    )
-    lines = [f"    input_norm: {OPEN}   # null, or {{kind: layer or rms, name: '{before}', epsilon: 1e-5}}"]
-    for side, letters in (("query", "q"), ("key", "k")):
-        named = next((p for p in inside if QK_NORM.search(p) and f"{letters}_" in p or f"{side}_" in p), None)
-        if named is not None and QK_NORM.search(named):
-            lines.append(
-                f"    {side}_norm: {OPEN}   # null, or {{kind: rms or layer, name: '{named.removesuffix('.weight')}'}}"
-            )
+    named = {side: next((p for p in inside if norm.search(p)), None) for side, norm in QK_NORMS.items()}
+    before = next((p for p in inside if NORM.search(p) and p not in named.values()), "a.{layer}.norm.weight")
+    lines = [f"    input_norm: {OPEN}   # null, or {{kind: layer or rms, name: '{before.removesuffix('.weight')}'}}"]
+    for side, name in named.items():
+        place = "" if name is None else name.rpartition(".")[0]
+        lines += [f"    {side}_norm: {OPEN}   # null, or {{kind: rms or layer, name: '{place}'}}"] if name else []
     lines.append(f"    rotary: {OPEN}   # null, or {{base: 10000.0, interleaved: false}}")
     return "\n".join(lines) + "\n"
 

@@ -48,9 +48,8 @@ class Config:
         for key in keys.split("|"):
             values = list(dict.fromkeys(value for value in _nested(self.values, key) if is_number(value)))
             if len(values) > 1:
-                raise refusal(
-                    f"one value of `{key}` in the config", ", ".join(map(str, values[:4])), "keep one of them"
-                )
+                listed = ", ".join(map(str, values[:4]))
+                raise refusal(f"one value of `{key}` in the config", listed, "keep one of them")
             if values:
                 return values[0]
         return None

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 from torch import nn
 
@@ -10,10 +11,13 @@ from ..attention.calls import AttentionCall
 from ..errors import Refusal
 from ..head import Head
 from ..models.live import Sample, Site, layer_of
+from ..models.live.agreement import difference, is_of_length
 from ..models.live.discover import Finder
 from ..models.live.modules import Found
-from .inputs import WholeTensors
+from .inputs import Inputs, WholeTensors
 from .places import call_name
+
+Place = tuple[str, int]  # a block and a layer's number
 
 
 class FoundHeads:
@@ -23,6 +27,8 @@ class FoundHeads:
         self.tensors = WholeTensors(model)
         self.rows: dict[str, Found] = {}
         self.was_told = False
+        self.differences: dict[Place, str | None] = {}  # of layers whose heads were held against a call
+        self.caps: dict[Place, float] = {}  # soft-caps that calls have and no table names
         self.finder = Finder(self.tensors) if is_wanted else None
         if self.finder is not None and sample is not None:
             self._find(self.finder, sample)
@@ -57,6 +63,34 @@ class FoundHeads:
         if found is not None:
             self.rows[site.query_name] = found
 
+    def check(self, site: Site, call: AttentionCall, inputs: Inputs | None, *, has_further_keys: bool = False) -> None:
+        """Once for every layer that was read and not found: do its heads give the logits of its call?
+
+        `has_further_keys`: some come from outside of the pass, as learned prompts do.
+        """
+        place = site.block, site.number
+        if has_further_keys and site.block != "cross":
+            self.differences.setdefault(place, "keys from outside of the pass")
+        if place in self.differences or inputs is None or inputs.x_query is None or inputs.x_key is None:
+            return
+        try:
+            heads, sides = site.build().heads, (inputs.x_query, inputs.x_key)
+            if call.softcap is not None and all(head.softcap is None for head in heads):
+                heads = tuple(replace(head, softcap=call.softcap) for head in heads)
+            words = difference(heads, *sides, call) if heads else None
+            norms = (heads[0].query.input_norm, heads[0].key.input_norm) if heads else ()
+            if words is None and any(norm and not is_of_length(norm, x) for norm, x in zip(norms, sides, strict=False)):
+                words = "its input does not come from its input norm"
+        except Refusal:  # a call over other tokens, or weights that cannot be read: the next one may tell
+            return
+        if words is None and call.softcap is not None:
+            self.caps[place] = call.softcap
+        self.differences[place] = words
+
+    def difference(self, site: Site) -> str | None:
+        """What of its calls a layer's heads do not give again; None where nothing is known to differ."""
+        return self.differences.get((site.block, site.number))
+
     def heads(self, site: Site) -> tuple[Head, ...]:
         """The heads of a layer as they are now; none where they are not known."""
         try:
@@ -64,7 +98,8 @@ class FoundHeads:
             layer = site.build() if found is None else layer_of(found, site.number, self.tensors)
         except Refusal:  # weights that are not finite, or of a form that no table reads
             return ()
-        return layer.heads
+        cap = self.caps.get((site.block, site.number))
+        return layer.heads if cap is None else tuple(replace(head, softcap=cap) for head in layer.heads)
 
     def unexplained(self) -> Iterator[str]:
         """Once: why the heads of layers were not found, by the first of them."""

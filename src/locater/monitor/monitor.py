@@ -21,7 +21,7 @@ from .alarms import Alarm, Said, Thresholds, find_alarms
 from .hooks import Hooks
 from .observation import Key, Observation
 from .places import entry_of, outside, repeated, silent, written_out
-from .report import LayerReport, Report, make_notes, unfollowed
+from .report import LayerReport, Report, make_notes, standing_bounds, unfollowed
 from .sinks import Sink
 from .tally import MODES, Mode, Tally, merge
 from .trends import GROWING, Awake, Trends
@@ -134,9 +134,9 @@ class AttentionMonitor:
         training, no_grad, evaluation = (self._layers(merged, mode) for mode in MODES)
         self._check_seen((*training, *no_grad, *evaluation))
         if training:
-            training = tuple(self._with_weights(layer) for layer in training)
+            training = tuple(self._with_weights(layer, evaluation) for layer in training)
         else:
-            no_grad = tuple(self._with_weights(layer) for layer in no_grad)
+            no_grad = tuple(self._with_weights(layer, evaluation) for layer in no_grad)
         self.trends.add(self.num_steps, training)
         training = tuple(self._with_growth(layer) for layer in training)
         alarms, notes = self._alarms(training, no_grad, evaluation), self._notes((*training, *no_grad, *evaluation))
@@ -214,7 +214,7 @@ class AttentionMonitor:
             if tally.has_seen_any
         )
 
-    def _with_weights(self, layer: LayerReport) -> LayerReport:
+    def _with_weights(self, layer: LayerReport, evaluation: Sequence[LayerReport]) -> LayerReport:
         """The layer with what its heads' weights say, where they are known."""
         if self.weights is None:
             return layer
@@ -232,7 +232,11 @@ class AttentionMonitor:
         except Refusal as reason:  # so large that their moments overflow: that is for the alarms to tell
             self.seen.refused.add(f"{layer.block} layer {layer.layer}: {reason}")
             return layer
-        return replace(layer, weights=numbers)
+        others = [one for one in evaluation if (one.block, one.layer) == (layer.block, layer.layer)]
+        differs = self.seen.found.difference(self.seen.sites[index])
+        bounds, note = standing_bounds(numbers["logit_bound"], (layer, *others), differs)
+        self.seen.refused.update(note)
+        return replace(layer, weights=numbers | {"logit_bound": bounds})
 
     def _with_growth(self, layer: LayerReport) -> LayerReport:
         rates = {f"{name}_growth": tuple(self.trends.growth(layer, name)) for name in GROWING}

@@ -18,11 +18,14 @@ YARN = {
     "rope.scaling.yarn_attn_factor": "attention_factor",
 }
 
-# What changes logits wherever it stands.
-ACTING = tuple(
-    f"attention.{name}"
-    for name in ("temperature_scale", "temperature_length", "clamp_kqv", "scale", "max_alibi_bias", "shared_kv_layers")
-)
+# Where settings stand that change logits, and those among them that do not: of values, of what training was, or told by
+# the tensors themselves.
+ACTING = ("attention.", "rope.")
+HARMLESS = (
+    "attention.value_length", "attention.value_length_mla", "attention.key_length_mla", "attention.causal",
+    "attention.group_norm_groups", "attention.group_norm_epsilon", "attention.output_scale", "rope.scaling.finetuned",
+    "rope.scaling.original_context_length", "rope.scaling.factor", "rope.dimension_count",
+)  # fmt: skip
 
 
 class _Read(dict[str, Any]):
@@ -74,7 +77,8 @@ def make_config(settings: Settings, names: Names) -> Json:
 
 def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
     """What changes logits and was not asked for would be lost without a word; rows may say that it does nothing."""
-    lost = [key for key in ACTING if dict.get(own, key) and key not in own.asked | dict(row.settings).keys()]
+    known = {*own.asked, *dict(row.settings), *COMMON, *HARMLESS}
+    lost = [key for key in own if key.startswith(ACTING) and dict.get(own, key) and key not in known]
     if lost:
         remedy = "scan the model's safetensors instead, or ask for support with the file's architecture"
         raise refusal(f"{name} without {lost[0]}, as it is read here", f"{dict.get(own, lost[0])!r:.40}", remedy)

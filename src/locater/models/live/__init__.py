@@ -16,7 +16,7 @@ from .discover import discover
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
 from .site import Site, layer_of, refused_site, site_at, site_of
-from .tensors import ModuleTensors, called, named_modules, settings
+from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample
 
@@ -116,14 +116,14 @@ def open_live(
     elif is_known or (sample is None and config.get("model_type") is not None):
         opened = _of_family(model, tensors, config, family)
     elif sample is not None:
-        return replace(_of_rows(model, discover(tensors.model, sample), tensors, ""), is_proven=True)
+        return replace(_of_rows(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
     else:
         opened = _of_rows(model, list(search(modules)), tensors, BY_KINDS)
     if not opened.sites:
         raise _unknown(tensors, config)
     if sample is None:
         return opened
-    trial = Trial(tensors, opened.sites).over(sample, called(model))
+    trial = Trial(tensors, opened.sites).over(sample)
     return replace(opened, sites=tuple(trial.judged()), trial=trial)
 
 

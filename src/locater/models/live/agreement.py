@@ -135,3 +135,13 @@ def is_normed(norm: Norm, before: Tensor, x: Tensor) -> bool:
     """Whether an input is what a norm makes of the tensor before it."""
     own, allowed = norm(before.double()), 10 * tolerance(x.dtype) * max(float(x.abs().max()), 1e-30)
     return own.shape == x.shape and float((own - x.double()).abs().max()) <= allowed
+
+
+def is_of_length(norm: Norm, x: Tensor) -> bool:
+    """Whether an input is no longer than what a norm gives: without gain and bias its root mean square is at most 1."""
+    plain = widen(whole(x.detach()))
+    plain = plain if norm.bias is None else plain - norm.bias.to(plain)
+    if norm.gain is not None:
+        used = norm.gain.abs() > 1e-3 * norm.gain.abs().max()  # where the gain is next to nothing, so is what is left
+        plain = plain[..., used] / norm.gain[used].to(plain)
+    return norm.kind == "l2" or float(plain.square().mean(-1).max()) <= 1 + 8 * torch.finfo(x.dtype).eps + 1e-3

@@ -46,11 +46,11 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
     inner = _path(modules, owners, norms)
     around = {name for one in inner for name in outer_modules(one)} - inner | {""}
     path = {name: modules[name] for name in sorted(inner | around) if name in modules}
-    reference = _built_again(model)
+    reference = _built_again(model) or {}
     found += [*_of_another_type(model), *_stabilised(model), *_patched(path.values())]
     for name, module in path.items():
         found += _acting(name or type(module).__name__, module)
-    for name in sorted(inner if reference else ()):
+    for name in sorted(inner):
         if name in modules and name in reference:
             found += _unlike(name, modules[name], reference[name])
     return list(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from ...errors import Refusal, refusal, within
 from .. import Attention
 from .modules import Found
 from .proving import Search
-from .tensors import ModuleTensors, named_modules
+from .tensors import ModuleTensors, called, named_modules
 from .watch import Sample, Watch, quietly, recorded, run
 
 
@@ -43,8 +43,9 @@ class Finder:
         """Every attention of one pass over a batch, in the order of the calls."""
         rows: list[Found | None] = []
         seeing = Interception(lambda call: rows.append(self.explain(call)), written_out=True)
-        with Eagerly(), quietly(self.tensors.model), self.recording(), seeing:
-            run(self.tensors.model, sample)
+        model = called(self.tensors.given)
+        with Eagerly(), quietly(model), self.recording(), seeing:
+            run(model, sample)
         return [row for row in rows if row is not None]
 
     def recording(self) -> AbstractContextManager[None]:

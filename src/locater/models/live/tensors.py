@@ -27,7 +27,7 @@ class ModuleTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = unwrap(model)
+        self.given, self.model = model, unwrap(model)
         modules = named_modules(self.model)
         self.adapters = {id(m.base_layer): m for m in modules.values() if is_adapter(m)}
         self.owners = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...attention.calls import AttentionCall
 from ...attention.interception import Eagerly, Interception
@@ -19,7 +19,7 @@ from .agreement import difference, is_normed
 from .discover import Finder
 from .modules import Found
 from .site import Site, refused_site, site_of
-from .tensors import ModuleTensors
+from .tensors import ModuleTensors, called
 from .watch import Product, Sample, quietly, run
 
 
@@ -48,9 +48,9 @@ class Trial:
             self.by_names[site.query_name, site.key_name].append(index)
         self.num_calls: Counter[tuple[str, str]] = Counter()
 
-    def over(self, sample: Sample, model: nn.Module) -> "Trial":
+    def over(self, sample: Sample) -> "Trial":
         """Run the model once, in evaluation mode, without gradients and outside of compiled code."""
-        seeing = Interception(self.see, written_out=True)
+        seeing, model = Interception(self.see, written_out=True), called(self.tensors.given)
         with Eagerly(), quietly(model), self.finder.recording(), seeing:
             run(model, sample)
         self.finder.watch.clear()
