@@ -82,9 +82,10 @@ def test_a_layout_never_offers_a_norm_or_what_is_not_there(tmp_path):
     with pytest.raises(Refusal) as refused:
         scan(tmp_path)
     layout = str(refused.value).partition("to be completed")[2]
-    assert "query: blocks.{layer}.attn.wq\n" in layout and "layernorm" not in layout
+    assert "query: blocks.{layer}.attn.wq\n" in layout
     (row,) = yaml.safe_load(layout.partition("\n")[2])["attention"]
     assert (row["layers"], row["key"], row["heads"]) == (1, None, None)
+    assert "layernorm" not in str(row) and "name: 'blocks.{layer}.attn.query_layernorm'" in layout  # as a question
     (tmp_path / "config.json").write_text('{"n_heads": 2, "head_dim": 2}')
     with pytest.raises(Refusal) as refused:
         scan(tmp_path)
@@ -135,7 +136,8 @@ def test_by_the_layout(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     layout = tmp_path / "layout.yaml"
-    row = "{block: decoder, query: 'b.{layer}.attn.wq', key: 'b.{layer}.attn.wk', layers: 2, heads: 2, prefixes: ['']}"
+    names = "query: 'b.{layer}.attn.wq', key: 'b.{layer}.attn.wk', prefixes: ['']"
+    row = f"{{block: decoder, {names}, layers: 2, heads: 2, d_head: 4}}"
     layout.write_text(f"attention: [{row}]")
     assert line(tmp_path, layout=layout) == "by the layout, not run"
     (tmp_path / "config.json").write_text('{"rope_theta": 1e4}')
@@ -286,7 +288,7 @@ def test_what_only_resembles_nanogpt_is_refused_with_a_layout(what, lost, more, 
         with pytest.raises(Refusal, match="input_norm"):
             scan(tmp_path, layout=layout)
         answers = {"input_norm": {"kind": "rms", "name": "transformer.h.{layer}.ln_1"}, "rotary": {"base": 100.0}}
-        answers |= {name: None for name in ("query_norm", "key_norm") if name in row}
+        answers |= {"d_head": WIDTH // 2} | {name: None for name in ("query_norm", "key_norm") if name in row}
         layout.write_text(yaml.safe_dump({"attention": [row | answers]}))
         assert len(scan(tmp_path, layout=layout).heads) == 4
 

@@ -23,6 +23,8 @@ HARMLESS = re.compile(
     r"|max_window_layers|every_n_layers|no_rope_layer_interval"
 )
 
+READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
+
 
 class _Asked(dict[str, Any]):
     """A table that knows which of its entries were asked for."""
@@ -59,7 +61,7 @@ def _was_asked(path: str, asked: set[str]) -> bool:
 def _telling(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _telling(value, f"{path}{key}.")
+            yield from _telling(value, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and TELLING.search(key) and not HARMLESS.search(key) and not _is_nothing(value):
             yield f"{path}{key}"
 
