@@ -22,15 +22,15 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from ..neighbours import BEHIND, outer_modules
-from . import at_work
 from .tensors import called, is_adapter, named_modules, unwrap
 
 # Packages whose code the tables were held against, or which only wrap a module; and whose hooks leave logits alone.
 KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "locater", "locater_lab", "numpy", "safetensors")
 KNOWN += (*(sys.stdlib_module_names - {"__main__"}),)
-HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "locater", "transformers.utils.output_capturing")
+HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "locater", "locater_lab")
+HOOKS += ("transformers.utils.output_capturing",)
 WRAPPING = ("torch.distributed", "torch.nn.utils")  # classes that these make stand around the module's own
-WATCHING = ("QKClip", "ZLoss", "EntropyBonus")  # stabilisers that look at calls and leave them as they are
+WATCHING = ("Watcher", "_Passing")  # handlers of stabilisers that leave calls as they are
 HARMLESS = ("training", "gradient_checkpointing", "attention_dropout", "dropout", "dropout_p", "dropout_prob", "p")
 HARMLESS += ("max_seq_len_cached", "inplace")
 LENGTHENED = ("dynamic", "longrope")  # rotary kinds whose frequencies follow the longest text so far
@@ -47,7 +47,7 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
     around = {name for one in inner for name in outer_modules(one)} - inner | {""}
     path = {name: modules[name] for name in sorted(inner | around) if name in modules}
     reference = _built_again(model) or {}
-    found += [*_of_another_type(model), *_stabilised(model), *_patched(path.values())]
+    found += [*_of_another_type(model), *_stabilised(modules), *_patched(path.values())]
     for name, module in path.items():
         found += _acting(name or type(module).__name__, module)
     for name in sorted(inner):
@@ -85,10 +85,12 @@ def _of_another_type(model: nn.Module) -> Iterator[str]:
         yield f"{type(model).__name__} is of the type {own!r}, its config of {declared!r}"
 
 
-def _stabilised(model: nn.Module) -> Iterator[str]:
-    for name in sorted(at_work.names(model) - {"LocAteR", *WATCHING}):
-        if any(type(module.__dict__.get("forward")).__module__.startswith("locater") for module in model.modules()):
-            yield f"{name} is attached"
+def _stabilised(modules: dict[str, nn.Module]) -> Iterator[str]:
+    """Stabilisers of this package that change a call in place of looking at it."""
+    for name, module in modules.items():
+        for handler in getattr(module.__dict__.get("forward"), "handlers", ()):
+            if type(handler).__name__ not in WATCHING:
+                yield f"a stabiliser in `{name}` ({type(handler).__name__})"
 
 
 def _acting(name: str, module: nn.Module) -> Iterator[str]:
