@@ -7,15 +7,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...attention.arguments import Arguments, read
-from ...attention.call_statistics import read_mask
+from ...attention.call_masks import read_mask
 from ...attention.calls import AttentionCall
+from ...attention.mask_kinds import admits
 from ...errors import refusal
 from ...head import Head
 from ...projections import Norm, whole, widen
 from .explain import tolerance
 
 MOST_TOKENS, MOST_TEXTS = 64, 4
-MASKED = -5e3  # a logit below this, where attention is written out, was masked
 PAIRS = "texts heads queries keys"
 
 
@@ -97,7 +97,7 @@ def _logits(
     """What a call takes the softmax of, for some pairs, and which of these it admits."""
     if given.logits is not None:
         logits = given.logits[:MOST_TEXTS][:, :, rows][..., columns]
-        return logits, logits > MASKED
+        return logits, admits(logits)
     if call.score is not None:
         raise refusal("logits that no function changes", "a score_mod")
     query, key = widen(given.query[:MOST_TEXTS, :, rows]), widen(given.key[:MOST_TEXTS, :, columns])
