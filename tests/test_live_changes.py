@@ -430,7 +430,9 @@ def test_no_bound_stands_beside_a_changed_models_logits(change):
             assert is_right(model.eval(), inputs, layers), report.notes
 
 
-BOUNDED = ("SoftCap", "config's epsilon", "epsilon of a norm")  # its cap is the bound; a norm of any epsilon has it
+# Its cap is the bound; norms of any kind and epsilon have it; of a hidden kernel only what modules were given is told.
+BOUNDED = ("SoftCap", "config's epsilon", "epsilon of a norm", "a layer norm", "a layer norm without numbers")
+BOUNDED += ("torch's kernel patched",)
 
 
 def bounds_of(layer):
