@@ -25,7 +25,10 @@ def randomise(model):
     return model.double().eval()
 
 
-PATCHES = {"patch_embed.proj.weight": torch.ones(2, 3, 4, 4)}  # what every image model of timm begins with
+PATCHES = {
+    "pos_embed": torch.ones(1, 2, 24),
+    "patch_embed.proj.weight": torch.ones(2, 3, 4, 4),
+}  # what every image model of timm begins with
 
 
 def from_file(path, tensors, config):
@@ -388,8 +391,8 @@ def test_the_heads_of_timms_architectures(architecture, width, num_heads, tmp_pa
             "plain attention, got vit_base_patch16_rope",
         ),
         ({"architecture": "hiera_tiny_224", "num_heads": 4}, (), "plain attention, got hiera"),
-        ({"num_heads": 4}, ("blocks.0.attn.proj_l.weight",), "without further terms in its attention"),
-        ({"num_heads": 4}, ("blocks.0.attn.relative_position_bias_table",), "without further terms in its attention"),
+        ({"num_heads": 4}, ("blocks.0.attn.proj_l.weight",), "which timm does not have"),
+        ({"num_heads": 4}, ("blocks.0.attn.relative_position_bias_table",), "which timm does not have"),
         ({"num_heads": 5}, (), "multiple of the number of heads"),
     ],
 )
@@ -401,7 +404,7 @@ def test_a_timm_file_is_not_guessed_at(config, extra, message, tmp_path):
 def test_blocks_of_a_language_model_are_not_taken_for_an_image_models(tmp_path):
     width = 24
     tensors = {"blocks.0.attn.qkv.weight": torch.randn(3 * width, width), "blocks.0.norm1.weight": torch.ones(width)}
-    with pytest.raises(Refusal, match="tensors that no family names"):
+    with pytest.raises(Refusal, match="no `patch_embed.proj.weight`, which timm has"):
         from_file(tmp_path, tensors | {"tok_emb.weight": torch.ones(5, width)}, {"num_heads": 4})
 
 

@@ -63,14 +63,9 @@ class FoundHeads:
         if found is not None:
             self.rows[site.query_name] = found
 
-    def check(self, site: Site, call: AttentionCall, inputs: Inputs | None, *, has_further_keys: bool = False) -> None:
-        """Once for every layer that was read and not found: do its heads give the logits of its call?
-
-        `has_further_keys`: some come from outside of the pass, as learned prompts do.
-        """
+    def check(self, site: Site, call: AttentionCall, inputs: Inputs | None) -> None:
+        """Once for every layer that was read and not found: do its heads give the logits of its call?"""
         place = site.block, site.number
-        if has_further_keys and site.block != "cross":
-            self.differences.setdefault(place, "keys from outside of the pass")
         if place in self.differences or inputs is None or inputs.x_query is None or inputs.x_key is None:
             return
         try:

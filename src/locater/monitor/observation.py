@@ -154,7 +154,7 @@ class Observation:
             query_valid=query_valid, near=self.near, blocks=self.blocks,
         )  # fmt: skip
         if self.unknown is None and not (run.has_cached_keys and not self.model.training):
-            self.found.check(site, call, inputs, has_further_keys=run.has_cached_keys)
+            self.found.check(site, call, inputs)
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
         self._add(key, statistics, num_texts * num_queries, x, query_valid, call.through)

@@ -34,9 +34,11 @@ def difference(heads: Sequence[Head], x_query: Tensor, x_key: Tensor, call: Atte
         num_tokens = None if heads[0].block == "cross" else num_queries
         inputs = _texts_first(x_query, texts, num_queries), _texts_first(x_key, texts, num_tokens)
         positions = tuple(spread(x.shape[1], x.device) for x in inputs)
-        further = num_keys - inputs[1].shape[1]  # keys that are no tokens: a sink's column, or a cache
-        if further != 0 and not (further == 1 and given.logits is not None and heads[0].sink is not None):
+        further = num_keys - inputs[1].shape[1]  # keys that are no tokens: a sink's column, or what came from elsewhere
+        if further < 0:
             raise refusal(f"a call over {inputs[1].shape[1]} keys", num_keys)
+        if further != 0 and not (further == 1 and given.logits is not None and heads[0].sink is not None):
+            return f"{further} keys are none that its projections made"
         columns = torch.cat([positions[1], positions[1].new_full((further,), num_keys - 1)])
         theirs, admitted = _logits(call, given, positions[0], columns)
         if not bool(admitted.any()):
