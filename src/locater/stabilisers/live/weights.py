@@ -111,6 +111,11 @@ class Rows:
         groups = torch.arange(self.num_groups)[:, None, None] * self.group_step
         return self.first + groups + torch.arange(self.num_heads)[:, None] * self.head_step + torch.arange(self.d_head)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the projection that the weight belongs to."""
+        return getattr(self.weight.module, self.weight.attribute.replace("weight", "bias"), None)
+
     @torch.no_grad()
     def scale(self, factors: Float[Tensor, "groups heads #d_head"]) -> None:
         """Multiply these rows of the weight, and of its bias, each by its number; sharded ones in their shards."""
@@ -118,8 +123,7 @@ class Rows:
         num_rows = getattr(weight, "ds_shape", weight.shape)[self.row_axis]
         numbers = torch.ones(num_rows, dtype=torch.float32, device=weight.device)
         numbers[self.places.to(numbers.device)] = factors.to(numbers).expand(-1, -1, self.d_head)
-        bias = getattr(self.weight.module, self.weight.attribute.replace("weight", "bias"), None)
-        for tensor, axis in ((weight, self.row_axis), (bias, 0)):
+        for tensor, axis in ((weight, self.row_axis), (self.bias, 0)):
             if tensor is not None:
                 _multiply(tensor, numbers, axis)
 

@@ -51,7 +51,8 @@ class QKClip(Stabiliser):
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
         if not log_only:
             check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
-        written = [rows.weight.read() for pair in self.pairs for rows in pair.sides if not log_only]
+        sides = [rows for pair in self.pairs for rows in pair.sides if not log_only]
+        written = [one for rows in sides for one in (rows.weight.read(), rows.bias) if one is not None]
         self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
