@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CHUNK = 1000
-PATIENCE = 900  # seconds of the wall clock for a stretch: processor time is limited inside
+PATIENCE = 3600  # seconds of the wall clock for a stretch: processor time is limited inside
 NAMES = ("safetensors", "sharded", "torch", "legacy", "gguf", "distributed", "adapter", "layout", "quantised")
 NAMES += ("families", "report", "run", "tokens", "arguments")
 
@@ -63,10 +63,10 @@ def write_seeds(folder: Path, names: list[str]) -> None:
     subprocess.run(command, check=True, env=environment() | {"LOCATER_CACHE": str(folder / ".cache")})
 
 
-def stretches(names: list[str], cases: int) -> list[tuple[str, int, int]]:
+def stretches(names: list[str], first: int, cases: int) -> list[tuple[str, int, int]]:
     """All formats in turn, so that a campaign cut short has seen every one."""
-    starts = range(0, cases, CHUNK)
-    return [(name, start, min(start + CHUNK, cases)) for start in starts for name in names]
+    last = first + cases
+    return [(name, start, min(start + CHUNK, last)) for start in range(first, last, CHUNK) for name in names]
 
 
 def campaign(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
@@ -76,7 +76,7 @@ def campaign(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, A
     scratch = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     try:
-        for name, first, last in stretches(names, options.cases):
+        for name, first, last in stretches(names, options.first, options.cases):
             kept = folder / "stretches" / f"{name}-{first:07d}-{last:07d}.json"
             if not kept.exists():
                 if time.monotonic() > deadline:
@@ -119,6 +119,7 @@ def again(case: str, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10**9, help="of each format")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case: cases that no run has seen")
     parser.add_argument("--minutes", type=float, default=10**6)
     parser.add_argument("--formats", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--out", type=Path, help="kept results; without it a temporary folder")
