@@ -100,7 +100,7 @@ def test_three_roll_backs_and_no_more(tmp_path):
         (dict(on_alarm="roll-back=2", watch_every=1), "a factor in"),
         (dict(on_alarm="roll-back=x", watch_every=1), "expects a number, got 'x'"),
         (dict(on_alarm="attach-qk-clip=-1", watch_every=1), "a threshold above 0"),
-        (dict(on_alarm="attach-qk-clip", watch_every=1, compile=True), "leave out --compile"),
+        (dict(on_alarm="attach-qk-clip", watch_every=1, compile=True), "leave out compile"),
         (dict(watch_every=-1), "steps between looks of at least 0"),
     ],
 )
