@@ -104,7 +104,7 @@ def test_a_row_that_obeys_what_its_family_does_not_is_found():
         row = family.attention[0]
         row = replace(row, rotary=replace(row.rotary, fraction=entry("partial_rotary_factor", 1.0)))
         model = open_model(Config(values), tensors, family=replace(family, attention=(row,)))
-        return Opened(model.coverage, list(model.layers()))
+        return Opened(str(model.coverage), list(model.layers()))
 
     case = next(case for case in TWINS if case.name == "llama")
     values = changed(forms_of("llama")["written"], "partial_rotary_factor", 0.5)

@@ -37,7 +37,7 @@ class Opened(NamedTuple):
 def by_reader(values: Mapping[str, Any], tensors: Any) -> Opened:
     """As `locater scan` opens a file."""
     model = open_model(Config(values), tensors)
-    return Opened(model.coverage, list(model.layers()))
+    return Opened(str(model.coverage), list(model.layers()))
 
 
 @dataclass(frozen=True)

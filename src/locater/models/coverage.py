@@ -49,18 +49,20 @@ class Coverage:
         return replace(self, reasons=(*self.reasons, *reasons))
 
 
-def coverage_of(family: Family, config: Config, places: tuple[Places, ...], *, is_proven: bool = False) -> Coverage:
+def coverage_of(
+    family: Family, config: Config, places: tuple[Places, ...], *, proven: Config | None = None
+) -> Coverage:
     """Of tensors and settings by a family's rows: what is stored against what the rows read.
 
-    `is_proven`: by a twin that has all settings of the config, so that none of them can be unread.
+    `proven`: the config with all defaults of a twin that has all settings, so that none of them can be unread.
     """
-    partial = ask(family.partial, config) if family.partial else None
+    partial = ask(family.partial, proven or config) if family.partial else None
     reasons = [reason for at in places for reason in _missing(at)] + ([partial] if partial else [])
     reasons += [reason for at in places if (reason := uneven_layers(at))]
     checks = (misplaced_bias, lost_norm) if family.model_types else ()  # rows of known code say which biases there are
     reasons += [reason for at in places for check in checks if (reason := check(at))]
     reasons += () if partial else _beside(places)
-    if unread := [] if is_proven else unread_settings(family, config, places):
+    if unread := [] if proven else unread_settings(family, config, places):
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         reasons.append(f"not read in the config: `{unread[0][:120]}`{more}")
     reasons += foreign_code(config, family)

@@ -35,7 +35,7 @@ class Model:
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
     """Find the family by table or proof, or take the one given, and look for its tensors; nothing is read yet."""
-    proof, tensors, is_described = None, unstacked(tensors), family is not None
+    proof, tensors, given, is_described = None, unstacked(tensors), config, family is not None
     if family is None:
         family, config, proof = known_or_proven(config, tensors.names)
     places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
@@ -43,7 +43,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         first = family.attention[0].query
         raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
     _check_torn(family, config, places)
-    coverage = coverage_of(family, config, places, is_proven=proof is not None)
+    coverage = coverage_of(family, given, places, proven=None if proof is None else config)
     if is_described:
         coverage = replace(coverage, basis=BY_LAYOUT)
     elif proof is not None:

@@ -74,6 +74,7 @@ class FoundHeads:
                 heads = tuple(replace(head, softcap=call.softcap) for head in heads)
             words = difference(heads, *sides, call) if heads else None
             norms = (heads[0].query.input_norm, heads[0].key.input_norm) if heads else ()
+            norms = () if self._drops() else norms  # what dropout leaves is longer than what the norm gave
             if words is None and any(norm and not is_of_length(norm, x) for norm, x in zip(norms, sides, strict=False)):
                 words = "its input does not come from its input norm"
         except Refusal:  # a call over other tokens, or weights that cannot be read: the next one may tell
@@ -81,6 +82,10 @@ class FoundHeads:
         if words is None and call.softcap is not None:
             self.caps[place] = call.softcap
         self.differences[place] = words
+
+    def _drops(self) -> bool:
+        modules = self.tensors.model.modules()
+        return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in modules)
 
     def difference(self, site: Site) -> str | None:
         """What of its calls a layer's heads do not give again; None where nothing is known to differ."""

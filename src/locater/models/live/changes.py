@@ -25,10 +25,10 @@ from ..neighbours import BEHIND, outer_modules
 from .tensors import called, is_adapter, named_modules, unwrap
 
 # Packages whose code the tables were held against, or which only wrap a module; and whose hooks leave logits alone.
-KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "locater", "locater_lab", "numpy", "safetensors")
+KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "numpy", "safetensors")
 KNOWN += (*(sys.stdlib_module_names - {"__main__"}),)
-HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "locater", "locater_lab")
-HOOKS += ("transformers.utils.output_capturing",)
+HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "transformers.utils.output_capturing")
+OWN = __name__.partition(".")[0]  # this package, and what joins it under a name that begins so
 WRAPPING = ("torch.distributed", "torch.nn.utils")  # classes that these make stand around the module's own
 WATCHING = ("Watcher", "_Passing")  # handlers of stabilisers that leave calls as they are
 HARMLESS = ("training", "gradient_checkpointing", "attention_dropout", "dropout", "dropout_p", "dropout_prob", "p")
@@ -174,12 +174,12 @@ def _called(value: object) -> str:
 
 
 def _is_known(home: str, packages: Iterable[str]) -> bool:
-    return any(home == package or home.startswith(f"{package}.") for package in packages)
+    return home.startswith(OWN) or any(home == package or home.startswith(f"{package}.") for package in packages)
 
 
 def _own_class(module: nn.Module) -> type:
     """Without what sharding and parametrisations put around it."""
-    return next(kind for kind in type(module).__mro__ if not _is_known(kind.__module__, WRAPPING))
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(WRAPPING))
 
 
 # ----------------------------------------------------------------------------------------- against the same, built anew
