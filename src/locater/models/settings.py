@@ -19,7 +19,7 @@ TELLING = re.compile(
 HARMLESS = re.compile(
     r"drop|implementation|init|_gain$|num_.*heads|n_head|head_dim|max_position|max_relative|bias$|output_attentions|return_"
     r"|cross_attention|checkpoint|kernel|flash|_cache|loss|mask_token|attention_types?$|final_logit|^logit_scale$"
-    r"|_in_fp32$|contrastive|attention_out_multiplier|parallel_attn|attn_layer_(offset|period)|window_pattern$"
+    r"|_in_fp32$|contrastive|attention_out_multiplier|num_buckets|parallel_attn|attn_layer_(offset|period)|window_pattern$"
     r"|max_window_layers|every_n_layers|no_rope_layer_interval"
 )
 

@@ -72,7 +72,7 @@ class FoundHeads:
             heads, sides = site.build().heads, (inputs.x_query, inputs.x_key)
             if call.softcap is not None and all(head.softcap is None for head in heads):
                 heads = tuple(replace(head, softcap=call.softcap) for head in heads)
-            words = difference(heads, *sides, call) if heads else None
+            words = difference(heads, *sides, call, masks=False) if heads else None  # no mask moves a bound
             norms = (heads[0].query.input_norm, heads[0].key.input_norm) if heads else ()
             norms = () if self._drops() else norms  # what dropout leaves is longer than what the norm gave
             if words is None and any(norm and not is_of_length(norm, x) for norm, x in zip(norms, sides, strict=False)):

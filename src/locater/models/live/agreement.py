@@ -20,8 +20,10 @@ PAIRS = "texts heads queries keys"
 
 
 @torch.no_grad()
-def difference(heads: Sequence[Head], x_query: Tensor, x_key: Tensor, call: AttentionCall) -> str | None:
-    """What of the call the heads do not give again, in words; None where they do.
+def difference(
+    heads: Sequence[Head], x_query: Tensor, x_key: Tensor, call: AttentionCall, *, masks: bool = True
+) -> str | None:
+    """What of the call the heads do not give again, in words; None where they do. `masks`: who is admitted, too.
 
     Compared are admitted pairs among some of the tokens, the first and the last included, since the length of a text
     may change its rotation. Refused where the call and the inputs are not of the same tokens.
@@ -46,6 +48,11 @@ def difference(heads: Sequence[Head], x_query: Tensor, x_key: Tensor, call: Atte
         computed = given.query if given.logits is None else given.logits
         eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, computed))
         x_parts = tuple(x[:MOST_TEXTS, at].double() for x, at in zip(inputs, positions, strict=True))
+        if masks and heads[0].block != "cross":
+            shown = admitted[..., : len(positions[1])]
+            words = [_other_mask(head, shown[:, row], positions) for row, head in enumerate(heads)]
+            if any(words):
+                return next(f"head {head.index} {word}" for head, word in zip(heads, words, strict=True) if word)
         return _compare(heads, x_parts, positions, theirs.double(), admitted, max(1e-5, 4 * eps))
 
 
@@ -60,8 +67,6 @@ def _compare(
     """The first head that differs."""
     for row, head in enumerate(heads):
         own, seen = head.logits(*inputs, positions), admitted[:, row]  # type: ignore
-        if head.block != "cross" and (words := _other_mask(head, seen[..., : own.shape[-1]], positions)) is not None:
-            return f"head {head.index} {words}"
         if head.sink is not None and theirs.shape[-1] > own.shape[-1]:
             own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
         gap, largest = own - theirs[:, row], float(theirs[:, row][seen].abs().max())
