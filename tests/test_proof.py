@@ -252,7 +252,7 @@ def test_no_code_from_outside_transformers_is_asked_for(tmp_path):
 
 def test_a_config_that_its_own_check_throws_out_is_refused_by_what_is_wrong():
     (entry,) = survey(["gemma4_assistant"], update=True)
-    assert entry.how == "refused" and entry.reason.startswith("ValueError: hidden_size_per_layer_input must be 0")
+    assert entry.how == "refused" and "ValueError: hidden_size_per_layer_input must be 0" in entry.reason
 
 
 def test_a_misspelt_type_is_refused():
