@@ -88,7 +88,7 @@ def _document(found: Moments, length: int, temperature: float, profiles: Json, l
         "profiles": {name: _plain(profile) for name, profile in profiles.items()},
     }
     if length > 1:
-        document["softmax"] = _true_softmax(float(found.frobenius_squared) / temperature**2, length)
+        document["softmax"] = _true_softmax(float(found.frobenius_squared) / temperature / temperature, length)
     if limit:
         theta = torch.linspace(0, 1, 101, dtype=torch.float64)
         values = closed_form.limit(found, theta, temperature=temperature)
