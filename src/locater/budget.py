@@ -1,4 +1,4 @@
-"""What a stranger's file may cost, in one place: every count is held against it, and against what the file holds,
+"""Limits for untrusted files, in one place: every count is held against them, and against what the file holds,
 before anything is made from it. Processor time and memory are bounded by counts; the clock is for servers.
 """
 
@@ -83,13 +83,13 @@ def limited(*, seconds: float | None = None, deadline: float | None = None, **li
 
 @contextmanager
 def door(what: str, *, seconds: float | None = None) -> Iterator[None]:
-    """What every public function that opens a stranger's file stands behind: one net and one limit of time."""
+    """Wrap a public entry point that opens an untrusted file: error boundary and timeout."""
     with net(what), limited(seconds=seconds):
         yield
 
 
 def timed(request: Callable[[], Answer]) -> Answer:
-    """What the request gives, or a refusal at the deadline: for libraries that take no limit themselves.
+    """Run the request, or refuse at the deadline: for libraries that take no timeout themselves.
 
     One that is late goes on alone, in a thread that ends with the process.
     """

@@ -51,7 +51,7 @@ def masked(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """How many there are, in words.
+    """Format a count with its noun.
 
     >>> counted(1, "head"), counted(1024, "head")
     ('1 head', '1,024 heads')

@@ -121,7 +121,7 @@ class Head:
     def admits(
         self, query_positions: Int[Tensor, " queries"], key_positions: Int[Tensor, " keys"]
     ) -> Bool[Tensor, "queries keys"]:
-        """Which keys a query may see: causality and window, not padding."""
+        """Compute which keys a query may see: causality and window, not padding."""
         return admitted(_distance(query_positions, key_positions), lookback=self.lookback, lookahead=self.lookahead)
 
     def attention(
@@ -143,7 +143,7 @@ class Head:
 
 
 def label(block: str, layer: int, index: int) -> str:
-    """How messages call a head.
+    """Name of a head in messages.
 
     >>> label("decoder", 3, 0)
     'decoder layer 3, head 0'

@@ -31,7 +31,7 @@ def packaged(source: Named) -> Named | str:
 
 
 def _places(text: str) -> list[Path]:
-    """Where a package lies: the name to install it by, with `-`, or the name to import it by."""
+    """Locate a package: the name to install it by, with `-`, or the name to import it by."""
     name = text.removeprefix(PREFIX).replace("-", "_")
     spec = find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:

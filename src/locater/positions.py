@@ -1,4 +1,4 @@
-"""How a position enters a logit: rotations of the query and key, at frequencies that variants stretch to longer
+"""Positions in a logit: rotations of the query and key, at frequencies that variants stretch to longer
 contexts, or a bias added to their product.
 
 Every variant answers `frequencies(base, num_dims, length)` and carries the `amplitude` that multiplies cosine and sine.
@@ -174,7 +174,7 @@ class Rotary:
 
     @property
     def amplitude(self) -> float:
-        """What multiplies cosine and sine, on the query and on the key alike."""
+        """Factor of cosine and sine, on the query and on the key alike."""
         return self.scaling.amplitude if self.scaling else 1.0
 
     @property
@@ -232,7 +232,7 @@ class Buckets:
 
     @property
     def kind(self) -> tuple[str | int, ...]:
-        """What the bucket of a distance depends on."""
+        """Parameters that the bucket of a distance depends on."""
         return "buckets", len(self.table), self.bidirectional, self.max_distance
 
     def bucket(self, distance: Distance) -> Distance:
@@ -254,7 +254,7 @@ PositionBias = Alibi | Buckets
 
 
 def added_by_distance(biases: Sequence[PositionBias], distance: Distance) -> Float[Tensor, "heads *batch queries keys"]:
-    """What each of several biases adds, which are slopes or tables of one kind: buckets are found once for all.
+    """Evaluate several biases, slopes or tables of one kind, at each distance: buckets are found once for all.
 
     >>> added_by_distance([Alibi(0.5), Alibi(2.0)], torch.tensor([[0, 1]])).tolist()
     [[[-0.0, -0.5]], [[-0.0, -2.0]]]

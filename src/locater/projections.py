@@ -146,7 +146,7 @@ class Projection:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the weight says it all: no QK-norm, no inner norm."""
+        """True if the weight alone makes the vectors: no QK-norm, no inner norm."""
         return self.norm is None and self.low_rank is None
 
     def linearised(self) -> Float[Tensor, "d_head d_model"]:
@@ -201,7 +201,7 @@ def _direct_rows_only(folded: Tensor | None, stored: Tensor | None, num_rows: in
 
 
 def is_finite(weight: Tensor) -> bool:
-    """Whether all entries are finite, in one pass without a copy: a sum carries any NaN or infinity.
+    """Tell whether all entries are finite, in one pass without a copy: a sum carries any NaN or infinity.
 
     A finite weight whose sum overflows is looked at again, entry by entry.
     """

@@ -80,7 +80,7 @@ def _cause(reason: Exception) -> object:
 
 
 def _prefix(path: Path) -> str:
-    """Of a file that is not whole yet; it names the process, so that a later one knows whether it is still written."""
+    """Prefix of an unfinished file; it names the process, so that a later one knows whether it is still written."""
     return f".{path.stem}.{os.getpid()}-"
 
 

@@ -1,4 +1,4 @@
-"""What inputs really get: attention statistics without the matrix, and the moments of layer inputs."""
+"""Attention statistics without the matrix, and the moments of layer inputs."""
 
 from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries

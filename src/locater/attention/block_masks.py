@@ -38,7 +38,7 @@ def read_rule(block_mask: tuple, buffers: tuple = ()) -> Rule:
 
 
 def _table(block_mask: tuple) -> Int[Tensor, "batch heads query_blocks key_blocks"] | None:
-    """Which blocks are left out, asked about, or admitted whole; None where one block is everything."""
+    """Table of blocks left out, asked about, or admitted whole; None where one block is everything."""
     if not isinstance(block_mask[0], int):  # torch before 2.6 gives no lengths
         return None
     num_queries, num_keys, partial, partial_keys, full, full_keys = block_mask[:6]

@@ -70,7 +70,7 @@ def _simplest(mask: Mask, dense: Bool[Tensor, "#batch #heads queries keys"]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a mask of every pair shows of its texts, in one pass over blocks of queries."""
+    """Facts about a call's texts, read from a mask of every pair in one pass over blocks of queries."""
 
     keys: Bool[Tensor, "batch keys"]  # seen by any query
     begin: Int[Tensor, "batch queries"]  # the first key that each query sees; behind all where it sees none
@@ -100,7 +100,7 @@ class Seen:
         return first_of_segment(segments.gather(-1, self.last.clamp(min=0)), segments, self.keys)
 
     def offset(self, otherwise: int) -> int:
-        """Where the first query stands, if every query's last key is one further than that of the query before it."""
+        """Position of the first query, if every query's last key is one further than that of the query before it."""
         ends = (self.last - torch.arange(self.last.shape[1], device=self.last.device))[self.last >= 0]
         is_causal = len(ends) > 0 and self.last.shape[1] > 1 and bool((ends == ends[0]).all())
         return int(ends[0]) if is_causal else otherwise

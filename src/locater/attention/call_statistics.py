@@ -29,7 +29,7 @@ def statistics_of_call(
     near: int = NEAR,
     blocks: Blocks | None = None,
 ) -> Statistics:
-    """Of all heads or some, of all queries or a sample, exactly as the kernel was told to compute.
+    """Compute statistics of all heads or some, of all queries or a sample, exactly as the kernel was told to compute.
 
     Distances are between indices: of a causal mask, a query stands where its last key does; else queries and keys end
     together. The first token is the first key that any query of the text (or packed text) may see.
@@ -91,5 +91,5 @@ def _written_out(
 
 
 def is_shifted(logits: Float[Tensor, "batch heads queries keys"]) -> bool:
-    """Whether each row's largest was taken off before the softmax, so that the largest logit cannot be told."""
+    """Tell whether each row's largest logit was subtracted before the softmax, so that it is unknown."""
     return bool((logits.detach().amax(-1) == 0).all())

@@ -1,4 +1,4 @@
-"""What an attention kernel was given: final queries and keys, after every projection, norm, rotation and stabiliser."""
+"""Arguments of an attention kernel: final queries and keys, after every projection, norm, rotation and stabiliser."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ class AttentionCall:
     def masked(
         self, logits: Float[Tensor, "*batch heads queries keys"], rows: slice = slice(None), *, as_given: bool = False
     ) -> Tensor:
-        """What the call adds, added, and −∞ where it masks.
+        """Add the call's biases to the logits, and set −∞ where it masks.
 
         `as_given`: as the kernel does it, which does not know that −1e9 is meant to mask. The two differ for queries
         that a float mask forbids every key: there the kernel attends to all of them.
@@ -96,7 +96,7 @@ class AttentionCall:
         return logits.masked_fill(~self.admitted(rows), -torch.inf)
 
     def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
-        """What is admitted by everything but the mask of every pair."""
+        """Compute the pairs admitted by everything but the mask of every pair."""
         distance, (back, ahead) = self.distance(rows), self.window
         admitted, ahead = torch.ones_like(distance, dtype=torch.bool), 0 if self.is_causal else ahead
         admitted = admitted if back is None else admitted & (distance <= back)
@@ -154,5 +154,5 @@ def attend(call: AttentionCall) -> Float[Tensor, "*batch heads queries d_value"]
 
 
 def in_backward() -> bool:
-    """Whether this thread runs backward: what runs forward within it is recomputed, and was counted before."""
+    """Tell whether this thread runs backward: a forward pass within it is recomputation, and was counted before."""
     return torch._C._current_graph_task_id() != -1

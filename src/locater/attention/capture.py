@@ -1,4 +1,4 @@
-"""What a module is given: the one hook, which stays with its module and leaves copies and saved files alone."""
+"""Capture a module's inputs: the one hook, which stays with its module and leaves copies and saved files alone."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ Take = Callable[[int, Tensor], None]
 def inputs_of(
     modules: Mapping[str, nn.Module], names: Sequence[str], take: Take | None = None
 ) -> Iterator[list[Tensor]]:
-    """What each named module is given, in that order, while the model runs inside.
+    """Yield the inputs of each named module, in that order, while the model runs inside.
 
     A name that stands several times (a module that layers share, as ALBERT's) is a call each, in their order.
     `take(number, x)` gets each input as it comes, and then none is kept.

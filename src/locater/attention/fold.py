@@ -40,7 +40,7 @@ class Room:
         self.flat: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Whatever was there before is gone."""
+        """Return a buffer of this name and shape; its earlier contents are lost."""
         number = math.prod(shape)
         if name not in self.flat or self.flat[name].numel() < number:
             self.flat[name] = like.new_empty(max(number, self.least))
@@ -48,7 +48,7 @@ class Room:
 
 
 class Block(NamedTuple):
-    """What a block of keys brings besides their vectors; None where it does not matter."""
+    """Data of a block of keys besides their vectors; None where it does not matter."""
 
     admitted: Bool[Tensor, "batch groups ratio queries keys"] | None
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
@@ -57,7 +57,7 @@ class Block(NamedTuple):
     room: Room | None = None  # none where the compiler sees to that
 
     def of(self, batch: slice, groups: slice) -> "Block":
-        """What it brings to some of the texts and key heads; sizes of 1 broadcast."""
+        """Slice the block for some of the texts and key heads; sizes of 1 broadcast."""
         admitted, bias = (None if one is None else _some(one, batch, groups) for one in (self.admitted, self.bias))
         first = self.first[batch] if isinstance(self.first, Tensor) and len(self.first) > 1 else self.first
         return self._replace(admitted=admitted, bias=bias, first=first)
@@ -157,7 +157,7 @@ def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, me
 def _of_piece(
     queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure, batch: slice, found: Running
 ) -> Running:
-    """What it finds is written into `found`, a part of the whole; compiled, it is a tensor of its own."""
+    """Write statistics of a piece into `found`, a part of the whole; compiled, it is a tensor of its own."""
     logits = _logits(queries, keys, block, softcap)
     maximum = logits.amax(-1)
     shifted = logits.sub_(maximum[..., None])

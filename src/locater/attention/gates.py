@@ -1,4 +1,4 @@
-"""What multiplies a head's output between the kernel and the output projection: its gate, found by following it.
+"""Find a head's gate: the factor of its output between the kernel and the output projection.
 
 The output of a call is followed through reshapes and casts, which move numbers and change none, to a product with
 something that was not made of it (a gate: any shape that broadcasts) and on to the output projection. Anything else
@@ -76,7 +76,7 @@ class Trail:
     is_lost: bool = False  # something else was made of it too
 
     def fits(self, output: Tensor) -> bool:
-        """Whether the output is one number per text, query, head and row."""
+        """Tell whether the output is one number per text, query, head and row."""
         texts, heads, queries = self.shape
         shape = (texts, heads, queries) if self.heads_first else (texts, queries, heads)
         self.full, rows = tuple(output.shape), tuple(output.shape[:-1])
@@ -98,7 +98,7 @@ class Trail:
         return mean if branch.gate is None else branch.gate * mean
 
     def _places(self, branch: Branch) -> Tensor:
-        """Which (text, head, query) every number of the followed tensor belongs to."""
+        """Compute which (text, head, query) every number of the followed tensor belongs to."""
         index = torch.arange(math.prod(self.shape)).view(self.shape)
         index = index if self.heads_first else index.transpose(1, 2)
         index = index.reshape(self.full[:-1])[..., None].expand(self.full)

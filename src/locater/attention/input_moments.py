@@ -123,7 +123,7 @@ class MomentsCollector:
         self.counts[index] += paired.sum()
 
     def moments(self) -> InputMoments:
-        """What the sums say, in float64."""
+        """Moments from the sums, in float64."""
         if self.shift is None or not bool((self.counts > 0).all()):
             longest = max(self.lags) + self.skip
             raise refusal(f"texts of more than {longest} tokens", "none yet", "add some, or take shorter lags")

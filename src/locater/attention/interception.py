@@ -166,7 +166,7 @@ def _is_sequence(given: object) -> TypeGuard[Tensor]:
 
 
 def in_compiled() -> bool:
-    """Whether this thread is inside of what `torch.compile` gave: called from it, though not compiled itself."""
+    """Tell whether a function that `torch.compile` made is among this thread's callers."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper":

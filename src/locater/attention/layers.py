@@ -178,7 +178,7 @@ def check(heads: Sequence[Head]) -> Head:
 
 
 def sample_queries(num_queries: int, num_wanted: int, generator: torch.Generator) -> Int[Tensor, " chosen"] | None:
-    """That many queries drawn without replacement, in order; None if all are wanted."""
+    """Draw queries without replacement, in order; None if all are wanted."""
     if num_wanted >= num_queries:
         return None
     return torch.randperm(num_queries, generator=generator)[:num_wanted].sort().values

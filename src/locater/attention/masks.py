@@ -1,4 +1,4 @@
-"""Which keys a query may see, without the matrix: causality, windows, padding, packed documents, or any dense mask.
+"""Masks without the matrix: causality, windows, padding, packed documents, or any dense mask.
 
 A mask answers for whole blocks first, from the extremes of positions and segments, so that blocks can be skipped.
 """
@@ -102,7 +102,7 @@ class Mask:
         return query[:, :, None] - key[:, None]
 
     def block(self, queries: slice, keys: slice) -> Bool[Tensor, "batch heads queries_here keys_here"]:
-        """Who is admitted, for one block; sizes of 1 broadcast."""
+        """Return the admitted pairs of one block; sizes of 1 broadcast."""
         distance = self.distance(queries, keys)
         admitted = torch.ones_like(distance, dtype=torch.bool)
         if self.lookback is not None:

@@ -86,7 +86,7 @@ class Plan:
         return edges
 
     def _admits(self, queries: slice, keys: slice) -> tuple[bool, bool]:
-        """Whether any pair may be admitted, and whether some pair may not be."""
+        """Tell whether any pair may be admitted, and whether some pair may not be."""
         nearest, farthest = self._distances(queries, keys)
         back, ahead = self.mask.lookback, self.mask.lookahead
         masked = self.mask.dense is not None or self.mask.rule is not None

@@ -1,4 +1,4 @@
-"""How alike the tokens of a text are: measures of the rank of their representations X (tokens × d)."""
+"""Similarity of the tokens of a text: measures of the rank of their representations X (tokens × d)."""
 
 from dataclasses import dataclass
 

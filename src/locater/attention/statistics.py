@@ -1,4 +1,4 @@
-"""What attention does, in numbers: the only definitions, as functions of probabilities p over materialised keys.
+"""Statistics of attention: the only definitions, as functions of probabilities p over materialised keys.
 
 `streaming` gives the same numbers without the matrix; this file is what it is held against.
 """
@@ -88,7 +88,7 @@ def near_mass(p: Probabilities, distance: Distances, near: int = NEAR) -> Float[
 
 
 def beyond_first(p: Probabilities) -> Float[Tensor, "*batch queries others"]:
-    """How the mass that is not on the first key is shared among the others.
+    """Share of each other key in the mass that is not on the first key.
 
     1 − p loses all digits where the first token takes nearly everything; the sum of the others does not.
     """

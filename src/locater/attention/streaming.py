@@ -40,7 +40,7 @@ Bias = Callable[[Int[Tensor, "batch queries keys"]], Float[Tensor, "batch heads 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How much is held at once: queries × keys of a block, and logits over all heads and sequences together.
+    """Limits of the memory held at once: queries × keys of a block, and logits over all heads and sequences together.
 
     Blocks are long, because many small ones cost more in calls than they save in cache. `far` and `near` are the two
     inner functions; `compiled()` replaces them by fused ones.
@@ -115,7 +115,7 @@ def _unfilled(queries: Float[Tensor, "batch groups ratio queries d_head"]) -> tu
 
 @dataclass
 class _Part:
-    """As many sequences and heads as are worked on at once."""
+    """Batch of sequences and heads that are worked on at once."""
 
     queries: Float[Tensor, "batch groups ratio queries d_head"]
     keys: Float[Tensor, "batch groups keys d_head"]

@@ -110,7 +110,7 @@ Factors = dict[str, tuple[str, dict[str, str]]]  # by the changed weight: its mo
 
 
 def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tuple[Factors, dict[str, str]]:
-    """Which weights the adapter changes, and which tensors it replaces; nothing in it may be left over."""
+    """Match the adapter's tensors to the weights it changes and those it replaces; none may be left over."""
     factors: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
     for stored in adapter.names:

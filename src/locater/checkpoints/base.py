@@ -1,4 +1,4 @@
-"""What every reader of stored weights offers: names, shapes and settings at once, numbers on request."""
+"""Interface of every reader of stored weights: names, shapes and settings at once, numbers on request."""
 
 import difflib
 import math
@@ -76,7 +76,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
-        """What `read` gives, for a name and rows that were checked."""
+        """Read a tensor or some of its rows; name and rows were checked by `read`."""
 
     def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
         """Let go of connections and files."""

@@ -1,4 +1,4 @@
-"""Where bytes come from: a part of a file, near or far, read into memory and never mapped.
+"""Byte sources: a part of a file, near or far, read into memory and never mapped.
 
 Mapped pages count as memory of the process for as long as the mapping lives; bytes that were read can be let go.
 """
@@ -84,7 +84,7 @@ class LocalFolder:
 
     @staticmethod
     def is_one(text: str) -> bool:
-        """Whether a text names a directory on this disk."""
+        """Tell whether a text names a directory on this disk."""
         try:
             return Path(text).expanduser().is_dir()
         except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, a home that is not known

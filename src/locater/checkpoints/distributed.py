@@ -37,7 +37,7 @@ class MemoryFormat(Record):
 
 
 def member(kind: object, name: object) -> MemoryFormat:
-    """How early versions of Python 3.11 write a member of an enumeration: by `getattr`, which nothing else may have."""
+    """Build an enum member as early versions of Python 3.11 pickle it: by `getattr`, allowed for nothing else."""
     if kind is not MemoryFormat or not isinstance(name, str) or not name.startswith("TORCH_"):
         raise CodeRefusal(str(refusal("a pickle of plain tensors", "one that asks for the code 'builtins.getattr'")))
     return MemoryFormat()
@@ -206,7 +206,7 @@ def _parse_tensor(name: str, record: Record, places: Mapping[Any, Any]) -> Chunk
 
 
 def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Whether two boxes share a number: then, as they fill the tensor by count, others would be read as zero."""
+    """Tell whether two boxes share a number: then, as they fill the tensor by count, others would be read as zero."""
     active: list[Chunk] = []
     for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.sizes)), key=lambda chunk: chunk.offsets):
         active = [one for one in active if not chunk.offsets or one.offsets[0] + one.sizes[0] > chunk.offsets[0]]

@@ -58,7 +58,7 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
 
 
 def _meant(path: Path) -> str:
-    """What stands beside where the path was looked for, under a similar name."""
+    """Suggest a similar name in the folder where the path was looked for."""
     parts = list(path.parts)
     for at in range(len(parts)):
         before, name = Path(*parts[:at]), parts[at]
@@ -71,7 +71,7 @@ def _meant(path: Path) -> str:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a text that is not on disk was meant as a path: ids are `name` or `owner/name`, `@revision` allowed."""
+    """Tell whether a text not on disk was meant as a path: ids are `name` or `owner/name`, `@revision` allowed."""
     return not is_hub_id(text)
 
 
@@ -106,7 +106,7 @@ def choose(folder: Folder) -> list[str]:
 
 
 def _inside(folder: Folder) -> str:
-    """Where there are weights one folder further in, as in the folder of a run."""
+    """Suggest folders with weights one level further in, as in the folder of a run."""
     if not isinstance(folder, LocalFolder):
         return ""
     with suppress(OSError):  # a folder that may not be looked into

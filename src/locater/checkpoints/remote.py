@@ -109,7 +109,7 @@ class WebBytes:
 
 
 def retried(path: str, request: Callable[[], Any]) -> Any:
-    """What a request gives; a server that is busy or stumbles is asked again, as long as the budget has time."""
+    """Run a request; a server that is busy or stumbles is asked again, as long as the budget has time."""
     for pause in (*PAUSES, None):
         try:
             return timed(request)
@@ -218,7 +218,7 @@ def locate_hub(text: str) -> Folder:
 
 
 def _is_complete(folder: LocalFolder) -> bool:
-    """Whether all weights of a cached model are on disk."""
+    """Tell whether all weights of a cached model are on disk."""
     try:
         files = choose(folder)
         index = folder.find(files[0]) if files[0].endswith(INDEX) else None

@@ -41,7 +41,7 @@ if hasattr(torch, "float8_e8m0fnu"):
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies in its file."""
+    """Location of one tensor in its file."""
 
     name: str
     entry: Entry

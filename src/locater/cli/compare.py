@@ -31,7 +31,7 @@ def compare(
     csv: CsvPath = None,
     html: HtmlPath = None,
 ) -> None:
-    """What fine-tuning, or a training run, did to each head's spectrum."""
+    """Compare checkpoints: how fine-tuning, or a training run, changed each head's spectrum."""
     from ..records import write_csv, write_json
     from ..report.terminal import HeatMap
     from ..scanning import compare as library

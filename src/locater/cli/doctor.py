@@ -74,7 +74,7 @@ def libraries(extra: str | None = None) -> list[str]:
 
 
 def devices() -> list[str]:
-    """What torch can compute on here."""
+    """Devices that torch can compute on here."""
     try:
         import torch
     except ImportError:

@@ -22,7 +22,7 @@ def families(
     json: JsonPath = None,
     markdown: MarkdownPath = None,
 ) -> None:
-    """Which model types are read: by a table row, by proof on a tiny twin, or refused and why."""
+    """List the model types that are read: by a table row, by proof on a tiny twin, or refused and why."""
     from ..models.proof import version
     from ..models.proof.survey import counts
     from ..records import write, write_json

@@ -1,4 +1,4 @@
-"""What the commands share: where results go, and how they look in a terminal."""
+"""Output that the commands share: destinations of results, and tables in a terminal."""
 
 import codecs
 import errno
@@ -96,12 +96,12 @@ class Speaker(Console):
 
 
 def console_for(json: Path | None, *, aside: bool = False) -> Console:
-    """Where to talk: standard error when standard output carries JSON, or for what is said beside the results."""
+    """Choose stdout or stderr: standard error when standard output carries JSON, or for remarks next to the results."""
     return Speaker(stderr=aside or json == STANDARD_OUTPUT, highlight=False)
 
 
 def aside(sentence: str) -> None:
-    """What a person should know beside the results: on standard error, brackets and all."""
+    """Print a remark on standard error, brackets and all."""
     Console(stderr=True, highlight=False).print(sentence, markup=False)
 
 
@@ -148,7 +148,7 @@ class FittedTable:
         return kept
 
     def width(self, kept: Sequence[str]) -> int:
-        """Of the columns and the two spaces between them; the last one folds where it holds words."""
+        """Width of the columns and the two spaces between them; the last one folds where it holds words."""
         by_name = {
             heading: max(cell_len(line) for cell in (heading, *cells) for line in cell.split("\n"))
             for heading, *cells in zip(self.headings, *self.rows, strict=True)

@@ -45,7 +45,7 @@ def predict(
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:
-    """Where each head looks, predicted from its weights and single tokens, and measured on other text."""
+    """Predict where each head looks from its weights and single tokens, and measure it on other text."""
     from ..errors import Refusal
     from ..prediction.predict import Effort
 
@@ -68,7 +68,7 @@ def predict(
 
 
 def _probe(console: Console, source: str, options: dict[str, Any], *, heads: bool, json: Path | None) -> None:
-    """What heads do on random ids, as a table and a document."""
+    """Show behaviour on random ids, as a table and a document."""
     from ..records import write_json
 
     found = probe_with_progress(source, options)

@@ -1,4 +1,4 @@
-"""What heads do on random ids, for the commands that show it."""
+"""Behaviour of heads on random ids, for the commands that show it."""
 
 from itertools import groupby
 from statistics import mean

@@ -76,7 +76,7 @@ def theory(
     plot: PlotPath = None,
     json: JsonPath = None,
 ) -> None:
-    """Which tokens pass on a signal: the propagation probability of each token of a random walk."""
+    """Compute which tokens pass on a signal: the propagation probability of each token of a random walk."""
     if phase_diagram:
         from .phase_diagram import run
 

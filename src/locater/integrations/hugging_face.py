@@ -71,13 +71,13 @@ class LocAteRCallback(StabiliserCallback):
 
 
 def _folder(args: Any, state: TrainerState) -> Path:
-    """Where the Trainer keeps the checkpoint of the present step."""
+    """Folder of the Trainer's checkpoint of the present step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 @dataclass
 class _Host:
-    """What actions ask of the Trainer, by its own control."""
+    """Requests of actions to the Trainer, by its own control."""
 
     control: TrainerControl
     optimizer: Any = None

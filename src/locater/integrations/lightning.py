@@ -61,7 +61,7 @@ class LocAteRCallback(StabiliserCallback):
 
 @dataclass
 class _Host:
-    """What actions ask of the Trainer."""
+    """Requests of actions to the Trainer."""
 
     trainer: Trainer
 

@@ -54,7 +54,7 @@ def _of_norm(places: Places, cell: NormCell, layer: int) -> Iterator[tuple[str, 
 
 
 def has_bias(at: NormAt, places: Places, layer: int) -> bool | None:
-    """What the norm says of itself, else what its kind has; None where the file tells the kind."""
+    """Read whether the norm has a bias, from itself or else from its kind; None where the file tells the kind."""
     if at.bare is not None:
         return None
     stated: Cell = at.biased

@@ -46,7 +46,7 @@ def _is_of_type(name: str, model_type: str) -> bool:
 
 
 def _is_in_transformers(name: str, family: Family) -> bool:
-    """Whether an installed transformers has the class, for a type that the family's rows are for."""
+    """Tell whether an installed transformers has the class, for a type that the family's rows are for."""
     if not name.isidentifier() or importlib.util.find_spec("transformers") is None:
         return False
     import transformers

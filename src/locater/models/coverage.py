@@ -1,4 +1,4 @@
-"""What a scan covers: the one definition of COMPLETE, and all that keeps a model from it.
+"""Coverage of a scan: the one definition of COMPLETE, and all that keeps a model from it.
 
 COMPLETE means that every tensor and setting that can change a logit was read and used, and that nothing else in the
 module acts. Who cannot show that says what differs or is left out (PARTIAL), or by what the heads were read without
@@ -52,7 +52,7 @@ class Coverage:
 def coverage_of(
     family: Family, config: Config, places: tuple[Places, ...], *, proven: Config | None = None
 ) -> Coverage:
-    """Of tensors and settings by a family's rows: what is stored against what the rows read.
+    """Compute coverage of tensors and settings by a family's rows: what is stored against what the rows read.
 
     `proven`: the config with all defaults of a twin that has all settings, so that none of them can be unread.
     """

@@ -1,4 +1,4 @@
-"""What a model does to the embeddings of its words before positions are added to them."""
+"""Scaling of word embeddings before positions are added to them."""
 
 import math
 
@@ -13,7 +13,7 @@ NORMED = ("mbart",)
 
 
 def embedding_scale(config: Config, d_model: int) -> float | None:
-    """What embeddings are multiplied by where positions are added; None where more than that is done to them.
+    """Factor of the embeddings where positions are added; None where more than that is done to them.
 
     >>> embedding_scale(Config({"scale_embedding": True}), 16), embedding_scale(Config({"model_type": "gpt2"}), 16)
     (4.0, 1.0)

@@ -72,7 +72,7 @@ def unread_queries(around: Surroundings, names: Collection[str]) -> list[str]:
 
 
 def _is_inside(name: str, around: Surroundings) -> bool:
-    """Whether a row reads that attention module: what else lies in it is a neighbour, and told as such."""
+    """Tell whether a row reads that attention module: what else lies in it is a neighbour, and reported as such."""
     return any(outer in around.modules for outer in outer_modules(name))
 
 

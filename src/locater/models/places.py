@@ -107,7 +107,7 @@ class Places:
 
     @property
     def knows_width(self) -> bool:
-        """Whether anything but the stored tensors says d_model; a layout file need not."""
+        """Tell whether anything but the stored tensors says d_model; a layout file need not."""
         cell = self.row.d_model
         return cell is not None and not (isinstance(cell, str) and self.config.get(cell) is None)
 
@@ -184,7 +184,7 @@ class Places:
 
 
 def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:
-    """Whatever stands before the first layer's queries."""
+    """List every prefix of the first layer's queries."""
     ends = [pattern.format(layer=0) + kind for kind in (".weight", "_weight")]
     whole = (name.removesuffix(end) for name in tensors.names for end in ends if name.endswith(end))
     return sorted({prefix for prefix in whole if not prefix or prefix.endswith(".")})

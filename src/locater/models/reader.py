@@ -77,7 +77,7 @@ class Side:
 
     @cached_property
     def _has_finite_vectors(self) -> bool:
-        """Of all heads at once; where it is false each is looked at by itself."""
+        """Tell whether the vectors of all heads are finite; where they are not, each is looked at by itself."""
         norm = self.input_norm
         vectors = (self.bias, norm and norm.gain, norm and norm.bias)
         return all(vector is None or is_finite(vector) for vector in vectors)
@@ -88,7 +88,7 @@ class Side:
 
     @cached_property
     def _common_norm(self) -> tuple[bool, Norm | None]:
-        """Whether one norm serves all heads, and it, known to be finite; of some models each head has its own."""
+        """Return whether one norm serves all heads, and that norm, if finite; some models have one per head."""
         first, second = (norm_place(self.places, self._norm_cell, self.layer, head=head) for head in (0, 1))
         norm = read_norm(self.places, self._norm_cell, self.layer) if first == second else None
         vectors = () if norm is None else (norm.gain, norm.bias)
@@ -191,7 +191,7 @@ def build_layer(places: Places, layer: int) -> Layer:
 
 
 def _shared(places: Places, layer: int) -> dict[str, Any]:
-    """What is the same for all heads of a layer."""
+    """Fields that all heads of a layer share."""
     row, config, d_head = places.row, places.config, places.shape(layer).d_head
     return dict(
         scale=logit_scale(places, layer),

@@ -1,4 +1,4 @@
-"""Which family a model is of: by its model type, or by a tensor name that only one family has; or what to say of it."""
+"""Find a model's family: by its model type, or by a tensor name that only one family has; or explain the refusal."""
 
 import re
 from collections import defaultdict
@@ -131,7 +131,7 @@ def find_family(config: Config, names: Collection[str]) -> Family:
 
 
 def unaccounted(family: Family, config: Config, names: Collection[str]) -> str | None:
-    """What keeps a file whose type nobody declares from being of a family that it resembles; None where nothing does.
+    """Explain why a file of undeclared type is not of a family that it resembles; None where nothing speaks against it.
 
     Every tensor of a block must be one that the family has, and none that it needs may be missing.
     """

@@ -43,7 +43,7 @@ def rope_entries(config: Config) -> Any:
 
 
 def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int) -> float:
-    """How much of a head turns; a family whose code does not ask must not be told."""
+    """Rotated fraction of a head; a family whose code does not ask must not be told."""
     if row.fraction is not None:
         return entries.positive(FRACTION, resolve(row.fraction, config, layer))
     stated = entries.get(FRACTION, config.get(FRACTION, 1.0))

@@ -81,7 +81,7 @@ class Config:
 
 
 def _nested(values: JsonMapping, key: str) -> Iterator[Any]:
-    """What tables, and tables within them, hold under a key."""
+    """Yield the values under a key in tables, and in tables within them."""
     pending: list[JsonMapping] = [values]
     while pending:
         table = pending.pop()
@@ -95,7 +95,7 @@ Cell = int | float | bool | str | None | Callable[[Config, int], Any]
 
 
 def ask(function: Callable[..., Any], config: Config, *place: int) -> Any:
-    """What a table's function makes of a config: a stranger's values can fail it in any way."""
+    """Call a table's function on a config: untrusted values can fail it in any way."""
     try:
         return function(config, *place)
     except Refusal:
@@ -194,7 +194,7 @@ NormCell = NormAt | Callable[[Config, int], NormAt | None] | None
 
 @dataclass(frozen=True)
 class RotaryAt:
-    """Which rows turn, and where the config says how fast."""
+    """Rotated rows, and the place of their speed in the config."""
 
     base: Cell = entry("rope_theta", 10_000.0)
     fraction: Cell = None  # of a head; None: all of it, in families whose code asks for no fraction
@@ -208,7 +208,7 @@ class RotaryAt:
 
 @dataclass(frozen=True)
 class BucketsAt:
-    """Where the learned bias per bucket of distance lies (T5, MPNet)."""
+    """Location of the learned bias per bucket of distance (T5, MPNet)."""
 
     name: str
     bidirectional: bool

@@ -53,7 +53,7 @@ def unread_settings(family: Family, config: Config, places: Sequence[Places]) ->
 
 
 def _was_asked(path: str, asked: set[str]) -> bool:
-    """Whether an entry, or a table that is taken whole, was asked for."""
+    """Tell whether an entry, or a table that is taken whole, was asked for."""
     parts = path.split(".")
     return any(".".join(parts[: number + 1]) in asked for number in range(len(parts)))
 

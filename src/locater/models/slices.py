@@ -1,4 +1,4 @@
-"""Which rows of which parameter are a head's query, key and value: known from the layout before a weight is read."""
+"""Rows of the parameters that are a head's query, key and value: known from the layout before a weight is read."""
 
 import math
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Where one head lies in the parameters; heads that share a key have equal `key` and `value`.
+    """Location of one head in the parameters; heads that share a key have equal `key` and `value`.
 
     `value` is None where the layout does not say it: then values are a parameter that no part of a logit comes from.
     In latent attention the rows are those of the up projections, and `latent` says what these are applied to.

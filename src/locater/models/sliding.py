@@ -1,4 +1,4 @@
-"""Which layers of a model see a sliding window only, and how far it reaches."""
+"""Layers with a sliding window, and its reach."""
 
 from collections.abc import Callable
 from typing import Any

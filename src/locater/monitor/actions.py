@@ -1,4 +1,4 @@
-"""What to do when an alarm goes off: stop, save, go back to the last good state, attach a stabiliser, or anything.
+"""Actions on an alarm: stop, save, go back to the last good state, attach a stabiliser, or anything.
 
 An action is called with an `Event` after every report that has alarms; `good(event)` after every one that has no
 serious one, and `begin` before the first.

@@ -1,4 +1,4 @@
-"""When attention goes wrong: a few conditions, each with a threshold that does not depend on the length of the text."""
+"""Alarms: a few conditions on attention, each with a threshold that does not depend on the length of the text."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,7 +14,7 @@ from .trends import Trends
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What counts as wrong. None switches an alarm off; what each means stands in docs/monitor.md."""
+    """Limits of the alarms. None switches an alarm off; what each means stands in docs/monitor.md."""
 
     entropy_collapse: float | None = 0.02  # normalised entropy below: n^0.02 keys hold the mass, hardly more than one
     rank_collapse: float | None = 0.05  # residual below: 99.75 % of the squared norm is common to all tokens
@@ -200,5 +200,5 @@ def _alarm(
 
 
 def _distance(condition: Condition, alarm: Alarm) -> float:
-    """How far beyond the threshold."""
+    """Distance beyond the threshold."""
     return (alarm.figure - alarm.threshold) * (1 if condition.above else -1) / max(1e-12, abs(alarm.threshold))

@@ -21,7 +21,7 @@ Place = tuple[str, int]  # a block and a layer's number
 
 
 class FoundHeads:
-    """What made the queries and keys of each call, under the name of its layer; nothing where that is not wanted."""
+    """Projections that made the queries and keys of each call, by layer name; empty where that is not wanted."""
 
     def __init__(self, model: nn.Module, sample: Sample | None, *, is_wanted: bool) -> None:
         self.tensors = WholeTensors(model)
@@ -88,7 +88,7 @@ class FoundHeads:
         return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in modules)
 
     def difference(self, site: Site) -> str | None:
-        """What of its calls a layer's heads do not give again; None where nothing is known to differ."""
+        """Describe what a layer's heads do not reproduce of its calls; None where nothing is known to differ."""
         return self.differences.get((site.block, site.number))
 
     def heads(self, site: Site) -> tuple[Head, ...]:

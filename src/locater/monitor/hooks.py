@@ -34,7 +34,7 @@ class OutsideHook(Hook):
 
 
 class Observer(Protocol):
-    """Who is told what a pass shows."""
+    """Receiver of what a pass shows."""
 
     def is_due(self) -> bool: ...
     def recording(self) -> AbstractContextManager[None]: ...
@@ -67,7 +67,7 @@ class Pass:
 
 
 def mode_of(module: nn.Module) -> Mode:
-    """What a pass is for, asked as it begins: within, recomputation of activations may switch gradients off."""
+    """Classify a pass as it begins: within, recomputation of activations may switch gradients off."""
     return "evaluation" if not module.training else "training" if torch.is_grad_enabled() else "no_grad"
 
 
@@ -127,7 +127,7 @@ class Hooks:
         return hook
 
     def _is_outside(self) -> bool:
-        """Whether a step is watched, and no call of the model itself is under way."""
+        """Tell whether a step is watched, and no call of the model itself is under way."""
         return not self._passes() and self.observer.is_due() and not in_backward()
 
     def remove(self) -> None:
@@ -217,7 +217,7 @@ class Hooks:
         return end
 
     def _finish(self, run: Pass, site: Site, inputs: Inputs) -> None:
-        """What no kernel was seen to compute is left to be reconstructed."""
+        """Reconstruct the attention that no kernel was seen to compute."""
         if inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
             return
         if site.block != "cross" and run.has_cached_keys:
@@ -226,7 +226,7 @@ class Hooks:
             self.observer.by_inputs(site, inputs, run)
 
     def _site(self, run: Pass, name: str) -> Site:
-        """Where layers share a module and its projections, the how manieth of its runs this is."""
+        """Name the site: where layers share a module and its projections, by the index of this call."""
         sites = self.owners[name].sites
         return run.current.get(name) or sites[run.num_runs[name] % len(sites)]
 
@@ -247,7 +247,7 @@ class Hooks:
 
 
 def _encoders(entry: nn.Module, modules: dict[str, nn.Module]) -> list[nn.Module]:
-    """What `generate` of transformers calls by itself, and not by way of the model: its encoder."""
+    """List the encoders that `generate` of transformers calls directly, and not by way of the model."""
     ask = getattr(entry, "get_encoder", None)
     try:
         found = ask() if callable(ask) else None

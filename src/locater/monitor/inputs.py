@@ -59,7 +59,7 @@ class WholeTensors(ModuleTensors):
 
 
 def has_cached_keys(run: Mapping[str, object]) -> bool:
-    """Whether keys of earlier calls take part, whose inputs cannot be seen any more; asked before the model's call."""
+    """Tell whether keys of earlier calls take part, whose inputs are gone; asked before the model's call."""
     cache: Any = next((run[name] for name in CACHES if run.get(name) is not None), None)
     return int(cache.get_seq_length()) > 0 if hasattr(cache, "get_seq_length") else cache is not None
 

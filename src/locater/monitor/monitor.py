@@ -111,7 +111,7 @@ class AttentionMonitor:
             sink.close()
 
     def is_due(self) -> bool:
-        """Whether the step under way is one to watch."""
+        """Tell whether the step under way is one to watch."""
         return self.num_steps % self.every == 0
 
     def step(self, number: int | None = None) -> Report | None:
@@ -125,7 +125,7 @@ class AttentionMonitor:
         return report
 
     def report(self) -> Report:
-        """What was seen since the last report, over all processes by one collective call; the sinks get it too.
+        """Make a report since the last one, over all processes by one collective call; the sinks get it too.
 
         Fails where passes ran and nothing of their attention could be seen.
         """
@@ -151,7 +151,7 @@ class AttentionMonitor:
     def _alarms(
         self, training: tuple[LayerReport, ...], no_grad: tuple[LayerReport, ...], evaluation: tuple[LayerReport, ...]
     ) -> tuple[Alarm, ...]:
-        """Those of this report, which say since when if the last one had them.
+        """List the alarms of this report, which say since when if the last one had them.
 
         Passes without gradients have the same weights as those that train, and are judged where there are no others.
         """
@@ -164,7 +164,7 @@ class AttentionMonitor:
         return tuple(self.said.mark(alarms, self.num_steps))
 
     def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:
-        """What the numbers do not say; of gates that are not known once."""
+        """List remarks that the numbers do not make; unknown gates are mentioned once."""
         num_cached, skipped = 0, sum(self.seen.spending.skipped.values())
         if self.hooks is not None:
             num_cached = self.hooks.num_cached
@@ -175,11 +175,11 @@ class AttentionMonitor:
 
     @property
     def should_stop(self) -> bool:
-        """Whether an action asked a loop of yours to end."""
+        """True if an action asked your training loop to end."""
         return bool(getattr(self.host, "should_stop", False))
 
     def state_dict(self) -> State:
-        """Where the count of steps stands, trends and actions; what was seen since the last report is not kept."""
+        """Return the count of steps, trends and actions; observations since the last report are not kept."""
         return {
             "num_steps": self.num_steps,
             "generator": self.seen.generator.get_state(),

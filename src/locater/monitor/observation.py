@@ -1,4 +1,4 @@
-"""What the passes since the last report have shown of every layer: calls of kernels, or inputs of modules."""
+"""Observations of every layer since the last report: calls of kernels, or inputs of modules."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -166,7 +166,7 @@ class Observation:
     def _trail(
         self, key: Key, call: AttentionCall, own: range, shape: tuple[int, int, int], valid: Tensor | None
     ) -> Trail:
-        """Where the call's output goes: what its gate is there is added to the layer's tally."""
+        """Follow the call's output: its gate is added to the layer's tally."""
         tally, chosen = self.tallies[key], self.indices(self.sites[key[0]])
         heads = [(row, own.index(head)) for row, head in enumerate(chosen) if head in own]
 
@@ -250,7 +250,7 @@ class Observation:
         return self.tallies[index, mode]
 
     def _sample(self, key: Key, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
-        """Which queries to look at, None for all; False if the budget is spent."""
+        """Choose queries to look at, None for all; False if the budget is spent."""
         wanted = self.spending.num_queries(key, num_queries=num_queries, logits_per_query=logits_per_query)
         return False if wanted == 0 else sample_queries(num_queries, wanted, self.generator)
 
@@ -271,7 +271,7 @@ def _has_others(group: dist.ProcessGroup | None) -> bool:
 
 
 def _fits(logits: Tensor, inputs: Inputs | None) -> bool:
-    """Whether a softmax is the module's attention: of as many queries and keys as it was given, and not shifted."""
+    """Tell whether a softmax is the module's attention: as many queries and keys as it was given, and not shifted."""
     if inputs is None or inputs.x_query is None or inputs.x_key is None or is_shifted(logits):
         return False
     return logits.shape[-2] == inputs.x_query.shape[1] and logits.shape[-1] >= inputs.x_key.shape[1]

@@ -1,4 +1,4 @@
-"""Where attention is in a model that nobody described: by the calls that its modules make."""
+"""Locate attention in a model without a description: by the calls that its modules make."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ AGAIN = "#"  # between a module's name and the number of its call, from the seco
 
 
 def entry_of(model: nn.Module) -> nn.Module:
-    """Whose calls are a model's passes: what `torch.compile` gave, whose hooks run outside of it; else the innermost.
+    """Return the module whose calls are the model's passes: the one that `torch.compile` made, else the innermost.
 
     Data-parallel and sharding wrappers call the model inside, which may be called by itself as well.
     """
@@ -59,7 +59,7 @@ def discovered(call: AttentionCall, run: Pass, modules: dict[str, nn.Module], kn
 
 
 def call_name(name: str, number: int) -> str:
-    """What the how manieth call of a module in a pass is known by."""
+    """Name of the n-th call of a module in a pass."""
     return name if number == 0 else f"{name}{AGAIN}{number}"
 
 
@@ -124,7 +124,7 @@ def written_out(modules: dict[str, nn.Module], softmaxes: set[str], calling: set
 
 
 def _is_among(name: str, names: set[str]) -> bool:
-    """Whether a module, one inside it or one around it is named."""
+    """Tell whether a module, one inside it or one around it is named."""
     return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names)
 
 

@@ -1,4 +1,4 @@
-"""What a monitor found: per layer and head, with metrics to log, alarms, and what it left out."""
+"""Report of a monitor: per layer and head, with metrics to log, alarms, and what it left out."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +108,7 @@ class LayerReport:
 
     @property
     def is_gated(self) -> bool:
-        """Whether anything multiplies the output."""
+        """True if anything multiplies the output."""
         return any(value == value and value != 1 for value in self.gates.get(GATES[0], ()))
 
     def of_weights(self, name: str) -> float:
@@ -260,7 +260,7 @@ def unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
 def make_notes(
     layers: Sequence[LayerReport], refused: Iterable[str], num_cached: int, num_skipped: int
 ) -> tuple[str, ...]:
-    """What a report must say besides its numbers, the most important first."""
+    """List the remarks of a report, the most important first."""
     notes = [] if layers or num_cached or num_skipped or refused else [UNSEEN]
     notes += sorted(refused)
     rebuilt = sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS})

@@ -1,4 +1,4 @@
-"""Where reports go: one small interface, and six places behind it. Each library is imported when its sink is made."""
+"""Sinks of reports: one small interface, and six destinations. Each library is imported when its sink is made."""
 
 import importlib
 import json

@@ -24,7 +24,7 @@ LOOKED_AT, THERE, WITHOUT_KEYS, WITH_ONE_KEY, PASSES, LOG_KEYS, CLUSTERS = range
 
 @dataclass
 class Tally:
-    """What is known of one layer so far."""
+    """Running sums of one layer."""
 
     statistics: Tensor  # (statistic, head, 5)
     counts: Tensor  # (7,)
@@ -60,7 +60,7 @@ class Tally:
     def add_gate(
         self, gate: Tensor | None, heads: Sequence[tuple[int, int]], shape: tuple[int, int, int], valid: Tensor | None
     ) -> None:
-        """What a call's output was multiplied by, per text, head and query; None: by nothing.
+        """Add a call's gate, per text, head and query; None: there is no gate.
 
         `heads`: which head of the tally is which of the gate; the others are another process's.
         """
@@ -134,7 +134,7 @@ class Budget:
     skipped: Counter[Hashable] = field(default_factory=Counter)
 
     def num_queries(self, layer: Hashable, *, num_queries: int, logits_per_query: float) -> int:
-        """How many queries of each text to look at; 0 to leave the pass alone."""
+        """Choose the number of queries of each text to look at; 0 to leave the pass alone."""
         share = self.total / max(1, self.num_layers)
         left = share - self.spent[layer]
         if left < share * LEAST_SHARE:

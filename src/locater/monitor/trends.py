@@ -1,4 +1,4 @@
-"""How fast numbers grow from report to report: rates per step, and how many steps are left to a threshold."""
+"""Growth of numbers from report to report: rates per step, and how many steps are left to a threshold."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -58,7 +58,7 @@ class Trends:
         return found
 
     def is_fast(self, layer: LayerReport, name: str, heads: Iterable[Any]) -> bool:
-        """Whether a head grows more than tenfold in 100 steps: no slow drift, but steps that are too large."""
+        """Tell whether a head grows more than tenfold in 100 steps: no slow drift, but steps that are too large."""
         rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
         return any(100 * rates[head] > math.log(10) for head in heads)
 
@@ -79,7 +79,7 @@ class Trends:
 
 @dataclass
 class Awake:
-    """Which heads have ever told keys apart: at its start a model's logits are as good as equal, and nothing is wrong.
+    """Heads that have ever told keys apart: at its start a model's logits are nearly equal, and nothing is wrong.
 
     A head is dead that did before, that has not done so for SETTLED steps, or that stands among others that do.
     """
@@ -100,7 +100,7 @@ class Awake:
             self.ever[_key(layer)] = sorted(told | {*self.ever.get(_key(layer), ())})
 
     def may_begin(self, layer: LayerReport, head: int | None, step: int) -> bool:
-        """Whether this head may simply not have learned anything yet."""
+        """Tell whether this head may simply not have learned anything yet."""
         settled = self.first is not None and step - self.first >= SETTLED
         return not (settled or self.others < LEARNED or head in self.ever.get(_key(layer), ()))
 

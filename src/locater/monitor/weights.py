@@ -1,4 +1,4 @@
-"""What the weights of each head have done since the last report: where alarms begin, long before logits show it.
+"""Change of each head's weights since the last report: alarms begin there, long before logits show it.
 
 Through d_h×d_h products, without any d×d matrix. Per layer: a few products of O(d·d_h²) per head, and its weights once.
 """

@@ -1,1 +1,1 @@
-"""What each head will do, from its weights and single tokens of its inputs, held against what it does."""
+"""Predict each head's attention from its weights and single tokens of its inputs, and compare it with measurement."""

@@ -1,4 +1,4 @@
-"""What is kept of one layer's inputs, in one pass over the calibration windows.
+"""Statistics of one layer's inputs, kept from one pass over the calibration windows.
 
 Some of the windows as they are, for single tokens at their positions; and lagged covariances over all windows, for what
 tokens of one window have to do with each other.
@@ -41,7 +41,7 @@ class Inputs:
 
     @property
     def ordinary(self) -> Bool[Tensor, " tokens"]:
-        """Which positions have tokens of the text."""
+        """Positions that hold tokens of the text."""
         return ordinary_positions(self.length, self.alone)
 
 
@@ -52,7 +52,7 @@ def ordinary_positions(length: int, alone: Sequence[int]) -> Bool[Tensor, " toke
 
 
 def kept_windows(total: int, *, length: int, texts: int) -> Bool[Tensor, " windows"]:
-    """Which windows are kept: one for each text that will be drawn, fewer where they are long, evenly.
+    """Choose the windows that are kept: one for each text that will be drawn, fewer where they are long, evenly.
 
     >>> kept_windows(6, length=256, texts=3).int().tolist(), int(kept_windows(24, length=4096, texts=16).sum())
     ([0, 1, 0, 1, 0, 1], 4)
@@ -86,7 +86,7 @@ class InputsCollector:
         self.num_windows += len(x)
 
     def inputs(self) -> Inputs:
-        """What the sums say."""
+        """Inputs computed from the sums."""
         windows = torch.cat(self.windows)
         lagged = None if self.lagged is None else self.lagged.moments()
         if lagged is not None and self.terms.positions:

@@ -63,7 +63,7 @@ def load_model(source: Source) -> nn.Module:
 
 
 def _load_untyped(transformers: Any, place: str, settings: Json, options: Json) -> nn.Module:
-    """As the type that its tensors name; what transformers would make up where one is missing is refused."""
+    """Load the model as the type that its tensors name; refuse missing tensors, which transformers would make up."""
     config = transformers.AutoConfig.for_model(type_by_names(place, settings), **settings)
     load = transformers.AutoModel.from_pretrained
     model, told = load(place, config=config, trust_remote_code=False, output_loading_info=True, **options)
@@ -74,19 +74,19 @@ def _load_untyped(transformers: Any, place: str, settings: Json, options: Json) 
 
 
 def _check_pickles(folder: Path) -> None:
-    """What transformers would let torch unpickle goes through our own interpreter first."""
+    """Check with our own interpreter the pickles that transformers would let torch load."""
     if not any(folder.glob("*.safetensors")):
         for path in sorted(folder.glob("*.bin")):
             checkpoints.open(path).close()
 
 
 def _fetched(place: str, request: Callable[[], Any]) -> Any:
-    """What is not on disk is waited for no longer than the budget says."""
+    """Run a request for files that are not on disk, no longer than the budget says."""
     return request() if Path(place).exists() else timed(request)
 
 
 def _dtype_option(version: str) -> str:
-    """What `from_pretrained` calls the type of the weights: renamed in transformers 5.
+    """Name of the dtype option of `from_pretrained`: renamed in transformers 5.
 
     >>> [_dtype_option(version) for version in ("4.57.1", "5.22.2", "10.0.0")]
     ['torch_dtype', 'dtype', 'dtype']
@@ -95,7 +95,7 @@ def _dtype_option(version: str) -> str:
 
 
 def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
-    """Which class: only models that predict the next token have a loss that any text can show."""
+    """Choose the class: only models that predict the next token have a loss that any text can show."""
     if "gguf_file" in options:
         return transformers.AutoModelForCausalLM
     named = {name: options[name] for name in ("revision",) if name in options}
@@ -138,12 +138,12 @@ def load_tokenizer(source: Source) -> Tokenizer:
 
 
 def begins_with_bos(path: Path) -> bool:
-    """What the GGUF file itself says; transformers drops it."""
+    """Read from the GGUF file itself whether texts begin with BOS; transformers drops it."""
     return bool(read_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, Json]:
-    """What transformers wants to be told: the folder and the GGUF file in it, or the hub id and its revision."""
+    """Translate a source for transformers: the folder and the GGUF file in it, or the hub id and its revision."""
     path = Path(source).expanduser()
     if "://" in fspath(source):
         raise refusal("a directory, a hub id or a GGUF file, for running a model", fspath(source), "download it first")
@@ -252,7 +252,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 
 def _arguments(model: nn.Module, ids: Tensor) -> Json:
-    """What a text is for this model; a model with two sides reads it on both."""
+    """Build the model's arguments for a text; a model with two sides reads it on both."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}

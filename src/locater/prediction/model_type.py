@@ -13,7 +13,7 @@ from ..records import Json
 
 
 def untyped(place: str | PathLike[str]) -> Json | None:
-    """What config.json says, if it is there and has no model type."""
+    """Read config.json, if it is there and has no model type."""
     try:
         settings = read_config(LocalFolder(Path(place).expanduser()))
     except Refusal:  # whoever loads it says so

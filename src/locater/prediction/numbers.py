@@ -1,4 +1,4 @@
-"""What a head does with its logits, in the four numbers that are predicted and measured, and its profile."""
+"""Numbers of a head's attention: the four that are predicted and measured, and its profile."""
 
 from dataclasses import dataclass
 

@@ -104,7 +104,7 @@ def _compute(
 def calibrate(
     model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
 ) -> list[Inputs]:
-    """What is kept of every layer's inputs over the calibration windows."""
+    """Gather the inputs of every layer over the calibration windows."""
     length, num_windows = windows.length, len(windows.calibration)
     kept = kept_windows(num_windows, length=length, texts=effort.texts)
     ranks = (effort.lag_rank_of(layer.heads[0].d_model, num_windows) for layer in layers)
@@ -120,7 +120,7 @@ def calibrate(
 def measure(
     model: nn.Module, layers: Sequence[Layer], windows: Int[Tensor, "windows tokens"], *, batch: int, step: Step
 ) -> tuple[list[list[Gatherer]], float | None]:
-    """What each head does on these windows, and the loss per token where the model predicts the next one."""
+    """Measure each head on these windows, and the loss per token where the model predicts the next one."""
     gatherers = [gatherers_of(layer, windows.shape[1]) for layer in layers]
     losses: list[float] = []
 
@@ -140,14 +140,14 @@ def gatherers_of(layer: Layer, length: int) -> list[Gatherer]:
 
 @torch.no_grad()
 def gather(gatherers: Sequence[Gatherer], layer: Layer, x: Float[Tensor, "windows tokens d_model"]) -> None:
-    """What the heads of a layer do with its input, one window at a time."""
+    """Measure the heads of a layer on its input, one window at a time."""
     for gatherer, head in zip(gatherers, layer.heads, strict=True):
         for text in x.float().split(1):
             gatherer.add(gatherer.logits(head, text))
 
 
 def _at_once(model: nn.Module, length: int, batch: int) -> int:
-    """So many windows that the logits of all tokens stay within bounds."""
+    """Number of windows for which the logits of all tokens stay within bounds."""
     return max(1, min(batch, MOST_LOGITS // (length * (vocabulary_size(model) or 1))))
 
 

@@ -160,7 +160,7 @@ def _is_causal(layers: Sequence[Layer]) -> bool:
 
 @dataclass(frozen=True)
 class Alphabet:
-    """What the tokenizer says of its ids: special ones before and behind a text, those that are no words."""
+    """Special ids of a tokenizer: those before and after a text, and those that are no words."""
 
     before: list[int] = field(default_factory=list)
     after: list[int] = field(default_factory=list)

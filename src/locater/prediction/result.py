@@ -93,7 +93,7 @@ class Prediction(Shown):
 
     @property
     def warnings(self) -> list[str]:
-        """What does not hold of this model: numbers whose ranks are predicted badly, and a loss of a wrong set-up."""
+        """List what does not hold of this model: badly predicted ranks, and a loss of a wrong set-up."""
         return [
             f"{WORDS[name]} is not predicted well here (Spearman {rho:.2f}, below {TRUSTED}): do not rank heads by it"
             for name, rho in self.spearman.items()

@@ -1,4 +1,4 @@
-"""What heads do on texts of tokens that were seen, each at its position, but taken from different windows.
+"""Attention on texts of sampled tokens, each at its position, but taken from different windows.
 
 So every kind of token is there as often as it was: sinks, separators, repetitions of the first token. What independent
 tokens lack in the mean logit, tr(W(Δ) Γ(Δ))/λ at the distance Δ, is added to it.
@@ -25,7 +25,7 @@ NUM_ASKED = 8  # queries, spread over the windows, that say which tokens take al
 
 @torch.no_grad()
 def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
-    """What each head of a layer does on texts drawn from its inputs."""
+    """Predict each head of a layer on texts drawn from its inputs."""
     # Layers must not share their luck: it would not average out over the model.
     generator = torch.Generator().manual_seed(effort.seed + layer.number)
     ordinary = inputs.ordinary

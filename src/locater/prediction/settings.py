@@ -1,4 +1,4 @@
-"""How much text a prediction reads, how much of it is kept, and which terms of the theory it uses."""
+"""Settings of a prediction: how much text it reads, how much is kept, and which terms of the theory it uses."""
 
 from dataclasses import dataclass
 

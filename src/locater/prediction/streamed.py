@@ -75,7 +75,7 @@ class CannotStream(Refusal):
 
 @dataclass(frozen=True)
 class Attention:
-    """Where one attention module is: its stack, its number there, and the module that takes its input."""
+    """Location of one attention module: its stack, its number there, and the module that takes its input."""
 
     places: Places
     number: int

@@ -97,7 +97,7 @@ def _plain(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def spread(total: int, chosen: int) -> Tensor:
-    """Which of `total` windows are chosen, evenly: window n if the count rises there.
+    """Choose some of `total` windows, evenly: window n if the count rises there.
 
     >>> spread(8, 2).int().tolist()
     [0, 0, 0, 1, 0, 0, 0, 1]
@@ -106,7 +106,7 @@ def spread(total: int, chosen: int) -> Tensor:
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text of its own accord, BOS where it says so."""
+    """List the ids that the tokenizer puts before and after a text of its own accord, BOS where it says so."""
     bare = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
     full = tokenizer(SAMPLE)["input_ids"]
     starts = [at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
@@ -149,7 +149,7 @@ def vocabulary_size(model: nn.Module) -> int | None:
 
 
 def longest(model: nn.Module) -> int | None:
-    """How many tokens the model takes, where its config says so."""
+    """Number of tokens that the model takes, where its config says so."""
     config = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
     return most if isinstance(most, int) and most > 0 else None

@@ -113,7 +113,7 @@ def _independent_border(panel: "Axes", document: Json) -> None:
 
 
 def _row_of(value: float, levels: list[float]) -> float:
-    """Where a value lies among the rows of a picture, whose levels grow by factors."""
+    """Find the row of a value in a picture whose levels grow by factors."""
     above = next((row for row, level in enumerate(levels) if level >= value), len(levels) - 1)
     low, high = (math.log(levels[row]) for row in (max(above - 1, 0), above))
     return above - 1 + (math.log(value) - low) / (high - low) if high > low else float(above)
@@ -136,7 +136,7 @@ def _plane(panel: "Axes", document: Json) -> None:
 
 
 def _place(points: list[float], value: float) -> float:
-    """Where a value lies between points that are spaced by factors of one sign, or linearly around zero."""
+    """Place a value between points that are spaced by factors of one sign, or linearly around zero."""
     above = next(number for number, point in enumerate(points) if point >= value - 1e-12)
     if above == 0 or points[above] == value:
         return float(above)

@@ -53,7 +53,7 @@ def save_all(documents: Sequence[Document], folder: Path, *, heads: Heads = ()) 
 
 
 def _check_heads(views: list[View], heads: Heads) -> None:
-    """That there is something to draw of every head that is asked for."""
+    """Check that there is something to draw for every requested head."""
     known = {key[1:] for view in views for key in view.heads}
     if unknown := [f"{layer}.{number}" for layer, number in heads or () if (layer, number) not in known]:
         raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
@@ -82,7 +82,7 @@ def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Ite
 
 
 def _heads(view: View, heads: Heads) -> "Iterator[tuple[str, Figure]]":
-    """Of views that know more of a head than its numbers; a head that a view lacks is left to the others."""
+    """Yield figures of views that know more of a head than its numbers; a missing head is left to the others."""
     drawable = _drawable(view)
     for head in drawable if heads is None else [head for head in heads if head in drawable]:
         yield f"{view.name}-head-{head[0]}.{head[1]}", head_figure(view, head)

@@ -1,4 +1,4 @@
-"""What a page says first, in plain words: what attention does, what is unusual and why it matters, what to try.
+"""First sentences of a page: what attention does, what is unusual and why it matters, what to try.
 
 Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked.
 """
@@ -60,7 +60,7 @@ def _of_study(document: Json) -> Iterable[Sentence]:
 
 
 def _of_pair(number: int, view: View) -> Iterable[Sentence]:
-    """What differs between two models: the usual head of each, and where they differ most."""
+    """Describe two models: the usual head of each, and where they differ most."""
     first, last = view.frames
     name_of = next((n for n in ("eta_over_temperature", "xi") if n in view.columns), next(iter(view.columns)))
     usual = []
@@ -111,7 +111,7 @@ def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sent
 
 
 def _judged(view: View) -> bool:
-    """Whether the estimates have intervals: where none was measured, no words are made of them."""
+    """Tell whether the estimates have intervals: where none was measured, no words are made of them."""
     return any(record.get("estimated_near_mass_interval") for record in view.records)
 
 
@@ -233,7 +233,7 @@ def _of_runs(document: Json) -> Iterable[Sentence]:
 
 
 def _against(document: Json, score: str) -> Iterable[Sentence]:
-    """Which arms differ from the one compared with by more than twice the standard error of the paired difference."""
+    """Yield the arms that differ from the reference by more than twice the standard error of the paired difference."""
     differences = {arm["arm"]: arm.get("differences", {}).get(score) for arm in document["arms"]}
     known = {arm: found for arm, found in differences.items() if found and found["standard_error"] is not None}
     for words, sign, tone in (("lower", -1, "good"), ("higher", 1, "warning")):
@@ -252,7 +252,7 @@ def _against(document: Json, score: str) -> Iterable[Sentence]:
 
 
 def name(key: Key) -> str:
-    """How sentences and tables call a head."""
+    """Name of a head in sentences and tables."""
     return f"{key[0]} {key[1]}.{key[2]}"
 
 
@@ -275,7 +275,7 @@ def _plain(value: float) -> str:
 
 
 def _share(number: int, total: int, probably: str) -> str:
-    """How many look there, in a sentence's first words; a single head has a verb of its own."""
+    """Count the heads that look there, as a sentence's first words; a single head has a verb of its own."""
     if total == 1:
         return f"The head {probably}{'looks' if number else 'does not look'}"
     return f"{f'{number:,} of {total:,}' if number else f'None of the {total:,}'} heads {probably}look"

@@ -113,7 +113,7 @@ def definitions(entries: dict[str, str]) -> str:
 
 
 def _quantities(views: list[View]) -> list[Document]:
-    """Those that any view has: the table's order first, then the others."""
+    """List the quantities that any view has: the table's order first, then the others."""
     present = dict.fromkeys(name for view in views for name in view.columns if is_shown(name, view.columns))
     ordered = [name for name in QUANTITIES if name in present]
     return [quantity(name).to_json() for name in [*ordered, *(name for name in present if name not in QUANTITIES)]]
@@ -150,7 +150,7 @@ def _code(regime: str | None) -> int:
 
 
 def _curves(records: list[Document], pack: Pack) -> Document:
-    """What only some heads may have: eigenvalues and lines over position or distance, 16 bits each."""
+    """Pack curves that only some heads may have: eigenvalues and lines over position or distance, 16 bits each."""
     found: Document = {}
     if any(record.get("eigenvalues") for record in records):
         widest = max(len(record.get("eigenvalues") or ()) for record in records)

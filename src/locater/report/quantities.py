@@ -15,7 +15,7 @@ STEPS = "the weights at two reports"
 
 @dataclass(frozen=True)
 class Limit:
-    """Where health ends: beyond `value` on the side of `side`, times the model's median where `relative`."""
+    """Limit of health: beyond `value` on the side of `side`, times the model's median where `relative`."""
 
     side: str  # "above" or "below"
     value: float
@@ -131,7 +131,7 @@ SCALED = frozenset(["eta", "trace"])  # the same, where the ratio to the tempera
 
 
 def is_shown(name: str, columns: Collection[str]) -> bool:
-    """Whether a column stands for itself on a page that has these columns."""
+    """Tell whether a column is shown by itself on a page that has these columns."""
     return name not in RAW and not (name in SCALED and f"{name}_over_temperature" in columns)
 
 

@@ -1,4 +1,4 @@
-"""What commands wrote, read back: JSON documents, lines of metrics or of a monitor, a run's folder. Knows no torch."""
+"""Read what commands wrote: JSON documents, lines of metrics or of a monitor, a run's folder. Knows no torch."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ PARTS = {
 
 
 def is_record(path: Path) -> bool:
-    """Whether a source is something that a command wrote, and not a model."""
+    """Tell whether a source is something that a command wrote, and not a model."""
     return path.suffix in (".json", ".jsonl") or (path / METRICS).is_file()
 
 

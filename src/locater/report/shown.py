@@ -1,4 +1,4 @@
-"""What every result can do beside its JSON: a page, a frame in a notebook, a figure."""
+"""Methods that every result has besides its JSON: a page, a frame in a notebook, a figure."""
 
 import html
 from pathlib import Path

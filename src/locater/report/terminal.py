@@ -125,7 +125,7 @@ class HeatMap:
 
     @staticmethod
     def _course(means: Sequence[float], width: int, console: Console) -> str:
-        """How the layers' means go, from the first to the last; in plain letters where there are no blocks."""
+        """Draw the layers' means from the first to the last; in plain letters where there are no blocks."""
         line = sparkline(means, width=max(1, width))
         return line if console.encoding.lower().startswith("utf") else line.translate(PLAIN)
 

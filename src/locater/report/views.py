@@ -56,7 +56,7 @@ def views_of(documents: Sequence[Document]) -> list[View]:
 
 
 def _drop_estimates(view: View, measured: set[str]) -> None:
-    """Of what is measured of the same heads of the same model, no estimate stands beside it."""
+    """Drop the estimates of numbers that were measured of the same heads of the same model."""
     for name in filter(_is_estimate, [*view.columns]):
         plain = name.removeprefix(ESTIMATED)
         if measured & {side + plain + rest for side in ("", "measured_", "probed_") for rest in ("", "_beyond_first")}:
@@ -64,7 +64,7 @@ def _drop_estimates(view: View, measured: set[str]) -> None:
 
 
 def _is_of(other: View, view: View, views: list[View]) -> bool:
-    """Whether the other is of the view's heads: by source, or as the record of a run that holds the model.
+    """Tell whether the other view is of the same heads: by source, or as the record of a run that holds the model.
 
     A record that holds none of the models (a monitor's, say) is taken to be of the only one with such heads.
     """

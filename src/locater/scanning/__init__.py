@@ -1,3 +1,3 @@
-"""What is asked of heads: their spectra as rows, regimes, findings, and what moved between checkpoints."""
+"""Questions about heads: their spectra as rows, regimes, findings, and what moved between checkpoints."""
 
 DEFAULT_LENGTH = 1024  # T, the number of tokens that the theory supposes unless told

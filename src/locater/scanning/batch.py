@@ -50,7 +50,7 @@ class HeadBatch:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether the weights say it all: no norm behind them."""
+        """True if the weights alone make queries and keys: no norm after them."""
         return self.first.query.is_linear and self.first.key.is_linear
 
     def anywhere(self) -> "HeadBatch":
@@ -58,7 +58,7 @@ class HeadBatch:
         return replace(self, heads=tuple(map(Head.anywhere, self.heads))) if self.first.turns_first else self
 
     def added_by_distance(self, distance: Distance) -> Float[Tensor, "heads ..."] | None:
-        """What positions add to the logits of each head; None where they add nothing."""
+        """Compute the position bias of each head's logits; None where there is none."""
         biases = [head.position_bias for head in self.heads if head.position_bias is not None]
         return added_by_distance(biases, distance) if biases else None
 
@@ -103,7 +103,7 @@ def _groups(heads: Sequence[Head]) -> list[Sequence[Head]]:
 
 
 def _are_alike(one: Head, other: Head) -> bool:
-    """Whether two heads differ in nothing but numbers, so that one computation serves both."""
+    """Tell whether two heads differ in nothing but numbers, so that one computation serves both."""
     a, b = one.position_bias, other.position_bias
     if not (
         (one.rotary is other.rotary or one.rotary == other.rotary)

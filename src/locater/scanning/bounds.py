@@ -1,4 +1,4 @@
-"""What no logit of a head can exceed, from its weights alone: a norm bounds its inputs, or its queries and keys."""
+"""Upper bound of a head's logits, from its weights alone: a norm bounds its inputs, or its queries and keys."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from .products import Products
 
 @dataclass(frozen=True, eq=False)
 class Biases:
-    """What is added to every query and key of the normalised input, W b_norm + b.
+    """Biases on every query and key of the normalised input, W b_norm + b.
 
     None where nothing is, and where a norm behind the projection would change it.
     """
@@ -104,7 +104,7 @@ def _radius(norm: Norm | None, d_model: int) -> float:
 
 
 def _lengths(side: Sequence[Projection]) -> Float[Tensor, " heads"]:
-    """How long queries or keys behind their own norm can be: max |gain| · √rows, and the norm's bias."""
+    """Bound the length of queries or keys after their own norm: max |gain| · √rows, and the norm's bias."""
     first, norms = side[0], [projection.norm for projection in side if projection.norm is not None]
     rows = len(first.weight if first.whole is None else first.whole.weight)
     length = 1.0 if norms[0].kind == "l2" else math.sqrt(rows)

@@ -78,7 +78,7 @@ class Comparison(Shown):
 
     @property
     def names(self) -> list[str]:
-        """What the models are called side by side: the ends of their paths, as long as needed to tell them apart."""
+        """Names of the models side by side: the ends of their paths, as long as needed to be different."""
         return names_apart([one.source for one in self.scans])
 
     def to_frame(self) -> "pandas.DataFrame":
@@ -89,7 +89,7 @@ class Comparison(Shown):
         return sorted(self.heads, key=lambda movement: -movement.moved)[:count]
 
     def summary(self) -> str:
-        """How many heads were followed, and which went furthest."""
+        """Count the heads that were followed, and name those that went furthest."""
         furthest = ", ".join(
             f"{one.block} {one.layer}.{one.head} ({one.moved:.2f})" for one in self.most_moved(MOST_TOLD) if one.moved
         )

@@ -35,7 +35,7 @@ class Condition:
     value: float | str
 
     def met_by(self, row: HeadRow) -> bool:
-        """Whether the row's value compares so; a value that is not known meets no condition."""
+        """Tell whether the row's value compares so; a value that is not known meets no condition."""
         value = getattr(row, self.column)
         return value is not None and self.compare(value, self.value)
 

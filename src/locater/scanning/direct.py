@@ -43,7 +43,7 @@ class DirectInputs:
     normalised: dict[tuple[str, float], Tensor] = field(default_factory=dict)
 
     def behind(self, norm: Norm | None) -> Float[Tensor, "tokens d_model"]:
-        """What the norm makes of them before its gain and bias, in which layers differ."""
+        """Apply the norm without its gain and bias, in which layers differ."""
         if norm is None:
             return self.x
         kind = norm.kind, norm.epsilon
@@ -109,7 +109,7 @@ def _bilinear(
 
 
 def _lie_evenly(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether they are views of one memory, each as far from the one before, in a precision that need not change."""
+    """Tell whether they are views of one memory, evenly spaced, in a precision that need not change."""
     first = weights[0]
     starts = [one.storage_offset() for one in weights]
     step = starts[1] - starts[0] if len(starts) > 1 else 0

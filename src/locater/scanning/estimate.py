@@ -1,4 +1,4 @@
-"""What a head probably does, from its weights alone: the profile over distance that its positions make.
+"""Estimate a head's behaviour from its weights alone: the profile over distance that its positions make.
 
 The random walk is the theory's model of tokens and does not describe trained models; what carries locality there is
 position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md` has how well each estimate holds.
@@ -49,7 +49,7 @@ class Estimate:
 
 
 def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
-    """What comes into these heads by the direct path; None where it tells nothing of them.
+    """Compute the direct path's inputs of these heads; None where it says nothing about them.
 
     Rotary heads have their positions in themselves; what cross-attention and pictures look at is no text.
     """
@@ -128,7 +128,7 @@ def _rotary(batch: HeadBatch, rotary: Rotary, acting: Grams, biases: Biases, num
 
 
 def _is_trained(batch: HeadBatch, strength: Float[Tensor, "heads pairs"], total: Float[Tensor, " heads"]) -> bool:
-    """Whether the heads of a layer, of which these are some, are like those that the constants were fitted to."""
+    """Tell whether the heads of a layer, of which these are some, are like those that the constants were fitted to."""
     tiny = torch.finfo(strength.dtype).tiny
     varied = float((strength.std(-1) / strength.mean(-1).clamp(min=tiny)).median())
     if varied < max(LEAST_VARIED, BY_CHANCE / (2 * batch.first.d_model) ** 0.5):
@@ -166,7 +166,7 @@ def _turns(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def _bias_terms(query: Tensor, key: Tensor, rotary: Rotary, scale: float) -> tuple[Tensor, Tensor]:
-    """What the biases alone put into each pair: cosine and sine parts of b_QᵀR_Δ b_K/λ, (heads, pairs) each."""
+    """Compute the biases' own part in each pair: cosine and sine parts of b_QᵀR_Δ b_K/λ, (heads, pairs) each."""
     first, second = rotary.pairs.unbind(-1)
     size = scale * rotary.amplitude**2
     even = query[..., first] * key[..., first] + query[..., second] * key[..., second]
@@ -184,7 +184,7 @@ def _direct(batch: HeadBatch, inputs: DirectInputs, queries: Tensor | None) -> l
 
 @lru_cache(maxsize=8)
 def _masks(lookback: int | None, lookahead: int | None) -> tuple[Tensor, Tensor]:
-    """What is added to the logits of keys that are not counted, and which keys are near: one for all heads of a kind.
+    """Build the mask of uncounted keys and the mask of near keys: one for all heads of a kind.
 
     The first token is not counted: what it gets beyond others is a sink.
     """

@@ -39,7 +39,7 @@ class Finding:
 
 
 def name(row: HeadRow) -> str:
-    """How the tables and sentences call a head."""
+    """Name of a head in tables and sentences."""
     return f"{row.block} {row.layer}.{row.head}"
 
 
@@ -62,14 +62,14 @@ def looks(row: HeadRow) -> str | None:
 
 
 def _near_mass(row: HeadRow) -> float | None:
-    """As measured on random ids; else as estimated, where a trained model with such positions was measured."""
+    """Near mass as measured on random ids; else as estimated, where a model with such positions was measured."""
     if row.probed_near_mass_beyond_first is not None:
         return row.probed_near_mass_beyond_first
     return None if row.estimated_near_mass_interval is None else row.estimated_near_mass
 
 
 def behaviour(rows: Iterable[HeadRow]) -> list[str]:
-    """How many heads look where: of those that were measured, and of those that could only be estimated.
+    """Count the heads that look near and far: those that were measured, and those that could only be estimated.
 
     >>> behaviour([])
     []

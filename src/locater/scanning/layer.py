@@ -46,7 +46,7 @@ ALONE = Workers(None, 1)
 
 @contextmanager
 def workers() -> Iterator[Workers]:
-    """As many as torch has threads, within bounds; torch gets its threads back afterwards."""
+    """Start as many workers as torch has threads, within bounds; torch gets its threads back afterwards."""
     threads = torch.get_num_threads()
     count = min(threads, MOST_WORKERS)
     if count == 1:
@@ -76,7 +76,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of every head: `temperature` replaces its own λ, `raw` leaves the input norm's gain out."""
+    """Options for every head: `temperature` replaces its own λ, `raw` leaves the input norm's gain out."""
 
     length: int
     temperature: float | None = None
@@ -190,13 +190,13 @@ def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Setti
 
 @lru_cache(maxsize=8)
 def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
-    """What the profiles of all heads with these positions share, and the pairs."""
+    """Compute the part of the profiles that all heads with these positions share, and the pairs."""
     positions = positions_of(length, NUM_ROTARY_POSITIONS)
     return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
 
 
 def _shift(batch: HeadBatch, length: int, positions: Tensor) -> Tensor | None:
-    """What positions add to the logits of the last query (ALiBi, T5's buckets), less the mean over the context."""
+    """Compute the position bias on the last query's logits (ALiBi, T5's buckets), less its mean over the context."""
     added = batch.added_by_distance(torch.arange(length - 1, -1, -1)[None])
     if added is None:
         return None

@@ -87,7 +87,7 @@ def _factor(norm: Norm, square: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """What the weights of a batch are multiplied into, in one pass over them.
+    """Products of a batch's weights, from one pass over them.
 
     `grams` are (groups, heads, d_h, d_h), the key's (groups, 1, d_h, d_h). `queries` are W_Q x of the inputs that were
     given, biases apart. `query_shift` and `key_shift` are W b of the input norm's bias b, before its gain is folded in.

@@ -1,4 +1,4 @@
-"""What a scan says of one head."""
+"""Row of a scan: the quantities of one head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields

@@ -25,7 +25,7 @@ Source = str | PathLike[str] | nn.Module
 
 @dataclass(frozen=True)
 class Opened:
-    """What a source is, the layer of each attention module, and how to read the wanted ones."""
+    """Opened source: the layer of each attention module, and a reader of the wanted ones."""
 
     source: str
     family: str
@@ -125,7 +125,7 @@ def head_rows(
     heads: "Sequence[Explicit]" = (),
     timeout: float | None = None,
 ) -> list[HeadRows]:
-    """Which rows of which parameter are each head's query, key and value; no weight is read.
+    """List the rows of the parameters that are each head's query, key and value; no weight is read.
 
     Names are those of the model's `state_dict` without what wrappers (compilation, DDP, FSDP) put before them; rows are
     those of a weight stored as (out, in), and columns where `transposed`. Sources and options are those of

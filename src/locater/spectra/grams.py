@@ -33,7 +33,7 @@ class Grams(NamedTuple):
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether all entries are finite, as a tensor, so that a GPU need not be waited for.
+        """Tell whether all entries are finite, as a tensor, so that a GPU need not be waited for.
 
         The diagonals hold squared row norms: where they are finite so are all rows, and every product by Cauchy and
         Schwarz.

@@ -103,7 +103,7 @@ def update_singular_values(
     query_before: Float[Tensor, "*batch rank d_model"],
     key_before: Float[Tensor, "*batch rank d_model"],
 ) -> Float[Tensor, "*batch twice"]:
-    """Of ΔW = W_K^T W_Q − (the same before), at most 2 d_h of them, without cancellation and without a d×d matrix.
+    """Compute singular values of ΔW = W_K^T W_Q − (the same before): at most 2 d_h, no d×d matrix, no cancellation.
 
     ΔW = ΔW_K^T W_Q + W_K,before^T ΔW_Q, a product of the factors stacked. Eigenvalues are taken in float32: what is
     asked of them are shares of their sum.

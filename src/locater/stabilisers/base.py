@@ -1,4 +1,4 @@
-"""What every stabiliser offers a training loop: `penalty()` in the loss, `step()` after the optimiser's, `detach()`.
+"""Interface of every stabiliser: `penalty()` in the loss, `step()` after the optimiser's, `detach()`.
 
 Each method of the base does nothing, so that one loop serves all of them.
 """
@@ -22,11 +22,11 @@ class Stabiliser:
     of_passes = False
 
     def penalty(self) -> Float[Tensor, ""]:
-        """What to add to the loss."""
+        """Term to add to the loss."""
         return torch.zeros(())
 
     def step(self) -> None:
-        """What to do after `optimizer.step()`."""
+        """Update the weights after `optimizer.step()`."""
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """A bounded number of scalars for a logger: one per layer, or with `heads` one per head."""
@@ -37,7 +37,7 @@ class Stabiliser:
         return []
 
     def state_dict(self) -> State:
-        """What a resumed run needs beside the model's own state."""
+        """State that a resumed run needs besides the model's own."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
@@ -56,7 +56,7 @@ def non_negative(value: float, what: str) -> float:
 
 
 class Rates:
-    """What an optimiser says of each of its parameters now: the learning rate, and the mean square of the gradients."""
+    """Optimiser state of each parameter: the learning rate, and the mean square of the gradients."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
@@ -70,7 +70,7 @@ class Rates:
         return float(group["lr"])
 
     def _owned(self, parameter: Tensor) -> Tensor:
-        """What the optimiser has in its groups: the parameter, or its master."""
+        """Return the tensor in the optimiser's groups: the parameter, or its master."""
         master = None if id(parameter) in self.groups else master_of(parameter)
         return parameter if master is None or master.owned is None else master.owned
 
@@ -83,7 +83,7 @@ class Rates:
         return group
 
     def is_orthogonalised(self, parameter: Tensor) -> bool:
-        """Whether the optimiser makes steps of one size, whatever the gradient's: Muon."""
+        """True if the optimiser makes steps of one size, whatever the gradient's: Muon."""
         return "ns_steps" in (self._group(parameter) or {})
 
     def second_moment(self, parameter: Tensor) -> tuple[Tensor, float] | None:

@@ -165,7 +165,7 @@ class LocAteR(Stabiliser):
             self.gauge.close()
 
     def _objective(self, number: int) -> tuple[Objective, Tensor | None]:
-        """What a pair's heads descend on, and the gain that is folded into them."""
+        """Return the objective of a pair's heads, and the gain that is folded into them."""
         target = self.targets(number)
         mean = None if target is None else self.mean.term(target, self.pairs[number].temperature)
         return Objective(self.scale, self.strength, mean), self.inputs.gain(number)

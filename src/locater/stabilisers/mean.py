@@ -39,7 +39,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Initial:
-    """What each head had when LocAteR was made; near zero for a random initialisation."""
+    """Hold tr W of each head at its value when LocAteR was made; near zero for a random initialisation."""
 
     def at(self, step: int, initial: PerHead) -> PerHead:
         return initial
@@ -77,16 +77,16 @@ class Until:
 
 
 class Mean:
-    """How the mean is held. Neither method does anything unless a kind of mean says so."""
+    """Rule for the mean of the eigenvalues. Neither method does anything unless a kind of mean says so."""
 
     target: Target | None = None
 
     def term(self, target: PerHead, temperature: float) -> Scale | None:
-        """What is added to the penalty, for a target of tr W itself."""
+        """Term of the penalty for a target of tr W itself."""
         return None
 
     def restore(self, pair: Pair, target: PerHead, gain: Gain) -> None:
-        """What is done to the weights after a step."""
+        """Restore the mean in the weights after a step."""
 
 
 class Free(Mean):

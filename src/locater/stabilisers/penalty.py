@@ -92,7 +92,7 @@ def pull_back(
 
 
 def _in_groups(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """As (groups, heads, d_h, d) and (groups, 1, d_h, d)."""
+    """Reshape to (groups, heads, d_h, d) and (groups, 1, d_h, d)."""
     if query.shape == key.shape:
         return tuple(weight.reshape(-1, 1, *weight.shape[-2:]) for weight in (query, key))  # type: ignore[return-value]
     if query.dim() > 2 and key.shape == (*query.shape[:-3], 1, *query.shape[-2:]):

@@ -16,7 +16,7 @@ from ..spectra import ETA_WEIGHTS, Grams, rotary_forms, rotation
 
 
 class Scale:
-    """What LocAteR shrinks. An own one needs `value` only; its slope comes by autograd on the d_h×d_h matrices.
+    """Scale that LocAteR shrinks. A custom one only needs `value`; its slope comes by autograd on d_h×d_h matrices.
 
     Called in training, so no checks and no `item()`: heads are a batch, and a GPU must not be waited for.
     """

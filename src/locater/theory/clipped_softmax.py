@@ -22,7 +22,7 @@ def clipped_linear(logits: Float[Tensor, "*batch length"]) -> Float[Tensor, "*ba
 
 
 def on_slope(logits: Float[Tensor, "*batch length"], *, temperature: float = 1.0) -> Bool[Tensor, "*batch length"]:
-    """Whether token t is on the sloped piece, 0 < (1 + ω_t − ω̄)/T < 1, of logits still to be divided by λ.
+    """Tell whether token t is on the sloped piece, 0 < (1 + ω_t − ω̄)/T < 1, of logits still to be divided by λ.
 
     Compared as −λ < λ(ω_t − ω̄) < (T−1)λ, so that no λ is too small to divide by.
     """

@@ -64,7 +64,7 @@ def _check(head: Head, method: str) -> None:
 
 
 def _bias(head: Head, length: int) -> Float[Tensor, " {length}"] | None:
-    """What positions add to the logits of the last query."""
+    """Compute the bias that positions add to the logits of the last query."""
     if head.position_bias is None:
         return None
     return head.position_bias(torch.arange(length - 1, -1, -1)[None])[0].detach().double()

@@ -116,7 +116,7 @@ def _measured(
 
 
 def _summary(document: Json) -> dict[str, dict[str, int]]:
-    """How often each region collapses: the claim in numbers."""
+    """Count how often each region collapses: the claim in numbers."""
     counts = {region: {"points": 0, "entropy_collapse": 0, "rank_collapse": 0} for region in REGIONS}
     for row, names in enumerate(document["regime"]):
         for column, name in enumerate(names):

@@ -42,7 +42,7 @@ def prepare(query: Tensor, key: Tensor, *, length: int, temperature: float | Non
 
 
 def _all_finite(weights: Tensor) -> bool:
-    """Whether no entry is NaN or infinite; the extremes tell, at a tenth of the cost of asking every entry."""
+    """Tell whether no entry is NaN or infinite; the extremes tell, at a tenth of the cost of asking every entry."""
     return not weights.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(weights.detach()))).all())
 
 

@@ -65,7 +65,7 @@ def from_grams(
 
 
 class Series:
-    """What the profile needs of z(Δ), the same for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
+    """Terms of z(Δ) in the profile, the same for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
 
     def __init__(
         self,

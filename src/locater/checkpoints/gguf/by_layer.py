@@ -43,7 +43,7 @@ def mimo2(config: Json, own: Json, names: Collection[str]) -> None:
 
 
 def _add_kinds(config: Json, own: Json) -> list[str]:
-    """Which layers have a window, by the file's list of them."""
+    """Set the layer types by the file's list of layers with a window."""
     pattern, number = own.get("attention.sliding_window_pattern"), config.get("num_hidden_layers")
     if not isinstance(pattern, list) or type(number) is not int or not 0 < number <= len(pattern):
         expected = "a list of the layers with a window (sliding_window_pattern) in the GGUF file"

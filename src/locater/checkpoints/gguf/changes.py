@@ -1,4 +1,4 @@
-"""What llama.cpp's converter does to tensors, undone: one class for each change.
+"""Inverses of the changes that llama.cpp's converter makes to tensors: one class for each change.
 
 `shape` gives the shape after, `group` how many rows must be read together (none: all), `apply` the change itself.
 """

@@ -76,7 +76,7 @@ def make_config(settings: Settings, names: Names) -> Json:
 
 
 def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
-    """What changes logits and was not asked for would be lost without a word; rows may say that it does nothing."""
+    """Refuse settings that change logits and were not read; rows may say that a setting does nothing."""
     known = {*own.asked, *dict(row.settings), *COMMON, *HARMLESS}
     lost = [key for key in own if key.startswith(ACTING) and dict.get(own, key) and key not in known]
     if lost:

@@ -119,7 +119,7 @@ def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
 
 
 def _tells(value: object) -> bool:
-    """Whether a setting tells models apart: whole numbers and words are written alike everywhere, fractions rounded."""
+    """Tell whether a setting distinguishes models: integers and words are written alike by all, fractions rounded."""
     return isinstance(value, int | str) and not isinstance(value, bool)
 
 

@@ -30,7 +30,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the data; long lists are kept as their length only."""
+    """Metadata before the data; long lists are kept as their length only."""
 
     settings: Json
     tensors: dict[str, Stored]
@@ -64,7 +64,7 @@ class Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def count(self, what: str, *, unit: int, limit: int) -> int:
-        """How many things of at least `unit` bytes follow; refused when the file cannot hold them."""
+        """Read a count of things of at least `unit` bytes; refused when the file cannot hold them."""
         value = self.number("Q")
         if value > min(limit, self.left // unit):
             most = min(limit, self.left // unit)

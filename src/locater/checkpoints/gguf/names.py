@@ -90,7 +90,7 @@ BERT_TOP = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture of llama.cpp is called and laid out in the model's own code."""
+    """Names and layout of one architecture of llama.cpp, in the model's own code."""
 
     model_type: str
     block: Mapping[str, str] = field(default_factory=lambda: LLAMA)

@@ -63,7 +63,7 @@ def llama3_settings(factors: Float[Tensor, "..."], *, theta: object) -> Json | N
 
 
 def llama3_factors(pairs: int, *, theta: float, factor: float) -> Float[Tensor, " pairs"]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, and a smooth passage between."""
+    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, and a smooth passage between."""
     waves = 2 * math.pi * theta ** (torch.arange(pairs) / pairs)
     smooth = ((ORIGINAL / waves - LOW) / (HIGH - LOW)).clamp(0, 1)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -1,4 +1,4 @@
-"""Which stored tensors make which of the model's own, and by what change."""
+"""Map stored tensors to the model's own, with the change that each needs."""
 
 import re
 from collections.abc import Mapping

@@ -125,7 +125,7 @@ def dequantised(store: Checkpoint) -> Checkpoint:
 
 
 def _settings(config: JsonMapping) -> Json:
-    """What the config says of quantisation; MLX gives bits and groups and no name."""
+    """Quantisation settings of the config; MLX gives bits and groups and no name."""
     inner = config.get("text_config")
     places = [part.get(key) for part in (config, inner) if isinstance(part, Mapping) for key in KEYS]
     settings = next((dict(place) for place in places if isinstance(place, Mapping)), {})

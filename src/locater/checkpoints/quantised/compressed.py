@@ -39,7 +39,7 @@ class Whole(Weight):
 
     @property
     def bits(self) -> int:
-        """Of those that the config declares, the one that the stored width allows."""
+        """Bits per number: among those that the config declares, the one that the stored width allows."""
         width, stored = self.shape[1], self.part_size("weight_packed", 1)
         said = [arguments.get("num_bits") for arguments in weight_arguments(self.settings)]
         declared = {bits for bits in BITS if bits in said}

@@ -124,7 +124,7 @@ def weight_arguments(settings: JsonMapping) -> list[JsonMapping]:
 
 
 def _are_exponents(settings: JsonMapping) -> bool:
-    """Whether the config declares scales that are powers of two."""
+    """Tell whether the config declares scales that are powers of two."""
     if "mxfp8" in (word(settings, "quant_method"), word(settings, "quant_algo")):
         return True
     return any("uint8" in str(arguments.get("scale_dtype")) for arguments in weight_arguments(settings))

@@ -33,7 +33,7 @@ class Weight(ABC):
     @property
     @abstractmethod
     def shape(self) -> Shape:
-        """Of the weight as the model uses it; may cost a small tensor that holds it."""
+        """Shape of the weight as the model uses it; may cost a small tensor that holds it."""
 
     @abstractmethod
     def read(self, rows: Rows | None) -> Tensor:
@@ -52,7 +52,7 @@ class Weight(ABC):
         return self.store.shape(self._stored(role))
 
     def part_size(self, role: str, axis: int = 0) -> int:
-        """How long a part is along an axis that it must have."""
+        """Length of a part along an axis that it must have."""
         shape = self.part_shape(role)
         self.check(len(shape) > axis, f"`{role}` of more than {axis} dimensions", f"shape {[*shape]}")
         return shape[axis]
@@ -86,7 +86,7 @@ def modules_with(store: Checkpoint, ending: str) -> Iterator[str]:
 
 
 def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[str, str]:
-    """Those of a module's tensors that belong to its quantised weight, by role."""
+    """Select a module's tensors that belong to its quantised weight, by role."""
     names = ((ending, f"{module}.{ending}") for ending in endings)
     return {ending: name for ending, name in names if name in store.entries}
 
@@ -133,7 +133,7 @@ def spread_over(scale: Tensor, shape: Shape, block: Shape, rows: Rows | None) ->
 
 
 def grid(shape: Shape, block: Shape) -> Shape:
-    """How many blocks there are each way: groups along a row divide it, blocks of several rows may be cut off.
+    """Count the blocks each way: groups along a row divide it, blocks of several rows may be cut off.
 
     A grid cannot tell 33 from 32 in 64 numbers: a size that is cut off must be a power of two, of which only one fits.
     """

@@ -27,7 +27,7 @@ LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 @dataclass(frozen=True)
 class Archive:
-    """What was saved, with `View` for each tensor, and where each storage lies."""
+    """Saved objects, with `View` for each tensor, and the place of each storage."""
 
     source: ByteSource
     tree: Any
@@ -135,7 +135,7 @@ def _note(used: dict[str, Storage], pid: object) -> Storage:
 
 
 def load_trusted(source: ByteSource) -> Any:
-    """What a pickle builds when its code may run: only for files whose author the user trusts. Costs the whole file."""
+    """Unpickle with the file's code allowed to run: only for authors the user trusts. Costs the whole file."""
     try:
         return torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
     except Exception as cause:  # noqa: BLE001  (the code of a stranger can fail in any way)

@@ -56,7 +56,7 @@ def check_key(key: object) -> Any:
 
 
 def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
-    """What a reduced `OrderedDict` builds."""
+    """Build a reduced `OrderedDict`."""
     return OrderedDict((check_key(key), value) for key, value in items)
 
 

@@ -67,7 +67,7 @@ class View:
 
 
 def storage_from(pid: object) -> Storage:
-    """What `("storage", kind, key, device, count, …)` names; a view of a storage (before torch 0.4) is refused."""
+    """Read `("storage", kind, key, device, count, …)`; a view of a storage (before torch 0.4) is refused."""
     match pid:
         case ("storage", torch.dtype() as dtype, str() | int() as key, _, int() as count, *rest) if count >= 0:
             if not any(rest):

@@ -1,4 +1,4 @@
-"""What people save around their weights: wrappers, optimisers, settings; and what wrappers do to the names."""
+"""Unwrap checkpoints: containers, optimisers and settings around weights, and what wrappers do to the names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:
 
 
 def _inside(tree: Any, kind: type) -> Any:
-    """What a wrapper holds, or the one dict of tensors in a list or tuple, an optimiser's apart; None if neither."""
+    """Return a wrapper's contents, or the one dict of tensors (not an optimiser's) in a sequence; None if neither."""
     if isinstance(tree, list | tuple):
         dicts = [one for one in tree if isinstance(one, Mapping) and "param_groups" not in one]
         holding = [one for one in dicts if any(_flatten(one, kind))]

@@ -95,7 +95,7 @@ def sites(
     sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
 ) -> list[Site]:
-    """Where the attention modules of `layers` are."""
+    """Locate the attention modules of `layers`."""
     return list(open_live(model, family=family, heads=heads, sample=sample, tensors=tensors).sites)
 
 

@@ -23,7 +23,7 @@ PAIRS = "texts heads queries keys"
 def difference(
     heads: Sequence[Head], x_query: Tensor, x_key: Tensor, call: AttentionCall, *, masks: bool = True
 ) -> str | None:
-    """What of the call the heads do not give again, in words; None where they do. `masks`: who is admitted, too.
+    """Describe where the heads do not reproduce the call; None where they do. `masks`: compare admitted pairs, too.
 
     Compared are admitted pairs among some of the tokens, the first and the last included, since the length of a text
     may change its rotation. Refused where the call and the inputs are not of the same tokens.
@@ -79,7 +79,7 @@ def _compare(
 
 
 def _other_mask(head: Head, seen: Bool[Tensor, "texts queries keys"], positions: tuple[Tensor, ...]) -> str | None:
-    """How the call's mask differs: a key beyond the head's reach, or a distance within it that no query looks back to.
+    """Describe how the call's mask differs: a key beyond the head's reach, or a distance within it that no query sees.
 
     Padding is let be: what no query sees, and queries that see nothing.
     """
@@ -101,7 +101,7 @@ def _reach(head: Head, inputs: tuple[Tensor, ...]) -> float:
 def _logits(
     call: AttentionCall, given: Arguments, rows: Int[Tensor, " queries"], columns: Int[Tensor, " keys"]
 ) -> tuple[Float[Tensor, PAIRS], Bool[Tensor, PAIRS]]:
-    """What a call takes the softmax of, for some pairs, and which of these it admits."""
+    """Compute a call's logits, the input of its softmax, for some pairs, and which of these it admits."""
     if given.logits is not None:
         logits = given.logits[:MOST_TEXTS][:, :, rows][..., columns]
         return logits, admits(logits)
@@ -139,13 +139,13 @@ def _texts_first(x: Tensor, texts: int, tokens: int | None) -> Float[Tensor, "te
 
 
 def is_normed(norm: Norm, before: Tensor, x: Tensor) -> bool:
-    """Whether an input is what a norm makes of the tensor before it."""
+    """Tell whether an input is a norm's output for the tensor before it."""
     own, allowed = norm(before.double()), 10 * tolerance(x.dtype) * max(float(x.abs().max()), 1e-30)
     return own.shape == x.shape and float((own - x.double()).abs().max()) <= allowed
 
 
 def is_of_length(norm: Norm, x: Tensor) -> bool:
-    """Whether an input is no longer than what a norm gives: without gain and bias its root mean square is at most 1."""
+    """Tell whether an input is short enough for a norm: without gain and bias its root mean square is at most 1."""
     plain = widen(whole(x.detach()))
     plain = plain if norm.bias is None else plain - norm.bias.to(plain)
     if norm.gain is not None:

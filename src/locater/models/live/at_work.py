@@ -1,4 +1,4 @@
-"""Which stabilisers are at work on a model, so that nobody advises what is there; nothing is kept alive by it."""
+"""Registry of stabilisers attached to a model, so that no alarm suggests one that is there; it keeps nothing alive."""
 
 from weakref import WeakKeyDictionary, WeakSet
 

@@ -1,4 +1,4 @@
-"""What differs in a live model from the code and the config by which it is read: told without running it.
+"""Differences of a live model from the code and the config by which it is read: found without running it.
 
 The same class is built again from the same config, without storage for its weights. What then differs on the way to the
 logits (classes, numbers held by modules, buffers, shapes), and whatever acts that is no part of a class (hooks, methods

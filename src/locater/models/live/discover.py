@@ -60,7 +60,7 @@ class Finder:
         return found
 
     def may_be_attention(self, call: AttentionCall) -> bool:
-        """Whether a softmax that was written out is over pairs of tokens, behind products with parameters."""
+        """Tell whether a softmax that was written out is over pairs of tokens, after products with parameters."""
         return call.logits is None or (call.logits.dim() == 4 and bool(self.watch.products))
 
     def name_of(self, call: AttentionCall) -> str:

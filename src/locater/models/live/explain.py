@@ -1,4 +1,4 @@
-"""How an attention call's queries or keys were made, from numbers: which rows of a product, which rotation.
+"""Explain an attention call's queries or keys from numbers: which rows of a product, which rotation.
 
 Pure functions of tensors. Every answer is a hypothesis that reproduces all numbers given, or None.
 """
@@ -16,7 +16,7 @@ from .head_norms import Side, Vectors
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two ways of computing one number may lie apart, against the largest of them."""
+    """Tolerated distance of two ways of computing one number, relative to the largest of them."""
     return max(1e-5, 4 * torch.finfo(dtype).eps)
 
 
@@ -45,7 +45,7 @@ def _cut(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size
 def _starts(
     wanted: Float[Tensor, "batch heads d_head"], rows: Float[Tensor, "batch rows"], allowed: float
 ) -> tuple[int, ...] | None:
-    """Where each head's block begins among the rows; None if one of them is nowhere."""
+    """Find the row where each head's block begins; None if one of them is nowhere."""
     size, limit = wanted.shape[-1], allowed * max(float(wanted.abs().max()), 1e-30)
     starts = []
     for head in wanted.unbind(1):

@@ -74,7 +74,7 @@ def _found(query: str, key: str, shape: tuple[int, int, int], transposed: bool, 
 
 
 def describe(modules: dict[str, nn.Module]) -> str:
-    """What looks like attention, and how to name it."""
+    """Describe the modules that look like attention, and the way to name them."""
     likely = [name for name, module in modules.items() if name and _is_likely(module)]
     known = next(((name, pair) for name in likely if (pair := _pair(modules[name]))), None)
     name, (query, key) = known or ("layer", ("q_proj", "k_proj"))

@@ -1,4 +1,4 @@
-"""Which norm stands between a product and a call's queries or keys: found by directions first, then by lengths.
+"""Find the norm between a product and a call's queries or keys: by directions first, then by lengths.
 
 A norm with a gain g turns rows y into f·g∘(y − [mean y])/√(mean square + ε): the direction tells the rows and the gain,
 the length the epsilon, at every token, for a rotation behind it changes no length.
@@ -41,7 +41,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """What a norm may multiply by and add: one head's numbers, or those of all; `name` None: nothing."""
+    """Possible factor and bias of a norm: one head's numbers, or those of all; `name` None: nothing."""
 
     name: str | None
     values: Float[Tensor, " numbers"]

@@ -1,4 +1,4 @@
-"""How far an attention call may look, and what distance adds to its logits, read off the call itself."""
+"""Reach of an attention call, and the bias that distance adds to its logits, read from the call itself."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Reach(NamedTuple):
 
 
 def reach(call: AttentionCall, allowed: float) -> Reach:
-    """Of the call's mask, window, rule and added numbers; refused where these are of a kind that no head has."""
+    """Read the call's mask, window, rule and added numbers; refused where these are of a kind that no head has."""
     shape = (*call.query.shape[:3], call.key.shape[2])
     if call.score is not None and not _is_identity(call.score, shape):
         raise refusal("logits that no function changes", "a score_mod")
@@ -33,7 +33,7 @@ def reach(call: AttentionCall, allowed: float) -> Reach:
 
 
 def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which keys each query of each head may see, and what is added to its logits."""
+    """Return the keys that each query of each head may see, and the bias on its logits."""
     admitted, added = call.admitted().cpu(), torch.zeros(shape)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
         added = added + plain(call.attn_mask).float().cpu()

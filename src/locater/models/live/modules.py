@@ -64,7 +64,7 @@ class Stacks:
         return self.norm(layer, "norm2" if getattr(self.modules[layer], "norm_first", False) else "norm1")
 
     def memory_norm(self, layer: str) -> NormAt | None:
-        """What ends the encoder that the decoder looks at: known within `nn.Transformer` only."""
+        """Return the norm that ends the encoder seen by the decoder: known within `nn.Transformer` only."""
         whole, _, _ = layer.rpartition("decoder.layers.")
         if not isinstance(self.modules.get(whole.removesuffix(".")), nn.Transformer):
             return None

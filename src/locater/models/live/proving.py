@@ -71,7 +71,7 @@ class Search:
         raise first or self._unexplained("queries")
 
     def _is_beside(self, query: Made, key: Made, rotary: Rotary | None) -> bool:
-        """Whether the keys turn by the queries' rotation, on the same side of their gain."""
+        """Tell whether the keys turn by the queries' rotation, on the same side of their gain."""
         if not alike(turned(rotary, key.plain), key.before(self.key), self.allowed):
             return False
         return (key.behind is None) == (query.behind is None) and (rotary is None or self._is_in_order(key))
@@ -103,7 +103,7 @@ class Search:
                     yield Made(product, *found)
 
     def _is_in_order(self, made: Made) -> bool:
-        """Whether a gain came before the rotation, if it is said so: while its numbers are all alike, the two commute.
+        """Tell whether a gain came before the rotation, if said so: while its numbers are all alike, the two commute.
 
         What the norm gave must then be among what was computed from the gain, unless nothing of that size was seen.
         """
@@ -133,7 +133,7 @@ class Search:
         return next((module for module in self.call.modules if any(True for _ in module.parameters())), None)
 
     def _gains(self, vectors: Vectors) -> list[Gain]:
-        """What a norm inside the attention module may multiply by: what is known to have come into these vectors.
+        """List the gains a norm inside the attention module may have: those known to have come into these vectors.
 
         Gains are all alike at the start of a training, so their numbers do not tell which one it was, nor whether there
         was any. Where nothing is known to have come in, it may be any of them, or none.
@@ -158,7 +158,7 @@ class Search:
         return Gain(module_of(name), values, None if bias is None else bias.detach().float().flatten())
 
     def _epsilons(self) -> list[float]:
-        """What the attention module's parts state, then the usual ones."""
+        """List epsilons: those that the attention module's parts state, then the usual ones."""
         finest, stated = torch.finfo(self.call.query.dtype).eps, []
         for module in [] if self._attention is None else self._attention.modules():
             stated += [
@@ -201,7 +201,7 @@ class Search:
         )
 
     def _transposed(self, *products: Product) -> bool:
-        """Whether the weights lie as (in, out)."""
+        """Tell whether the weights are stored as (in, out)."""
         found = {_is_transposed(product, self.tensors, 10 * self.allowed) for product in products}
         if len(found) > 1:
             raise refusal("query and key weights stored the same way", "one of them transposed")
@@ -260,7 +260,7 @@ def _fused(query: Made, key: Made, key_starts: tuple[int, ...]) -> Starts | None
 
 
 def _is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
-    """Whether the weight lies as (in, out): by its shape, and by the numbers of two tokens."""
+    """Tell whether the weight is stored as (in, out): by its shape, and by the numbers of two tokens."""
     places = Places(Attention("decoder", product.name, product.name), Config(), tensors, "")
     weight, bias = places.weight(product.name).detach().float(), places.bias(product.name)
     x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))

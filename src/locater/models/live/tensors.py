@@ -79,7 +79,7 @@ def called(model: nn.Module) -> nn.Module:
 
 
 def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module is an adapter's own or a parametrisation: what it holds is in the weight that is read."""
+    """Tell whether a module is an adapter's own or a parametrisation: what it holds is in the weight that is read."""
     if "parametrizations" in name.split("."):
         return True
     outer, _, last = name.rpartition(".")
@@ -91,7 +91,7 @@ def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def is_adapter(module: object) -> bool:
-    """Whether a module of peft changes what the projection inside it does."""
+    """Tell whether a module of peft changes what the projection inside it does."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "active_adapters")
 
 

@@ -25,7 +25,7 @@ from .watch import Product, Sample, quietly, run
 
 @dataclass
 class Outcome:
-    """What calls have shown of one attention module: nothing yet, that its heads are right, or what differs."""
+    """Outcome of the calls of one attention module: nothing yet, that its heads are right, or what differs."""
 
     was_run: bool = False
     words: str | None = None
@@ -93,7 +93,7 @@ class Trial:
         return None
 
     def _normed(self, x: Tensor) -> list[Tensor]:
-        """What norms were given whose output has the shape of x, the last first."""
+        """List the inputs of norms whose output has the shape of x, the last first."""
         return [norm.x for norm in reversed(self.finder.watch.norms) if norm.x.shape == x.shape]
 
     def judged(self) -> list[Site]:
@@ -110,7 +110,7 @@ class Trial:
         return refused_site(site.block, site.number, names, f"not as its config says ({outcome.words}); {why}")
 
     def coverage(self, before: Coverage, judged: Sequence[Site]) -> Coverage:
-        """What the pass makes of what is covered: proven where it ran, with what it has shown to be otherwise."""
+        """Update the coverage by the pass: proven where it ran, with the differences that it showed."""
         ran = [outcome.was_run for outcome in self.outcomes]
         differs = [outcome.words is not None for outcome in self.outcomes]
         replaced = [differ and site.num_heads > 0 for differ, site in zip(differs, judged, strict=True)]

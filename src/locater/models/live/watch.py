@@ -1,4 +1,4 @@
-"""What a model does during one forward pass: which products with parameters and which norms come before attention."""
+"""Record of one forward pass: which products with parameters and which norms come before attention."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -56,7 +56,7 @@ class Watch:
         self.marks |= {id(one): (one, names) for one in tensors if isinstance(one, Tensor)}
 
     def next_call(self) -> None:
-        """What comes now belongs to another attention."""
+        """Begin the record of another attention."""
         self.products.clear()
         self.marks.clear()
 

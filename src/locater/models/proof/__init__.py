@@ -25,7 +25,7 @@ BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bia
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a model type: the recipes of its rows with the largest error, or why there are none."""
+    """Knowledge of a model type: the recipes of its rows with the largest error, or why there are none."""
 
     model_type: str
     transformers: str
@@ -97,7 +97,7 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of one stack: its proven recipe, or why there is none."""
+    """Outcome for one stack: its proven recipe, or why there is none."""
 
     pattern: str
     block: str | None
@@ -187,7 +187,7 @@ def expanded(config: Any) -> Json:
 
 
 def inside(proof: Proof, names: Collection[str]) -> set[str]:
-    """What lies in the modules that hold the rows' queries, by the names that it has there."""
+    """List the tensors in the modules that hold the rows' queries, by the names that they have there."""
     owners = []
     for row in map(row_of, proof.rows):
         patterns = [prefix + name for prefix in row.prefixes or ("",) for name in row.query.split("|")]

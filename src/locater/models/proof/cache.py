@@ -41,7 +41,7 @@ def known_or_proven(config: Config, names: Collection[str]) -> tuple[Family, Con
 
 
 def is_known(model_type: str) -> bool:
-    """Whether transformers is installed and has a config class for it."""
+    """Tell whether transformers is installed and has a config class for it."""
     try:
         version()
     except Refusal:

@@ -33,7 +33,7 @@ Recipe = Json
 
 @dataclass(frozen=True)
 class Context:
-    """What all candidates for a stack share; `path` is the part of the config that describes it."""
+    """Context that all candidates for a stack share; `path` is the part of the config that describes it."""
 
     evidence: Evidence
     stack: Stack
@@ -203,7 +203,7 @@ def rotaries(context: Context) -> Iterator[Recipe | None]:
 
 
 def _parts(config: Config) -> Iterator[Recipe]:
-    """How much of a head turns."""
+    """Yield recipes for the rotated part of a head."""
     yield from (dict(fraction=name) for name in FRACTIONS if not name or config.get(name) is not None)
     if config.get("rotary_dim"):
         yield dict(num_dims="rotary_dim")
@@ -214,7 +214,7 @@ def _parts(config: Config) -> Iterator[Recipe]:
 
 
 def _is_meant(rule: Any, config: Config, stack: Stack) -> bool:
-    """Whether the rule can be read off this config, and holds for some layer."""
+    """Tell whether the rule can be read from this config, and holds for some layer."""
     try:
         return any([bool(rule(config, layer)) for layer in stack.calls])
     except (ValueError, LookupError, TypeError, AttributeError):

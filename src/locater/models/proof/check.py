@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Verdict:
-    """How far a row is from a stack of calls; `differs` says where, if it is too far."""
+    """Distance of a row from a stack of calls; `differs` says where, if it is too far."""
 
     error: float = 0.0
     differs: str | None = None
@@ -77,7 +77,7 @@ def _check_layer(
 
 
 def input_of(evidence: Evidence, file_name: str) -> Tensor:
-    """What went into the module that is stored under this name; `nn.MultiheadAttention` takes it itself."""
+    """Return the input of the module that is stored under this name; `nn.MultiheadAttention` takes it itself."""
     name = evidence.module_names.get(file_name, file_name)
     while name and not evidence.seen.inputs.get(name):
         name = name.rpartition(".")[0]
@@ -113,7 +113,7 @@ def shifted(own: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
 
 
 def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:
-    """Whether the row's norm made this input: of all norms in the model, the one whose output it is."""
+    """Compare this input with the row's norm: of all norms in the model, the one whose output it is."""
     name = made_by(evidence, x)
     if norm is None:
         return None if name is None else f"none in the row, `{name}` in the model"

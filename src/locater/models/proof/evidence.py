@@ -47,7 +47,7 @@ class Stack:
 
 @dataclass
 class Evidence:
-    """What a twin showed."""
+    """Observations of a twin."""
 
     model: Any
     seen: Pass

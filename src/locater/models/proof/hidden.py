@@ -1,4 +1,4 @@
-"""What equal logits do not show: sinks, gates, differences of two maps, sparse masks, and modules that never ran."""
+"""Checks beyond equal logits: sinks, gates, differences of two maps, sparse masks, and modules that never ran."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -49,7 +49,7 @@ def _own(module: nn.Module) -> Iterator[str]:
 
 
 def is_plain(call: Call, evidence: Evidence, stack: Stack) -> bool:
-    """Whether the average of values goes into the output projection as it is."""
+    """Tell whether the average of values goes into the output projection as it is."""
     for product in call.averages:
         out = product[1] if isinstance(product, tuple) else product
         if out.dim() == 3 and out.shape[0] % call.logits.shape[0] == 0:
@@ -70,7 +70,7 @@ def _is_of(left: Tensor, call: Call) -> bool:
 
 
 def _is_taken(merged: Tensor, call: Call, evidence: Evidence) -> bool:
-    """Whether some module beneath or beside the attention takes this tensor."""
+    """Tell whether some module under or next to the attention takes this tensor."""
     near = call.module.rpartition(".")[0]
     for name, inputs in evidence.seen.inputs.items():
         if name.startswith(near) and isinstance(getattr(evidence.modules.get(name), "weight", None), Tensor):

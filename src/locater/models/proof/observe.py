@@ -1,4 +1,4 @@
-"""What a model's own attention multiplies: every softmax over keys, with the inputs and outputs of all modules.
+"""Observe a model's own attention: every softmax over keys, with the inputs and outputs of all modules.
 
 A function mode sees the softmax (or the fused kernel) wherever it is called; module hooks say inside which module.
 """
@@ -32,7 +32,7 @@ class Call:
 
     @property
     def is_sunk(self) -> bool:
-        """Whether the softmax runs over a column more than there are keys."""
+        """Tell whether the softmax runs over a column more than there are keys."""
         return self.logits.shape[-1] == self.logits.shape[-2] + 1
 
     @property

@@ -48,7 +48,7 @@ def _power(key: str, power: float) -> Rule:
 
 
 def own(config: Config, layer: int) -> JsonMapping:
-    """What transformers' `per_layer_config` says of one layer; its keys are numbers, written in one way or another."""
+    """Read transformers' `per_layer_config` of one layer; its keys are numbers, written in one way or another."""
     entries = config.get("per_layer_config") or {}
     return next((entry for number, entry in entries.items() if int(number) == layer), {})
 
@@ -220,7 +220,7 @@ def _sinks(recipe: JsonMapping) -> dict[str, Any]:
 
 
 def _biases(recipe: JsonMapping) -> dict[str, Any]:
-    """As the twin has them; a recipe that is not settled yet takes what is stored."""
+    """Return the twin's biases; a recipe that is not settled yet takes what is stored."""
     return {column: recipe.get(column) for column in ("query_bias", "key_bias")}
 
 

@@ -41,7 +41,7 @@ def search(context: Context) -> Found:
 
 
 def _biases(context: Context, recipe: Recipe) -> Recipe:
-    """Whether the twin's queries and keys have biases: a file that lacks them, or has more, is not the model's."""
+    """Find whether the twin's queries and keys have biases: a file that lacks them, or has more, is not the model's."""
     places = Places.find(row_of(recipe), context.whole, context.evidence.tensors)
     assert places is not None  # it was proven
     names = dict(query_bias=places.row.query, key_bias=places.row.key)
@@ -57,7 +57,7 @@ def _beneath(sink: Recipe, prefixes: list[str]) -> Recipe:
 
 
 def _sink(context: Context) -> Recipe:
-    """Where the softmax has a column more: the parameter with a number for each head, if there is one only."""
+    """Find the parameter of an extra softmax column: a number for each head, if there is only one such."""
     stack, evidence = context.stack, context.evidence
     sunk = {layer: calls[0].is_sunk for layer, calls in stack.calls.items()}
     layer = next((layer for layer, is_sunk in sunk.items() if is_sunk), None)
@@ -71,7 +71,7 @@ def _sink(context: Context) -> Recipe:
 
 
 def _nothing(context: Context) -> str:
-    """Why not even one candidate gave logits to compare."""
+    """Explain why not even one candidate gave logits to compare."""
     pair = next(projections(context), None)
     if pair is None:
         return "no two projections in it have the rows of its heads"
@@ -93,7 +93,7 @@ def of_tables(context: Context) -> Iterator[Recipe]:
 
 
 def _found_before(context: Context, query: str) -> set[str]:
-    """What stands before this name where it is stored in the stack."""
+    """List the prefixes of this name where it is stored in the stack."""
     names, evidence = re.compile(rf"^(.*?){re.escape(query)}[._]weight$"), context.evidence
     found = ((match[1], match[1] + query) for name in evidence.tensors.names if (match := names.match(name)))
     inside = f"{context.owner}."

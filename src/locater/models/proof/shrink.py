@@ -168,7 +168,7 @@ def _types(kinds: list, num_layers: int) -> list:
 
 
 def _overrides(entries: Mapping, values: JsonMapping, num_layers: int, sizes: Sizes) -> Json:
-    """What single layers have for themselves, for the twin's layers of the same kinds."""
+    """Copy settings of single layers to the twin's layers of the same kinds."""
     own, kinds = {int(layer): entry for layer, entry in entries.items()}, values.get("layer_types")
     small: Json = {}
     for layer in range(num_layers):

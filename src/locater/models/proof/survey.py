@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def has_media(self) -> bool:
-        """Whether images or sound are among its inputs."""
+        """Tell whether images or sound are among its inputs."""
         return any(name in MEDIA for name in self.inputs)
 
     def to_json(self) -> Json:
@@ -59,7 +59,7 @@ def survey(
     timeout: float = TIMEOUT,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Entry]:
-    """How each type is known: from the tables and the cache, or with `update` proven again, one after the other."""
+    """Yield an entry per type: from the tables and the cache, or with `update` proven again, one after the other."""
     worker = Worker(timeout)
     try:
         for model_type in types:
@@ -132,7 +132,7 @@ def _serve(connection: Connection) -> None:
 
 
 def counts(entries: Iterable[Entry]) -> dict[str, int]:
-    """How many types are known in which way, and how many of the known take images or sound."""
+    """Count the types known in each way, and those of the known that take images or sound."""
     entries = list(entries)
     numbers = {how: sum(entry.how == how for entry in entries) for how in ("table", "proven", "refused", "untried")}
     return numbers | {"with images or sound": sum(entry.has_media for entry in entries if entry.how == "proven")}

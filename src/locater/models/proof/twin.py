@@ -160,6 +160,6 @@ def run(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple
 
 
 def first_line(reason: BaseException) -> str:
-    """Of its cause, where the line would end in a colon: the check of a config names itself before what is wrong."""
+    """Return the first line of an error, or of its cause where it ends in a colon (config checks name themselves)."""
     line = f"{type(reason).__name__}: {reason}".splitlines()[0]
     return first_line(reason.__cause__) if line.endswith(":") and reason.__cause__ else line[:160]

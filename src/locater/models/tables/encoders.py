@@ -53,7 +53,7 @@ ELECTRA_DECODER = replace(BERT_DECODER, input_norm=electra_norm)
 
 
 def albert_names(config: Config, layer: int) -> dict[str, int]:
-    """Which stored layer serves as this one, and which as the one before."""
+    """Map this layer, and the one before, to the stored layers that serve as them."""
     inner, groups = config.get("inner_group_num", 1), config.get("num_hidden_groups", 1)
 
     def place(at: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def gemma3_lookahead(config: Config, layer: int) -> int | None:
 
 
 def tower_lookahead(config: Config, layer: int) -> int:
-    """Of the model with a vision tower, whose own code halves the window of both ways and stays causal."""
+    """Lookahead of the model with a vision tower, whose own code halves the window of both ways and stays causal."""
     if config.get("use_bidirectional_attention", False):
         raise refusal("a causal gemma3", "use_bidirectional_attention", "describe the model with --layout")
     return causal(config, layer)

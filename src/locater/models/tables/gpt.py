@@ -165,7 +165,7 @@ BLOOM = Attention(
 
 
 def falcon_is_new(config: Config) -> bool:
-    """Whether this is the architecture of the 40B model, which first went by another model type."""
+    """Tell whether this is the architecture of the 40B model, which first went by another model type."""
     return bool(config.get("new_decoder_architecture", config.get("model_type") == "RefinedWeb"))
 
 
@@ -224,7 +224,7 @@ def mpt_bias(config: Config, layer: int) -> bool | None:
 
 
 def mpt_partial(config: Config) -> str | None:
-    """What MPT's own code can do and the tables cannot say."""
+    """Name what MPT's own code can do and the tables cannot say."""
     missing = {
         "the clipping of queries and keys (clip_qkv)": config.get("attn_config.clip_qkv"),
         "rotary positions (attn_config.rope)": config.get("attn_config.rope"),

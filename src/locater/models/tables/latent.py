@@ -26,7 +26,7 @@ def scale(config: Config, layer: int) -> float:
 
 
 def interleaves(config: Config, layer: int) -> bool:
-    """As DeepSeek-V3's code has it, to which null means no; V2's interleaves whatever the config says."""
+    """Read the interleaving as DeepSeek-V3's code does, to which null means no; V2's always interleaves."""
     return config.get("model_type") == "deepseek_v2" or bool(config.values.get("rope_interleave", True))
 
 

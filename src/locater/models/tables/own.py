@@ -20,7 +20,7 @@ def input_norm(config: Config, layer: int) -> NormAt:
 
 
 def qk_norm(side: str) -> Callable[[Config, int], NormAt | None]:
-    """Of a model trained with `stabiliser=qk-norm`; not with rotary positions, which it stands behind."""
+    """Build the norm of a model trained with `stabiliser=qk-norm`; not with rotary positions, which it stands after."""
     norm = NormAt("rms", f"layers.{{layer}}.attention.qk_norm.{side}", epsilon=1e-6)
 
     def chosen(config: Config, layer: int) -> NormAt | None:
@@ -31,7 +31,7 @@ def qk_norm(side: str) -> Callable[[Config, int], NormAt | None]:
 
 
 def softcap(config: Config, layer: int) -> float | None:
-    """Of a model trained with `stabiliser=soft-cap`."""
+    """Return the cap of a model trained with `stabiliser=soft-cap`."""
     name, _, value = config.get("stabiliser_options", "").partition("=")
     return float(value) if name == "cap" else None
 

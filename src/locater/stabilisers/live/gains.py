@@ -1,4 +1,4 @@
-"""Which input the heads are measured on: attention's own, or the normalised one, the norm's gain in the weights."""
+"""Choose the input of a head: attention's own, or the normalised one with the norm's gain folded into the weights."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable

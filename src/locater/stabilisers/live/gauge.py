@@ -1,4 +1,4 @@
-"""How large the loss's gradient by queries and keys is beside that of LocAteR's scale, in the first steps of a run."""
+"""Compare the loss's gradient by queries and keys with that of LocAteR's scale, in the first steps of a run."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -64,7 +64,7 @@ class _Passing:
 
 
 class _Slot:
-    """What stands in the place of a module's `forward` as long as there is a handler; the newest handles first."""
+    """Replacement of a module's `forward` as long as there is a handler; the newest handles first."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name

@@ -27,7 +27,7 @@ from .weights import Rows, Weight, find_rows, find_weight
 
 @dataclass(frozen=True)
 class Inner:
-    """What stands before an up projection: the down projection, and the gain of the norm between them."""
+    """Input of an up projection: the down projection, and the gain of the norm between them."""
 
     down: Weight
     gain: Weight | None

@@ -43,7 +43,7 @@ class Pair(ABC):
     @property
     @abstractmethod
     def is_stored(self) -> bool:
-        """Whether the weights of heads are rows of parameters themselves."""
+        """True if the weights of heads are rows of parameters themselves."""
 
     @property
     def is_grouped(self) -> bool:

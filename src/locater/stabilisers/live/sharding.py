@@ -1,4 +1,4 @@
-"""What of a pair this process computes on, for plain tensors and for DTensors (FSDP2, tensor parallelism).
+"""Local part of a pair in this process, for plain tensors and for DTensors (FSDP2, tensor parallelism).
 
 Columns sharded: the d_h×d_h Gram matrices are summed over the ranks. Whole heads sharded: nothing is exchanged but
 scalars. Anything else is gathered.
@@ -46,7 +46,7 @@ class HeadShard:
 
     @property
     def moves(self) -> tuple[bool, bool]:
-        """Whether queries, and whether keys, are trained."""
+        """True for queries, and for keys, that are trained."""
         return self.weights[0].requires_grad, self.weights[-1].requires_grad
 
     def own(self, gain: Float[Tensor, " d_model"] | None) -> Float[Tensor, " columns"] | None:
@@ -176,7 +176,7 @@ def _shard(
 
 
 def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
-    """What the one sharded axis of the mesh holds of this weight: rows, columns, or neither."""
+    """Return what the one sharded axis of the mesh holds of this weight: rows, columns, or neither."""
     if not isinstance(weight, DTensor):
         return "gathered", -1
     sharded = [(n, placement) for n, placement in enumerate(weight.placements) if not isinstance(placement, Replicate)]
@@ -187,7 +187,7 @@ def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
 
 
 def _columns(pair: Pair, local: Tensor, mesh, mesh_axis: int) -> slice:
-    """Which columns this rank holds: `Shard` gives every rank ⌈d / n⌉ of them as long as there are any."""
+    """Slice of the columns that this rank holds: `Shard` gives every rank ⌈d / n⌉ of them as long as there are any."""
     share = -(-pair.d_model // mesh.size(mesh_axis))
     first = min(share * mesh.get_local_rank(mesh_axis), pair.d_model)
     return slice(first, first + local.shape[1 - pair.query.row_axis])

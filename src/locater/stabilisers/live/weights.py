@@ -46,7 +46,7 @@ class Weight:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the weight is a parameter itself, not computed from others."""
+        """True if the weight is a parameter itself, not computed from others."""
         return self.module._parameters.get(self.attribute) is not None and (self.adapted is None or self.adapted.merged)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -95,13 +95,13 @@ class Rows:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the heads follow each other without a gap."""
+        """True if the heads follow each other without a gap."""
         in_group = self.num_heads == 1 or self.head_step == self.d_head
         return in_group and (self.num_groups == 1 or self.group_step == self.num_heads * self.d_head)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the heads, in order, are all that the weight holds."""
+        """True if the heads, in order, are all that the weight holds."""
         stored = self.weight.read().shape[self.row_axis]
         return self.first == 0 and stored == self.num_rows and self.is_dense
 

@@ -1,1 +1,1 @@
-"""What others do against unstable attention, each under LocAteR's interface: one method per file."""
+"""Other methods against unstable attention, each under LocAteR's interface: one method per file."""

@@ -48,7 +48,7 @@ class AttentionLoss(Stabiliser):
             self.gathered.setdefault(name, []).append(mean)
 
     def penalty(self) -> Float[Tensor, ""]:
-        """What the passes since the last call have gathered."""
+        """Return the loss that the passes since the last call have gathered."""
         means = {name: torch.stack(values).mean() for name, values in self.gathered.items()}
         self.gathered.clear()
         if not means:

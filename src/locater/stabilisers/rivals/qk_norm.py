@@ -28,7 +28,7 @@ SUBMODULE = "qk_norm"
 
 @runtime_checkable
 class Kind(Protocol):
-    """What is learned for a module's heads, and the changed call."""
+    """Learned parameters for a module's heads, and the changed call."""
 
     def make(self, pair: Pair, num_heads: int) -> nn.Module: ...
     def apply(self, learned: nn.Module, call: AttentionCall) -> AttentionCall: ...
