@@ -39,7 +39,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Initial:
-    """Hold tr W of each head at its value when LocAteR was made; near zero for a random initialisation."""
+    """Target: tr W of each head when LocAteR was made; near zero for a random initialisation."""
 
     def at(self, step: int, initial: PerHead) -> PerHead:
         return initial
