@@ -112,7 +112,7 @@ def validation_table(document: Json) -> FittedTable:
 
 
 def scan_table(document: Json) -> FittedTable:
-    """What the weights alone say."""
+    """Tabulate the quantities of a scan, from the weights alone."""
     scans = [model["scan"] for model in document["models"].values()]
     rows = {
         "tr W/λ (mean of the eigenvalues, times d)": [scan["trace"] / scan["temperature"] for scan in scans],
@@ -125,7 +125,7 @@ def scan_table(document: Json) -> FittedTable:
 
 
 def attention_table(document: Json) -> FittedTable:
-    """How much of the attention lies on the most recent tokens."""
+    """Tabulate the share of attention on the most recent tokens."""
     columns = [*(model["within"] for model in document["models"].values()), document["even_within"]]
     numbers = [number for number in RECENT if number < document["length"]]
     body = [[_last(number), *(f"{100 * column[number - 1]:.1f} %" for column in columns)] for number in numbers]
@@ -141,7 +141,7 @@ def _side_by_side(title: str, body: list[list[str]], *, further: list[str] | Non
 
 
 def conclusions(document: Json) -> list[str]:
-    """What the numbers say, whichever way they fell, and what they are worth."""
+    """State the result, whichever way the numbers fell, and how far to trust it."""
     models = document["models"]
     last = {name: model["validations"][-1] for name, model in models.items()}
     perplexity, entropy = ({name: row[key] for name, row in last.items()} for key in ("perplexity", "entropy"))
@@ -165,14 +165,14 @@ def conclusions(document: Json) -> list[str]:
 
 
 def _word(numbers: dict[str, float], less: str, more: str, alike: str) -> str:
-    """How `with` compares to `without`."""
+    """Choose the word that compares `with` to `without`."""
     if abs(numbers["with"] - numbers["without"]) <= ABOUT * abs(numbers["without"]):
         return alike
     return less if numbers["with"] < numbers["without"] else more
 
 
 def _course(model: Json) -> str:
-    """Where the entropy of attention has gone since it was highest."""
+    """Describe the entropy of attention since it was highest."""
     highest, last = max(model["validations"], key=lambda row: row["entropy"]), model["validations"][-1]
     if last["entropy"] >= (1 - ABOUT) * highest["entropy"]:
         return f"It is about as high as ever at the end, {last['entropy']:.2f},"

@@ -116,7 +116,7 @@ def _columns(document: Json) -> dict[str, list[str]]:
 
 
 def _warnings(document: Json) -> list[str]:
-    """What the means are not made of."""
+    """List runs that the means leave out, and seeds that lack a partner."""
     found = []
     if left_out := document["left_out"]:
         named = ", ".join(f"{one['run']} ({_reached(one['last_step'])})" for one in left_out[:MOST_NAMED])

@@ -67,7 +67,7 @@ def sweep(
 
 
 def _work(found: "Sweep", task: int | None) -> None:
-    """As one of several: SIGTERM leaves the point for another."""
+    """Work as one of several processes: SIGTERM leaves the point for another."""
     import torch
 
     from ..studies.study import measure_for
@@ -190,7 +190,7 @@ def _show(console: Console, found: "Sweep", json: Path | None) -> None:
 
 
 def _said(row: Json) -> str:
-    """What became of a point, in a cell of the table."""
+    """Describe the outcome of a point, in a cell of the table."""
     if "error" in row:
         return row["error"]
     return f"{row['result'].get('best_loss', float('nan')):.4f} at step {row['result'].get('best_step')}"

@@ -141,7 +141,7 @@ def _check_walk(config: Config, given: Json) -> None:
 
 
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
-    """What was reached, and how to go on."""
+    """Print the outcome, and the next commands."""
     from locater.records import write_json
 
     row = outcome.validation or {}

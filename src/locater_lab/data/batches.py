@@ -39,7 +39,7 @@ def draws(seed: int, number: int) -> numpy.random.Generator:
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num_windows: int, length: int) -> tuple[int, numpy.ndarray]:
-    """Where the first window of this epoch starts, and the order of all."""
+    """Choose the start of this epoch's first window, and the order of all."""
     random = draws(seed, epoch)
     return int(random.integers(length)), random.permutation(num_windows)
 

@@ -63,7 +63,7 @@ def _identity(corpus: Corpus, options: DataOptions) -> str:
 
 
 def _checksum(folder: Path) -> str:
-    """Of all files and their names: a token that was changed in place would train as any other."""
+    """Hash all files and their names: a token changed in place would train as any other."""
     digest = hashlib.blake2b()
     for path in sorted(path for path in folder.iterdir() if path.name != CHECKSUM):
         digest.update(path.name.encode())

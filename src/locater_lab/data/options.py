@@ -1,4 +1,4 @@
-"""What a user may say about the data; knows no torch, so that help is quick."""
+"""Options about the data; knows no torch, so that help is quick."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ WALK = "random-walk"
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which data, and how it becomes tokens."""
+    """Choice of the data, and its way to tokens."""
 
     data: str = option(
         "embedded",

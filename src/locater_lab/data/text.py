@@ -42,7 +42,7 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def would_read(path: Path, place: Path) -> bool:
-    """Whether files that come to be in that place would count as text of this corpus."""
+    """Tell whether files created in that place would count as text of this corpus."""
     path, place = path.resolve(), place.resolve()
     if not _exists(path) or not place.is_relative_to(path) or _is_hidden(place, path):
         return False
@@ -125,7 +125,7 @@ def _offline_if_silent() -> Iterator[None]:
 
 
 def answers(address: str) -> bool:
-    """Whether anything speaks HTTP there, be it an error."""
+    """Tell whether anything speaks HTTP there, be it an error."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=SECONDS).close()
     except urllib.error.HTTPError:

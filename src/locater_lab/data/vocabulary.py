@@ -14,7 +14,7 @@ END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """What turns text into numbers; `save` writes it beside a model."""
+    """Mapping from text to numbers; `save` writes it next to a model."""
 
     @property
     def size(self) -> int: ...
@@ -46,7 +46,7 @@ class Words:
         return numpy.fromiter(found, dtype=numpy.uint32)
 
     def text(self, token: int) -> str:
-        """What a token stands for, the space before it included."""
+        """Text of a token, the space before it included."""
         return "\n" if self.words[token] == END_OF_LINE else f" {self.words[token]}"
 
     def save(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class BytePairs:
 
 
 def load(folder: Path) -> Vocabulary:
-    """What `save` wrote."""
+    """Read the vocabulary that `save` wrote."""
     if (folder / "vocabulary.txt").exists():
         text = (folder / "vocabulary.txt").read_text(encoding="utf-8")
         return Words(tuple(text.removesuffix("\n").split("\n")))

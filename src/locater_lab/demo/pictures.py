@@ -49,7 +49,7 @@ def _eigenvalues(panel: "Axes", document: Json) -> None:
 
 
 def attention(document: Json) -> "Figure":
-    """What each really attends to: two maps in one scale of colour, the share of recent tokens, and one example."""
+    """Draw measured attention: two maps in one scale of colour, the share of recent tokens, and one example."""
     figure, axes = canvas(4, size=(11.5, 9.6))
     figure.set_layout_engine("constrained")
     images = [_map(panel, document, name) for panel, name in zip(axes, document["models"], strict=False)]

@@ -92,7 +92,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def compare(out: Path) -> Json:
-    """What the two finished runs in a folder show, as one document."""
+    """Compare the two finished runs in a folder, as one document."""
     config = read_config(out / NAMES[0])
     length = config.shape.context
     data = open_data(config.data, length=length, seed=config.loop.seed)

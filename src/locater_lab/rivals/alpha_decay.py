@@ -67,7 +67,7 @@ class AlphaDecay(Stabiliser):
             write(weight, current(weight).mul_(1 - rates.learning_rate(weight, name) * self.decay * share))
 
     def shares(self) -> list[float]:
-        """What multiplies the decay of each weight; the middle of both ends where all tails are alike."""
+        """Factors of the decay of each weight; the middle of both ends where all tails are alike."""
         low, high = self.alphas.min(), self.alphas.max()
         place = (self.alphas - low) / (high - low) if high > low else torch.full_like(self.alphas, 0.5)
         return (self.lowest + (self.highest - self.lowest) * place).tolist()

@@ -43,7 +43,7 @@ def around(judge: Callable[[str, float], Json]) -> list[Json]:
 
 
 def said(judged: list[Json]) -> str:
-    """How much the first limit matters: between half and twice it."""
+    """Describe how much the first limit matters: between half and twice it."""
     some = [one for one in judged if one["limit"] == LIMITS[0].field and one["factor"] in (0.5, 1.0, 2.0)]
     caught, false = ([one[name] for one in some] for name in ("caught", "false"))
     return (

@@ -126,7 +126,7 @@ def is_collapsed(row: Json) -> bool:
 
 
 def over_deviation(rows: list[Json]) -> list[Json]:
-    """Whether each point collapsed: means over traces and seeds are shares."""
+    """Mark each point as collapsed or not: means over traces and seeds are shares."""
     return [
         {"deviation": row["deviation"], "collapsed": float(is_collapsed(row)), "where": _variant(row | {"norm": False})}
         | {"kind": "attention alone" if not row["norm"] else "with norm and sink" if row["sink"] else "with norm"}

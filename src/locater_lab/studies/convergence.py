@@ -36,7 +36,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 def conclude(rows: list[Json]) -> Answer:
-    """Of runs that have ended; beside it, as long as they are too few, of the last step that three seeds share."""
+    """Conclude from runs that have ended; while they are too few, also from the last step that three seeds share."""
     ended = [row for row in rows if row.get("is_done", True)]
     conditions = list(dict.fromkeys(row["condition"] for row in ended))
     found = [
@@ -123,7 +123,7 @@ def _verdict(one: Estimate) -> str:
 
 
 def _status(rows: list[Json]) -> str:
-    """What has ended and what is under way, arm by arm."""
+    """List the runs that have ended and those under way, arm by arm."""
     parts = []
     for words, is_done in (("Ended", True), ("Under way", False)):
         arms: dict[str, list[int]] = {}

@@ -64,7 +64,7 @@ def agreement(ran: Ran) -> list[float]:
 
 
 def step_covariance(x: Float[Tensor, "texts tokens d"]) -> Float[Tensor, "d d"]:
-    """Of the steps of a random walk that has these inputs' second moment, on average over its tokens."""
+    """Step covariance of a random walk with these inputs' second moment, on average over its tokens."""
     flat = x.flatten(0, 1).double()
     return flat.mT @ flat / len(flat) / ((x.shape[1] + 1) / 2)
 

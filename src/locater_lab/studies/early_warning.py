@@ -1,4 +1,4 @@
-"""Which numbers of the monitor see a divergence coming: recall, false alarms and lead time over every threshold."""
+"""Early warning of divergence by the monitor's numbers: recall, false alarms and lead time over every threshold."""
 
 import math
 import warnings
@@ -115,7 +115,7 @@ def smoothed(losses: Sequence[float]) -> list[float]:
 
 
 def rises(losses: Sequence[float], steps: Sequence[int]) -> list[float | None]:
-    """How far the smoothed loss stands above its lowest so far, at some steps."""
+    """Height of the smoothed loss above its lowest so far, at some steps."""
     means, lowest, found = smoothed(losses), math.inf, []
     for value in means:
         lowest = min(lowest, value)
@@ -205,7 +205,7 @@ def cross_judged(rows: list[Json], name: str) -> Json:
 
 
 def by_default(rows: list[Json]) -> Json:
-    """What the monitor's own alarms, at their own thresholds, would have said."""
+    """Replay the monitor's own alarms at their own thresholds."""
     bad, good = ([row for row in rows if (row["shown"] is not None) == is_bad] for is_bad in (True, False))
     leads = [row["shown"] - row["first_alarm"] for row in bad if row["first_alarm"] is not None]
     caught = [lead for lead in leads if lead >= 0]

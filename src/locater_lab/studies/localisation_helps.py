@@ -67,7 +67,7 @@ def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
 
 
 def conclude(rows: list[Json]) -> Answer:
-    """Whether the loss follows where attention looks among arms that were made to differ in it, kind by kind."""
+    """Relate the loss to where attention looks, among arms that were made to differ in it, kind by kind."""
     kinds = ["", *(kind for kind in KINDS if len({row["arm"] for row in rows if row["kind"] == kind}) > 3)]
     relations = [
         Finding(f"loss over {word}", kind or "all arms", follows(_of_kind(rows, kind), x), "relation")

@@ -1,4 +1,4 @@
-"""What LocAteR does to the spectrum while a model trains, beside weight decay and beside a start at that scale."""
+"""Effect of LocAteR on the spectrum during training, compared with weight decay and with a start at that scale."""
 
 from pathlib import Path
 from statistics import fmean
@@ -85,7 +85,7 @@ def conclude(rows: list[Json]) -> Answer:
 
 
 def _scale(rows: list[Json]) -> str:
-    """Where η/λ ends; and whether a model that only starts at LocAteR's scale ends above one that is held there."""
+    """Compare η/λ at the end; a model that only starts at LocAteR's scale against one that is held there."""
     ends = {name: by_seed(rows, "", name, "eta_over_temperature") for name in ("none", "locater-1e-2", "start")}
     none, held, start = (f"{fmean(some.values()):.2f}" if some else "?" for some in ends.values())
     verdict = Finding("", "", paired(ends["start"], ends["locater-1e-2"])).verdict

@@ -82,7 +82,7 @@ def calibration_error(logits: Float[Tensor, "*batch words"], targets: Int[Tensor
 
 
 def counts(ran: Ran) -> Int[Tensor, " words"]:
-    """How often each token stands in the training text."""
+    """Count each token in the training text."""
     assert ran.data.tokens is not None
     return torch.bincount(
         torch.from_numpy(ran.data.tokens.train.astype("int64")), minlength=ran.model.config.vocab_size
@@ -110,7 +110,7 @@ def copying(ran: Ran) -> float:
 
 
 def gradients(ran: Ran) -> Iterator[Float[Tensor, " weights"]]:
-    """Of batches of training text, one after the other."""
+    """Yield gradients of batches of training text, one after the other."""
     for number in range(NUM_BATCHES):
         tokens, targets = ran.data.batches.training(number * 8, 8)
         loss = torch.nn.functional.cross_entropy(ran.model(tokens).flatten(0, 1), targets.flatten())

@@ -82,7 +82,7 @@ def _rounded(value: object) -> Any:
 
 
 def documents(folder: Path) -> dict[str, Json]:
-    """What the kept rows say, study by study."""
+    """Conclude each study from its kept rows."""
     found = {}
     for name in STUDIES:
         path = folder / f"{name}.json"
@@ -105,7 +105,7 @@ FINGERPRINT = ("seed", "best_loss", "entropy", "near_mass", "largest_logit")
 
 
 def shared_runs(folder: Path) -> dict[str, dict[str, int]]:
-    """How many runs each study has in common with each other one: all numbers of FINGERPRINT are the same."""
+    """Count the runs that studies have in common: all numbers of FINGERPRINT are the same."""
     runs = {name: _runs(folder / f"{name}.json") for name in STUDIES}
     return {
         name: {other: len(some & runs[other]) for other in STUDIES if other != name and some & runs[other]}

@@ -1,4 +1,4 @@
-"""What each column of a scan says about attention that was measured on text, model by model: the page of evidence."""
+"""Evidence for each column of a scan: attention that was measured on text, model by model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ Numbers = Sequence[Sequence[float]]  # per head, in the order of MEASURED
 
 @dataclass(frozen=True)
 class Reading:
-    """What the models are measured on: a text, in windows of so many tokens, or a text in every line."""
+    """Text that the models are measured on, in windows of so many tokens, or a text in every line."""
 
     text: str | PathLike[str] | None = None
     by_line: bool = False
@@ -40,7 +40,7 @@ class Reading:
 
     @property
     def effort(self) -> Effort:
-        """As many tokens as by default, in windows of another length."""
+        """Effort with the default number of tokens, in windows of another length."""
         whole = Effort()
         counts = (round(count * whole.window / self.window) for count in (whole.calibration, whole.test))
         return Effort(self.window, *(max(1, count) for count in counts))
@@ -157,7 +157,7 @@ def compared(
 
 
 def _covered(rows: Sequence[HeadRow], near: Sequence[float]) -> tuple[int, int]:
-    """Of the heads with an interval, how many lie within it."""
+    """Count the heads within their interval, among those that have one."""
     pairs = [(row.estimated_near_mass_interval, own) for row, own in zip(rows, near, strict=True)]
     within = [low <= own <= high for (low, high), own in ((one, own) for one, own in pairs if one is not None)]
     return sum(within), len(within)
@@ -171,7 +171,7 @@ def _ranks(numbers: Numbers | None, measured: Numbers) -> dict[str, float | None
 
 
 def _agreement(words: Sequence[str | None], near: Sequence[float], word: str) -> tuple[int, int]:
-    """Of the heads that are called so, how many are so, and how many there are."""
+    """Count the heads for which the word is right, and the heads that it was said of."""
     called = [own for one, own in zip(words, near, strict=True) if one == word]
     right = sum((own >= HALF) == (word == "near") for own in called)
     return right, len(called)
@@ -232,7 +232,7 @@ def _words_line(name: str, rows: Sequence[Json], kinds: Sequence[tuple[str, str]
 
 
 def _exceptions(rows: Sequence[Json]) -> str:
-    """Where a word does not hold of a model taken alone."""
+    """Name the models on which a word does not hold."""
     cases = [(row["model"], word, *row["words"][word]) for row in rows for word in ("near", "far")]
     below = [f"{name} ({word}, {right} of {called})" for name, word, right, called in cases if right < ENOUGH * called]
     return f"Taken alone, a word is right of fewer than four in five in: {', '.join(below) or 'none'}."

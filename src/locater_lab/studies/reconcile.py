@@ -79,7 +79,7 @@ def _interaction(rows: list[Json], depth: int, norm: bool) -> Finding | None:
 
 
 def _gain(rows: list[Json]) -> dict[int, float]:
-    """What the mean adds to the rank residual, for each seed that has both."""
+    """Gain in rank residual by the mean, for each seed that has both."""
     sides = {
         trace: {
             seed: fmean(row["residual"] for row in rows if (row["trace"], row["seed"]) == (trace, seed))

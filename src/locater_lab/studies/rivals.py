@@ -34,7 +34,7 @@ NONE = "none"
 
 
 class Rival(NamedTuple):
-    """How a stabiliser is made with a setting, and the settings that are tried; those without one tune weight decay."""
+    """Recipe of a stabiliser with a setting, and the settings that are tried; those without one tune weight decay."""
 
     kind: type[Stabiliser]
     make: Attach  # (model, setting), or (model, optimizer, setting) if late

@@ -127,7 +127,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def _chosen(runs: Sequence[Run], arms: Collection[str] | None, seeds: Collection[int] | None) -> list[Run]:
-    """Those of some arms and seeds; an arm that is not there is a slip, a seed that some arm lacks is none."""
+    """Select runs of some arms and seeds; an arm that is missing is a mistake, a seed that some arm lacks is not."""
     there = dict.fromkeys(run.arm for run in runs)
     if unknown := [arm for arm in arms or () if arm not in there]:
         raise refusal(f"--arms among {_some(there)}", _some(unknown))

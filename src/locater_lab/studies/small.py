@@ -105,7 +105,7 @@ def _step(
 
 @torch.no_grad()
 def validation_loss(ran: Ran, count: int = VALIDATED) -> float:
-    """Of a model that still gives finite numbers; the loss of guessing otherwise."""
+    """Validation loss of a model that still gives finite numbers; the loss of guessing otherwise."""
     tokens, targets = ran.data.batches.validation(0, min(count, ran.data.batches.num_validation))
     loss = float(ran.model(tokens, targets)) if ran.is_finite else math.nan
     return loss if math.isfinite(loss) else math.log(ran.model.config.vocab_size)
@@ -146,5 +146,5 @@ def spectrum(ran: Ran) -> Json:
 
 
 def result(ran: Ran) -> Json:
-    """What a run came to."""
+    """Summarise a run."""
     return {"best_loss": validation_loss(ran)} | observed(ran) | spectrum(ran)

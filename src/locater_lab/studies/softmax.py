@@ -1,4 +1,4 @@
-"""What the clipped linear softmax of the theory costs: how far it is from the true one, and where its words differ."""
+"""Error of the theory's clipped linear softmax: how far it is from the true one, and where its words differ."""
 
 import math
 from collections import Counter
@@ -55,7 +55,7 @@ def measure(point: Point, place: Path) -> Json:
 
 
 def true_profile(matrix: torch.Tensor, *, length: int, num_walks: int, generator: torch.Generator) -> torch.Tensor:
-    """How often token t takes part in the true softmax of the last query, as ρ_t says it of the clipped one."""
+    """Frequency of token t in the true softmax of the last query, comparable with ρ_t of the clipped one."""
     walk = torch.randn(num_walks, length, len(matrix), generator=generator, dtype=torch.float64).cumsum(1)
     logits = (walk @ matrix @ walk[:, -1, :, None])[..., 0] / math.sqrt(len(matrix))
     p = logits.softmax(-1)
@@ -64,7 +64,7 @@ def true_profile(matrix: torch.Tensor, *, length: int, num_walks: int, generator
 
 
 def lateness(profile: torch.Tensor) -> torch.Tensor:
-    """Where the profile's mass is: 0 at the first token, 1 at the last, ½ for a uniform one and for none at all."""
+    """Centre of the profile's mass: 0 at the first token, 1 at the last, ½ for a uniform one and for none at all."""
     positions = torch.linspace(0, 1, len(profile), dtype=profile.dtype)
     total = profile.sum()
     return (profile * positions).sum() / total if total > 0 else torch.tensor(0.5)

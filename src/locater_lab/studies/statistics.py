@@ -31,7 +31,7 @@ class Estimate:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the interval leaves out zero, enough stand behind it, and the adjusted p is small."""
+        """True if the interval leaves out zero, enough points support it, and the adjusted p is small."""
         is_outside = self.count >= FEWEST and (self.low > 0 or self.high < 0)
         return is_outside and (self.adjusted is None or self.adjusted < 1 - LEVEL)
 
@@ -222,7 +222,7 @@ def corrected(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
-    """Who is lower, higher, or not seen to differ: up to `most` of each by name; of the strongest its interval too.
+    """List who is lower, higher, or not seen to differ: up to `most` of each by name; the strongest with its interval.
 
     >>> seen, null = Estimate(-0.5, -0.6, -0.4, 0.01, 3), Estimate(0.1, -0.4, 0.6, 0.9, 3)
     >>> tally([Finding("loss", "a", seen), Finding("loss", "b", null), Finding("loss", "c", null)])
@@ -253,5 +253,5 @@ def together(names: Sequence[str]) -> str:
 
 
 def capital(words: str) -> str:
-    """As the beginning of a sentence; a letter of the theory stays as it is."""
+    """Capitalise the beginning of a sentence; a letter of the theory stays as it is."""
     return words[0].upper() + words[1:] if words[:1].isascii() else words

@@ -76,7 +76,7 @@ class Answer:
     table: Table | None = None  # where the findings are no differences or relations
 
     def behind(self) -> Table | None:
-        """What the sentences rest on."""
+        """Table that the sentences rest on."""
         if self.table is not None or not self.findings:
             return self.table
         rows = [
@@ -110,7 +110,7 @@ def find(name: str) -> Study:
 
 
 def flat(rows: Sequence[Row]) -> list[Json]:
-    """What was measured, without the failures; a point with several results gives several."""
+    """Flatten the measurements, without the failures; a point with several results gives several."""
     found = []
     for row in rows:
         if "result" in row:
@@ -120,7 +120,7 @@ def flat(rows: Sequence[Row]) -> list[Json]:
 
 
 def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
-    """What a study found so far, as the page and the documentation read it."""
+    """Summarise a study so far, as the page and the documentation read it."""
     study = find(name)
     with as_written(f"the rows of {name}"):
         measured = flat(rows)
@@ -148,7 +148,7 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
 
 
 def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Json]:
-    """What the figure draws: rows, or findings."""
+    """Return the rows of the figure: measurements, or findings."""
     if study.figure.kind != "intervals":
         return study.shown(measured)
     wanted = study.drawn if found else ()

@@ -52,7 +52,7 @@ def _quiet(sentence: str) -> None:
 
 
 def result(folder: Path, *, is_done: bool = True) -> Json:
-    """What a run came to: its best and its last validation, and how many directions its W has left."""
+    """Summarise a run: its best and its last validation, and how many directions its W has left."""
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     if not rows:
         raise refusal(f"a validation in {folder / METRICS}", "none")
@@ -122,7 +122,7 @@ def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, fl
 
 
 def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tuple[str, str], Estimate]:
-    """Of every arm to one, within each condition, paired by seed."""
+    """Paired differences of every arm to one, within each condition, by seed."""
     pairs = dict.fromkeys((row["condition"], row["arm"]) for row in rows if row["arm"] != against)
     return {
         (condition, arm): paired(by_seed(rows, condition, arm, quantity), by_seed(rows, condition, against, quantity))

@@ -1,4 +1,4 @@
-"""What the option `on_alarm` of `locater train` takes; knows no torch, so that help is quick."""
+"""Values of the option `on_alarm` of `locater train`; knows no torch, so that help is quick."""
 
 from locater.errors import BadArguments
 

@@ -55,7 +55,7 @@ def damaged_files(folder: Path, checksum: str | None = None) -> list[str]:
 
 
 def checksum_of(path: Path) -> str:
-    """Of a file's bytes; "none" where it cannot be read."""
+    """Hash a file's bytes; "none" where it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""What a run is: dataclasses whose fields are the command's options; knows no torch, so that help is quick."""
+"""Configuration of a run: dataclasses whose fields are the command's options; knows no torch, so that help is quick."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
@@ -116,7 +116,7 @@ class StabiliserOptions:
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How long, how often, on what."""
+    """Duration, intervals, device."""
 
     steps: int = option(2000, "Steps of the optimiser.")
     epochs: float = option(0.0, "Passes over the data, instead of steps.")
@@ -175,7 +175,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, document: Json) -> "Config":
-        """What `to_dict` gave; refuses fields of another version."""
+        """Build from what `to_dict` gave; refuses fields of another version."""
         try:
             groups = {name: _group(kind, document[name]) for name, kind in GROUPS.items()}
             return cls(document["preset"], **groups)

@@ -116,7 +116,7 @@ def _known(name: str) -> str:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """As the field wants it: YAML takes 1e-3 for a word and a mean of 3.5 for a number; options may be a mapping."""
+    """Convert to the field's type: YAML takes 1e-3 for a word, a mean of 3.5 for a number; options may be a mapping."""
     if name == "stabiliser_options" and isinstance(value, dict):
         return written(value)
     kind = FIELDS[name].type

@@ -62,7 +62,7 @@ def model_settings(model: nn.Module, stabiliser: StabiliserOptions | None = None
 
 
 def load(folder: Path) -> LanguageModel | WalkModel:
-    """What `export` wrote, or a checkpoint of a run, ready for inference; with the stabiliser that stays with it."""
+    """Load what `export` wrote, or a checkpoint of a run, ready for inference, with the stabiliser that stays."""
     with as_written(folder / "config.json"):
         document = read_json(folder / "config.json")
         stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))

@@ -1,4 +1,4 @@
-"""Why a run diverged: which layer's logits exploded first, or which module first gave NaN or infinity."""
+"""Diagnose a diverged run: which layer's logits exploded first, or which module first gave NaN or infinity."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ EXPLODED = 88.0
 
 @torch.no_grad()
 def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | None:
-    """What is wrong with a model on a batch, if anything is; costs a forward pass and its logits."""
+    """Describe a model's fault on a batch, if it has one; costs a forward pass and its logits."""
     if name := next((name for name, weight in model.named_parameters() if not _is_finite(weight)), None):
         return f"the weights `{name}` are not finite"
     sites = live.sites(model)

@@ -233,7 +233,7 @@ class Trainer:
         )
 
     def _place(self, held_out: bool) -> str:
-        """Where it broke, by the first process, which looks at every process's part of the texts while they wait."""
+        """Name the broken place, by the first process, which looks at all processes' texts while they wait."""
         plain = plain_copy(self.model, self.processes, self.config.stabiliser)
         found = "the first process says where"
         if plain is not None:
@@ -243,7 +243,7 @@ class Trainer:
         return found or "all outputs of the model are finite"
 
     def _texts(self, held_out: bool) -> Iterator[Tensor]:
-        """Those of this step, or all held-out ones, some at a time."""
+        """Yield the texts of this step, or all held-out ones, some at a time."""
         batches, batch = self.data.batches, self.config.loop.batch
         first, count = (0, batches.num_validation) if held_out else (self.step * batch, batch)
         read = batches.validation if held_out else batches.training
@@ -269,7 +269,7 @@ class Trainer:
         tell(self.step, loss, speed)
 
     def _validate(self, validated: Validated) -> bool:
-        """Whether this is the best so far."""
+        """Record a validation; true if it is the best so far."""
         start = time.perf_counter()
         with self._precision():
             row = validate(self.model, self.config, self.data, self.processes, self.share)

@@ -1,4 +1,4 @@
-"""What the option `stabiliser` of `locater train` takes, one row each; knows no torch, so that help is quick."""
+"""Values of the option `stabiliser` of `locater train`, one row each; knows no torch, so that help is quick."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

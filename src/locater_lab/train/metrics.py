@@ -67,7 +67,7 @@ class Metrics:
         return line
 
     def state(self) -> Json:
-        """How many lines there are, and their checksum: what a checkpoint keeps of them; they are on disk by then."""
+        """Number of lines and their checksum, which a checkpoint keeps; they are on disk by then."""
         if self.file is not None:
             with suppress(OSError):  # a pipe, say
                 os.fsync(self.file.fileno())
@@ -87,7 +87,7 @@ class Metrics:
                 self.board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """What could not be written was refused by `add` already; a second complaint would hide the first."""
+        """Close quietly: `add` has refused what could not be written; a second complaint would hide the first."""
         for one in (self.file, self.board):
             if one is not None:
                 with suppress(OSError):

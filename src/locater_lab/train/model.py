@@ -194,7 +194,7 @@ class LanguageModel(nn.Module):
         return self.dropout(x)
 
     def hidden(self, tokens: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens d_model"]:
-        """What the output layer sees."""
+        """Compute the input of the output layer."""
         if tokens.shape[1] > self.config.context:
             raise refusal(f"at most {self.config.context} tokens", tokens.shape[1], "cut the text or raise context")
         x = self.embed(tokens)

@@ -1,4 +1,4 @@
-"""What a validation looks at beside the loss: each head's spectrum and attention, and how alike the tokens become;
+"""Observations of a validation besides the loss: each head's spectrum and attention, and the similarity of tokens;
 on random walks, how often a gradient passes token t, against ρ_t.
 """
 

@@ -42,7 +42,7 @@ class Processes:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set in one of them."""
+        """Tell whether the flag is set in one of them."""
         if self.count == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
@@ -128,19 +128,19 @@ def reshard(model: nn.Module) -> None:
 
 
 def made_by(device: torch.device) -> str:
-    """What decides the last bits besides config and data."""
+    """Describe what decides the last bits besides config and data."""
     return f"locater {__version__} and torch {torch.__version__} on {device.type}"
 
 
 def uses_bf16(precision: str, device: torch.device) -> bool:
-    """Whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
+    """Tell whether autocast is on: as asked, or with `auto` where a GPU computes in bfloat16."""
     if precision == "auto":
         return device.type == "cuda" and has_bf16(device)
     return precision == "bf16"
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the hardware computes in bfloat16."""
+    """Tell whether the hardware computes in bfloat16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

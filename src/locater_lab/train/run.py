@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run stands: `signal` is set if one stopped it, `validation` is its last row of that kind."""
+    """State of a run: `signal` is set if one stopped it, `validation` is its last row of that kind."""
 
     folder: Path
     step: int
@@ -213,7 +213,7 @@ def _line(trainer: Trainer, say: Say) -> Validated:
 
 
 def _check_end(trainer: Trainer) -> None:
-    """What is behind cannot be undone."""
+    """Refuse an end that lies before the present step."""
     if trainer.num_steps < trainer.step:
         done = f"an end after the {trainer.step} steps that are done"
         raise refusal(done, f"{trainer.num_steps} steps", "start a shorter run with --out")

@@ -65,7 +65,7 @@ class Shape:
         return self.dropout if self.attention_dropout == "same" else self.attention_dropout
 
     def to_dict(self) -> Json:
-        """As stored; the key heads are written out, since a reader need not know what 0 means."""
+        """Return the stored form; the key heads are written out, since a reader need not know what 0 means."""
         return asdict(self) | {"num_key_heads": self.key_heads}
 
     @classmethod

@@ -122,7 +122,7 @@ class Watch:
             self.monitor.num_given += 1  # stepped here, not by the monitor
 
     def state(self) -> Json:
-        """What a resumed run must know; nothing where nothing is watched."""
+        """State that a resumed run must know; empty where nothing is watched."""
         if self.monitor is None:
             return {}
         moments = {

@@ -1,4 +1,4 @@
-"""Who measures the points of a sweep: this process, several of this machine, or the tasks of a SLURM array."""
+"""Engines of a sweep: this process, several of this machine, or the tasks of a SLURM array."""
 
 import os
 import re

@@ -41,7 +41,7 @@ class Sweep:
     points: tuple[Point, ...]
 
     def rows(self) -> list[Row]:
-        """What is done, in the order of the points."""
+        """List the finished rows, in the order of the points."""
         return [self.row(point) for point in self.points if self.path(point).exists()]
 
     def missing(self) -> list[int]:
@@ -90,7 +90,7 @@ class Sweep:
         deaths.unlink(missing_ok=True)
 
     def path(self, point: Point) -> Path:
-        """Where its row is, or will be."""
+        """Path of the point's row, present or future."""
         return self.folder / ROWS / f"{key(point)}.json"
 
     def place(self, point: Point) -> Path:
@@ -98,7 +98,7 @@ class Sweep:
         return self.folder / RUNS / _name(point)
 
     def row(self, point: Point) -> Row:
-        """What is kept of a point; refuses a row that is another's, or that says neither result nor error."""
+        """Read the row of a point; refuses a row that is another's, or that says neither result nor error."""
         row = read_json(self.path(point))
         if row.get("point") != point or isinstance(row.get("error"), str) == ("result" in row):
             expected = f"the result or the error of its point in {self.path(point)}"
@@ -171,7 +171,7 @@ def _name(point: Point) -> Any:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Whether the lock is ours; it ends with the block, or with the process."""
+    """Try to take the lock; it ends with the block, or with the process."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if fcntl is not None:

@@ -16,7 +16,7 @@ PASSED_ON = ("PYTHONPATH", "LOCATER_CACHE", "HF_HUB_OFFLINE")
 
 
 def address_of(engine: str) -> str | None:
-    """Where the cluster's head is; None for one of this machine that ends with the sweep.
+    """Address of the cluster's head; None for one of this machine that ends with the sweep.
 
     >>> address_of("ray://10.0.0.1:6379")
     '10.0.0.1:6379'
@@ -101,7 +101,7 @@ def _settle(ray: Any, one: object) -> None:
 
 
 def measure_one(folder: str, number: int) -> int:
-    """What a task does, in a process of its own: as every other worker."""
+    """Measure one point as a task, in a process of its own: as every other worker."""
     import torch
 
     from ..study import measure_for

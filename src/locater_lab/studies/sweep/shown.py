@@ -31,7 +31,7 @@ def read_rows(document: Json) -> Json:
 
 
 def sweep_document(folder: Path) -> Json:
-    """What has been measured so far: `locater.study/1` of a study, `locater.runs/1` of training."""
+    """Document of the points measured so far: `locater.study/1` of a study, `locater.runs/1` of training."""
     sweep = open_sweep(folder)
     if sweep.kind == "train":
         return rows_document(sweep.rows(), str(folder), sweep=sweep)
@@ -63,7 +63,7 @@ def _run(row: Row, sweep: Sweep | None) -> Run:
 
 
 def _of_study(sweep: Sweep) -> Json:
-    """As it was last concluded where all is done, else concluded anew from the rows."""
+    """Read the last conclusion where all is done, else conclude again from the rows."""
     written = sweep.folder / STUDY
     if not sweep.missing() and written.is_file():
         return read_json(written)
