@@ -36,7 +36,7 @@ class Budget:
     def check(
         self, what: str, number: int, *, holds: int | None = None, remedy: str = "correct or fetch it again"
     ) -> int:
-        """The number of things, if the budget has room for so many and, with `holds`, the file can have them."""
+        """Return the count, if it is within the budget and, with `holds`, the file can have as many."""
         most = getattr(self, what.replace(" ", "_"))
         most = most if holds is None else min(most, holds)
         if number > most:
@@ -63,7 +63,7 @@ def budget() -> Budget:
 
 
 def end_of(seconds: float | None) -> float | None:
-    """The deadline so many seconds from now."""
+    """Deadline, this many seconds from the present."""
     if seconds is not None and not seconds > 0:
         raise refusal("a positive number of seconds as the time limit", seconds)
     return None if seconds is None else time.monotonic() + seconds
@@ -101,7 +101,7 @@ def timed(request: Callable[[], Answer]) -> Answer:
     def run() -> None:
         try:
             answer.set_result(context.run(request))
-        except BaseException as cause:  # noqa: BLE001  (handed on to whoever waits)
+        except BaseException as cause:  # noqa: BLE001  (raised again in the waiting thread)
             answer.set_exception(cause)
 
     Thread(target=run, daemon=True).start()

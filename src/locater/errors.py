@@ -1,7 +1,7 @@
 """Errors that word themselves: what was expected, what came, what to do.
 
 Deep code raises `Refusal` with a short cause; a public door may prefix where it happened with `within`, and spans a
-`net` beneath itself for what nobody thought of.
+`net` under itself for unexpected exceptions.
 """
 
 import os
@@ -32,7 +32,7 @@ class Unforeseen(Refusal):
 
 
 def shown(text: object, most: int = LONGEST) -> str:
-    r"""A stranger's text, fit for a terminal: secrets of addresses masked, what cannot be seen escaped, a novel cut.
+    r"""Clean untrusted text for a terminal: mask secrets in addresses, escape invisible characters, truncate.
 
     >>> shown("a\x1b[31m\u202eb https://me:secret@host/x?signature=123")
     'a\\x1b[31m\\u202eb https://***@host/x?***'
@@ -81,7 +81,7 @@ def within(place: str) -> Iterator[None]:
 
 @contextmanager
 def net(what: str) -> Iterator[None]:
-    """At a public door: what nobody thought of becomes a refusal that names the input and asks for a report."""
+    """Turn unexpected exceptions at a public door into a refusal that names the input and asks for a report."""
     try:
         yield
     except Refusal:

@@ -98,7 +98,7 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # somebody else's
+        return True  # another user's
     return True
 
 

@@ -91,7 +91,7 @@ class Seen:
         return cls(torch.stack(keys).any(0), torch.cat(begin, 1), torch.cat(last, 1))
 
     def first(self) -> Int[Tensor, "batch queries"]:
-        """The first token of each query's text: texts are parted where no query sees keys on both sides."""
+        """The first token of each query's text: texts are split where no query sees keys on both sides."""
         num_keys = self.keys.shape[-1]
         some = (self.last >= 0).long()
         across = torch.zeros(len(self.keys), num_keys + 2, dtype=torch.long, device=self.keys.device)

@@ -54,7 +54,7 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     name = (read_settings(folder) or {}).get("base_model_name_or_path")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
-        # An address here would be a stranger's: what lies behind it could be anything, and any protocol would do.
+        # An address here would be untrusted: it could lead to anything, by any protocol.
         expected = f"a directory or a hub id as the base in {ADAPTER_CONFIG}"
         raise refusal(expected, f"{name!r:.80}", "name base and adapter both")
     base_folder, _ = locate(name)

@@ -32,7 +32,7 @@ ASIDE += ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runti
 # Ways to begin that leave the base as it was; PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take something off it.
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 OUTPUT = "lm_head"  # saved beside resized embeddings, where the base has it tied to them and does not store it
-# Patterns of strangers are matched only if they cannot take for ever: one star, and names of a usual length.
+# Untrusted patterns are matched only if they cannot take for ever: one star, and names of a usual length.
 LONGEST_MODULE = 300
 HARMLESS = re.compile(r"[\w.\\^$*-]{1,200}")
 

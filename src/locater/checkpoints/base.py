@@ -79,7 +79,7 @@ class Checkpoint(ABC):
         """Read a tensor or some of its rows; name and rows were checked by `read`."""
 
     def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
-        """Let go of connections and files."""
+        """Close connections and files."""
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -1,6 +1,6 @@
 """Byte sources: a part of a file, near or far, read into memory and never mapped.
 
-Mapped pages count as memory of the process for as long as the mapping lives; bytes that were read can be let go.
+Mapped pages count as memory of the process for as long as the mapping lives; bytes that were read can be freed.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""JSON from strangers: bounded in size, one meaning only, refused in a sentence."""
+"""Untrusted JSON: bounded in size, one meaning only, refused in a sentence."""
 
 from ..budget import budget
 from ..documents import check_object, parse_json

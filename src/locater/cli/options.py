@@ -11,7 +11,7 @@ from .output import aside
 
 
 def _announced(context: typer.Context, path: Path | None) -> Path | None:
-    """Say in the end which folder was made for a result: a slip of the finger makes one, too."""
+    """Say in the end which folder was made for a result: a typo makes one, too."""
     if path is not None and path != STANDARD_OUTPUT and not path.parent.exists():
         context.call_on_close(lambda: path.parent.exists() and aside(f"made the folder {shown(path.parent)}"))
     return path
@@ -31,7 +31,7 @@ PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw 
 PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="Where the page goes.")]
 
 Timeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Give up on files from elsewhere after so many seconds.")
+    float | None, typer.Option(metavar="SECONDS", help="Timeout for remote files.")
 ]
 Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]

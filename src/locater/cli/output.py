@@ -20,7 +20,7 @@ from ..errors import BadArguments, refusal
 from ..packaged import EXAMPLE
 from ..records import STANDARD_OUTPUT
 
-LONGEST_SPAN = 100_000  # more is a slip of the finger, and would fill the memory
+LONGEST_SPAN = 100_000  # larger is certainly a typo, and would fill the memory
 FOLDED_WIDTH = 24  # a last column of words is folded down to this before anything is left out
 
 # What an old terminal's encoding may lack, in letters that every one has.
@@ -87,7 +87,7 @@ def writing() -> Iterator[None]:
 
 
 class Speaker(Console):
-    """Falls silent when its reader leaves (`| head`), so that the files asked for are still written."""
+    """Ignore EPIPE when the reader leaves (`| head`), so that the files asked for are still written."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -1,7 +1,7 @@
 """Coverage of a scan: the one definition of COMPLETE, and all that keeps a model from it.
 
 COMPLETE means that every tensor and setting that can change a logit was read and used, and that nothing else in the
-module acts. Who cannot show that says what differs or is left out (PARTIAL), or by what the heads were read without
+module acts. Otherwise it says what differs or is left out (PARTIAL), or by what the heads were read without
 being run (`by the table, not run`).
 """
 

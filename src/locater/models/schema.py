@@ -63,7 +63,7 @@ class Config:
         return float(value)
 
     def numbers(self, keys: str, length: int) -> tuple[float, ...]:
-        """An entry that must be a list of so many positive numbers."""
+        """Read an entry that must be a list of this many positive numbers."""
         values = self[keys]
         fits = isinstance(values, list | tuple) and len(values) == length
         if not fits or not all(is_number(value) and value > 0 for value in values):

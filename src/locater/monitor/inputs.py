@@ -84,7 +84,7 @@ def read_mask(
     key_valid = _both(_both(key_valid, padded), call.key_valid)
     positions = _positions(call, run, block)
     # Packed documents: a mask parts them itself, and positions only say where each begins; flash kernels part them by
-    # positions; without either they are not parted.
+    # positions; without either they are not split.
     has_mask = dense is not None or hasattr(given, "mask_mod")
     segments = _documents(positions) if query_padding is None and key_valid is None else None
     mask = Mask(query_valid=query_valid, key_valid=key_valid, dense=dense, rule=_rule(given, call.x_query, heads))

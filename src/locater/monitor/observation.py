@@ -218,7 +218,7 @@ class Observation:
         self._add(key, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
 
     def _discover(self, call: AttentionCall, run: Pass) -> Site | None:
-        """The layer of a module that no table names: by its name, and the how manieth of its calls this is."""
+        """The layer of a module that no table names: by its name, and the index of this call."""
         site = discovered(call, run, self.modules, self.sites)
         if site is not None:
             self.calling.add(site.query_name)

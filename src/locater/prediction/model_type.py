@@ -16,7 +16,7 @@ def untyped(place: str | PathLike[str]) -> Json | None:
     """Read config.json, if it is there and has no model type."""
     try:
         settings = read_config(LocalFolder(Path(place).expanduser()))
-    except Refusal:  # whoever loads it says so
+    except Refusal:  # the loader says so
         return None
     return settings if settings and settings.get("model_type") is None else None
 

@@ -152,7 +152,7 @@ def _at_once(model: nn.Module, length: int, batch: int) -> int:
 
 
 class _Steps:
-    """Counts steps for whoever wants to know."""
+    """Count steps for a progress bar."""
 
     def __init__(self, progress: Progress | None, total: int):
         self.progress, self.total, self.done = progress, total, 0

@@ -94,7 +94,7 @@ def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str
 
 
 def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sentence]:
-    """From the best evidence at hand."""
+    """Describe behaviour from the best evidence available."""
     for side in sides:
         near = view.columns.get(f"{side}{MASS}_beyond_first") or view.columns.get(f"{side}{MASS}")
         if near is None or side == "estimated_" and not _judged(view):

@@ -19,7 +19,7 @@ COURSE = "means by layer: "
 LABEL = 4  # columns for the number of a layer
 MOST_LAYERS = 64
 SCALE = 9  # steps of the scale beneath
-# From dark to bright, and from orange over grey to blue: told apart without red and green.
+# From dark to bright, and from orange over grey to blue: distinguishable without red and green.
 SEQUENTIAL = ((28, 39, 51), (33, 90, 128), (59, 154, 166), (165, 212, 147), (253, 243, 196))
 DIVERGING = ((255, 170, 90), (170, 95, 30), (58, 62, 70), (47, 121, 179), (155, 214, 255))
 

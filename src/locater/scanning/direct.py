@@ -19,7 +19,7 @@ from .batch import HeadBatch
 
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.
 SEEN = 128
-# The direct path asks every so many positions: its products grow with the number of queries.
+# The direct path asks at every n-th position: its products grow with the number of queries.
 EVERY = 4
 QUERIES = torch.arange(FIRST_QUERY, SEEN, EVERY)
 WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
@@ -59,7 +59,7 @@ Direct = Callable[[Block, bool], DirectInputs | None]
 
 
 def nothing(block: Block, with_positions: bool) -> None:
-    """No direct path: neither embeddings nor positions are at hand."""
+    """No direct path: neither embeddings nor positions are known."""
 
 
 def wanted_queries(batch: HeadBatch, inputs: DirectInputs) -> Float[Tensor, "queries d_model"] | None:

@@ -28,11 +28,11 @@ LENGTH = 256
 SWING, FIRST_SWING = 14.0, 0.5
 # Fewer pairs that turn within LENGTH make waves, not a decay: in a decoder with two the estimate ran against attention.
 FEWEST_TURNING = 4
-# The estimate is of trained models. In every layer of those at hand the median head's pairs differ in strength by 0.15
+# The estimate is of trained models. In every layer of those measured the median head's pairs differ in strength by 0.15
 # of it or more, where fresh weights differ by chance, 1/√(2 d_model); and logits of tokens that have nothing in common
 # would swing by 3.5 or more (from the second layer on), where in a small decoder after 500 steps it is 0.3 to 0.6.
 LEAST_VARIED, BY_CHANCE, LEAST_LOGITS = 0.1, 2.0, 3.0
-# Four in five heads lie within so much of the estimate: the widest of the models at hand, and for rotary positions a
+# Four in five heads lie within so much of the estimate: the widest of the models measured, and for rotary positions a
 # third more, for models that are not among them.
 ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
 

@@ -117,7 +117,7 @@ def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progres
             if progress:
                 progress(done, total)
             with net(opened.source):
-                # Handed on without a name of its own: one layer's weights are let go before the next are read.
+                # Handed on without a name of its own: one layer's weights are freed before the next are read.
                 part = _of_layer(next(layers), settings, threads)
             yield from part
 

@@ -85,7 +85,7 @@ def moments(query: Float[Tensor, "*#batch d_head d_model"], key: Float[Tensor, "
 
 
 def moments_of(products: Grams, *, d_model: int) -> Moments:
-    """The moments from products that are at hand already."""
+    """Compute the moments from given products."""
     trace, square, norm = products.trace, products.trace_of_square, products.frobenius_squared
     if not all(bool(torch.isfinite(moment).all()) for moment in (trace, square, norm)):
         raise refusal("weights with finite moments", "an overflow", "give the weights as float64")

@@ -16,7 +16,7 @@ def singular_values(
 
 
 def largest_singular_value(products: Grams) -> Float[Tensor, "*batch"]:
-    """σ₁(W) from products that are at hand already, to a millionth.
+    """Compute σ₁(W) from given products, to a millionth.
 
     Absolute error about √ε σ₁(W_Q) σ₁(W_K), which is felt only where queries and keys hardly meet.
     """
@@ -32,7 +32,7 @@ def side_norms(products: Grams) -> tuple[Float[Tensor, "*#batch"], Float[Tensor,
     return _root_of_largest(products.query, most=3), _root_of_largest(products.key, most=3)
 
 
-# After so many rounds d_h^(1/4^12) is 1 to float32.
+# After this many rounds d_h^(1/4^12) is 1 to float32.
 CLOSE, ENOUGH = 1e-6, 12
 
 

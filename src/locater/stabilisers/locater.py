@@ -147,7 +147,7 @@ class LocAteR(Stabiliser):
         self._settle(self.auto)
 
     def _settle(self, auto: Auto) -> None:
-        """The strength of now; who has seen enough does not listen any more."""
+        """Update κ; detach the hooks when it is settled."""
         self.strength = auto.strength
         if auto.is_done and self.gauge is not None:
             self.gauge.close()

@@ -63,7 +63,7 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Until:
-    """Another target for `steps` calls of `step()`, then none: the mean is let go."""
+    """Another target for `steps` calls of `step()`, then none: the mean is released."""
 
     target: Target
     steps: int
@@ -142,7 +142,7 @@ def as_mean(mean: Mean | float | str | None) -> Mean:
 
 
 def hold_trace(shard: HeadShard, target: PerHead, *, gain: Gain = None) -> None:
-    """Move tr W of the heads at hand to the target, by the smallest multiple a of each other's weights.
+    """Move tr W of the local heads to the target, by the smallest multiple a of each other's weights.
 
     Directions D_Q = W_K g² and D_K = W_Q g², g the gain or 1: W_Q += a D_Q, W_K += a D_K. If both are trained,
     a² Σ D_Q∘D_K g² + a (‖D_Q‖² + ‖D_K‖²) + tr W − τ = 0; if one, a = (τ − tr W)/‖D‖². Keys of a group, which belong to

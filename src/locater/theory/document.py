@@ -71,7 +71,7 @@ def profile_of_moments(
 
 
 def _document(found: Moments, length: int, temperature: float, profiles: Json, limit: bool) -> Json:
-    # The most faithful profile at hand decides the words.
+    # The most faithful profile available decides the words.
     name = next(name for name in ("exact", "closed", "monte-carlo") if name in profiles)
     best = profiles[name].mean if name == "monte-carlo" else profiles[name]
     document: Json = {

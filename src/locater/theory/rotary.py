@@ -57,7 +57,7 @@ def from_grams(
     amplitude: float = 1.0,
     positions: Int[Tensor, " positions"] | None = None,
 ) -> Float[Tensor, "*batch positions"]:
-    """The same from products that are at hand already, for Σ = I."""
+    """Compute the same from given products, for Σ = I."""
     if positions is None:
         positions = torch.arange(1, length + 1, device=products.core.device)
     series = Series(length, positions, frequencies=frequencies, amplitude=amplitude)

@@ -56,7 +56,7 @@ def _corpus(options: DataOptions, say: Say) -> tuple[DataOptions, Corpus]:
                 say(f"WikiText-2 was not found ({reason}): training on Python's own documentation instead")
                 return replace(options, data=EMBEDDED), embedded()
     path = Path(options.data)
-    with suppress(RuntimeError):  # a home that nobody has is a name like any other
+    with suppress(RuntimeError):  # `~user` that does not exist is kept literally
         path = path.expanduser()
     return replace(options, data=str(path.resolve())), read_corpus(path)
 

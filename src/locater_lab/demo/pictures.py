@@ -25,7 +25,7 @@ def training(document: Json) -> "Figure":
         style: dict[str, Any] = dict(color=COLOURS[name], lw=2, marker="o", ms=4, label=_label(name))
         perplexity.plot(steps, [row["perplexity"] for row in model["validations"]], **style)
         entropy.plot(steps, [row["entropy"] for row in model["validations"]], **style)
-    _title(perplexity, "How well they predict held-out text\n(unsure as among so many tokens: lower is better)")
+    _title(perplexity, "How well they predict held-out text\n(perplexity; lower is better)")
     perplexity.set(xlabel="training steps", ylabel="perplexity", yscale="log")
     _plain_numbers(perplexity)
     _title(entropy, "How evenly they attend on it\n(1: to all tokens alike, 0: to a single one)")

@@ -81,7 +81,7 @@ def compared(rows: list[Json], condition: str, method: str) -> Estimate:
 
 
 def until_shared_step(rows: list[Json], *, num_seeds: int = FEWEST) -> tuple[int, Estimate]:
-    """The last step that so many seeds of none and of the first LocAteR have reached, and the best losses until it."""
+    """Find the last step that this many seeds of none and the first LocAteR reached, and the best losses until it."""
     arms = (next(iter(METHODS[OURS])), NONE)
     ours, theirs = (
         {row["seed"]: _course(row) for row in rows if (row["condition"], row["arm"]) == ("", arm)} for arm in arms

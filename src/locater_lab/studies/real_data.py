@@ -32,7 +32,7 @@ Numbers = Sequence[Sequence[float]]  # per head, in the order of MEASURED
 
 @dataclass(frozen=True)
 class Reading:
-    """Text that the models are measured on, in windows of so many tokens, or a text in every line."""
+    """Text that the models are measured on, in windows of a fixed length, or a text in every line."""
 
     text: str | PathLike[str] | None = None
     by_line: bool = False

@@ -57,7 +57,7 @@ def measure(point: Point, place: Path) -> Json:
 
 @lru_cache(maxsize=1)
 def trained(seed: int, steps: int) -> Ran:
-    """The tiny model after so many steps of a run of 300."""
+    """Return the tiny model after this many steps of a run of 300."""
     return train(tiny(seed), until=steps)
 
 

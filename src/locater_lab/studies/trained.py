@@ -48,7 +48,7 @@ def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.O
 
 
 def _quiet(sentence: str) -> None:
-    """Workers have nobody to talk to."""
+    """Print nothing: workers have no terminal."""
 
 
 def result(folder: Path, *, is_done: bool = True) -> Json:

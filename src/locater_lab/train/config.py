@@ -53,7 +53,7 @@ class StabiliserOptions:
     hold: Literal["projection", "penalty"] = option("projection", "Hold the mean exactly, or by a penalty.")
     mean_weight: float = option(1.0, "Weight of that penalty, on ((tr W − target)/λ)².")
     mean_warmup: int = option(100, "Steps in which the mean goes from where it starts to the target.")
-    mean_until: int = option(0, "Let go of the mean after this many steps; 0: hold it to the end.")
+    mean_until: int = option(0, "Release the mean after this many steps; 0: hold it to the end.")
     decoupled: bool = option(False, "Shrink after the optimiser's step (as AdamW does) instead of in the loss.")
     qk_decay: float = option(0.0, "Short for stabiliser=qk-decay with this decay.")
     stabiliser: str = option("", "qk-norm, soft-cap, sigma-reparam, … in LocAteR's place; all are listed below.")

@@ -83,7 +83,7 @@ class Trainer:
         loop = self.config.loop
         until = min(until, self.num_steps)
         if not self.store.names():
-            self.save()  # so that there is a good state whatever comes
+            self.save()  # so that there is always a good state
         self.watch.begin()
         while self.step < until and not self.is_done:
             self._advance()
@@ -98,7 +98,7 @@ class Trainer:
         return True
 
     def _advance(self) -> None:
-        """One step, and what a look at it leads to; a step that is lost is gone over, if there is a way back."""
+        """Make one step; skip a diverged step and roll back if possible."""
         try:
             self._train()
         except Diverged as reason:
@@ -220,7 +220,7 @@ class Trainer:
         return float(whole(nn.utils.clip_grad_norm_(parameters, longest)))
 
     def _diverged(self, loss: float, *, held_out: bool = False) -> Diverged:
-        """Nothing was stepped since the state at hand; it is kept if it still gives a finite loss."""
+        """Keep the current state, from before any step, if it still gives a finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
         place = self._place(held_out)
         if math.isfinite(loss) and self.processes.count == 1 and self.step:

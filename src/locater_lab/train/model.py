@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Logits of so many tokens are held at once: few enough for the processor's caches, of large vocabularies too.
+# Logits of this many tokens are held at once: few enough for the processor's caches, of large vocabularies too.
 TOKENS_AT_ONCE = 128
 
 

@@ -71,7 +71,7 @@ def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tupl
 
 
 def _note(call: AttentionCall, calls: list[Statistics]) -> None:
-    """One layer's attention; the call itself is let be."""
+    """Record one layer's attention; does not change the call."""
     calls.append(statistics_of_call(call))
 
 

@@ -86,7 +86,7 @@ def resume(
 
 
 def read_config(folder: Path, *, verified: bool = False) -> Config:
-    """The config that a run was started with; with `verified` only if nobody changed it."""
+    """The config that a run was started with; with `verified` only if it is unchanged."""
     path = folder / CONFIG
     try:
         document = read_json(path)
@@ -129,7 +129,7 @@ def _claim(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, processes: Processes) -> Iterator[None]:
-    """Nobody else trains in this folder meanwhile; a process that dies, however it does, lets go."""
+    """Lock this folder against other training processes; the lock ends with the process, however it dies."""
     if fcntl is None or not processes.is_first:
         yield
         return

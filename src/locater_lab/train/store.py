@@ -171,7 +171,7 @@ class Store:
         """Into the tensors of `state`, in place, whatever number of processes wrote them."""
         name = self.names()[which]
         self.verify([name])
-        check_harmless(self.folder / name)  # a run's folder may be a stranger's, and torch unpickles what it finds
+        check_harmless(self.folder / name)  # a run's folder may be untrusted, and torch unpickles what it finds
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -99,7 +99,7 @@ class _Entries(Mapping[str, Entry]):
 
 @contextmanager
 def _fitting(weight: Weight) -> Iterator[None]:
-    """Parts from strangers that pass each check and yet do not go together fail in the arithmetic, in any way."""
+    """Refuse untrusted parts that pass each check and yet fail in the arithmetic together, in any way."""
     try:
         yield
     except Refusal:

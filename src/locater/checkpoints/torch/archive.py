@@ -138,7 +138,7 @@ def load_trusted(source: ByteSource) -> Any:
     """Unpickle with the file's code allowed to run: only for authors the user trusts. Costs the whole file."""
     try:
         return torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
-    except Exception as cause:  # noqa: BLE001  (the code of a stranger can fail in any way)
+    except Exception as cause:  # noqa: BLE001  (untrusted code can fail in any way)
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:160]
         raise refusal(
             f"{source.name} to load with its code", reason, "the classes it was saved with are needed"

@@ -1,4 +1,4 @@
-"""Pickles from strangers: only listed names are admitted, and those stand for plain records. Nothing is executed.
+"""Untrusted pickles: only listed names are admitted, and those stand for plain records. Nothing is executed.
 
 The interpreter in Python is used on purpose: the one in C reserves memory for any memo number that a pickle names.
 """
@@ -61,7 +61,7 @@ def ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
 
 
 class _Counted:
-    """The file beneath an interpreter, which asks it for a byte at each opcode: so many, and no more."""
+    """File under an interpreter, which asks it for a byte at each opcode: up to a limit."""
 
     def __init__(self, file: BufferedIOBase) -> None:
         self.file, self.left = file, budget().opcodes
@@ -104,7 +104,7 @@ class Unpickler(pickle._Unpickler):
         return self.persistent(pid)
 
     def load_build(self) -> None:
-        """Give state to records only; the state of other objects (notes of a state dict) is let go."""
+        """Give state to records only; the state of other objects (notes of a state dict) is dropped."""
         state = self.stack.pop()
         if isinstance(self.stack[-1], Record):
             self.stack[-1].state = state

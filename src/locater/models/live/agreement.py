@@ -81,7 +81,7 @@ def _compare(
 def _other_mask(head: Head, seen: Bool[Tensor, "texts queries keys"], positions: tuple[Tensor, ...]) -> str | None:
     """Describe how the call's mask differs: a key beyond the head's reach, or a distance within it that no query sees.
 
-    Padding is let be: what no query sees, and queries that see nothing.
+    Padding is ignored: keys that no query sees, and queries that see nothing.
     """
     admits = head.admits(*positions)
     if bool((seen & ~admits).any()):

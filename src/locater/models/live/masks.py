@@ -43,7 +43,7 @@ def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def explain_mask(admitted: Bool[Tensor, "batch queries keys"]) -> tuple[int | None, int | None]:
-    """(lookback, lookahead) of what a mask admits; None where it reaches as far as the text. Padding is let be."""
+    """(lookback, lookahead) of what a mask admits; None where it reaches as far as the text. Padding is ignored."""
     _, num_queries, num_keys = admitted.shape
     distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
     seen = distance[admitted.any(0)]

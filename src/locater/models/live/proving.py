@@ -23,7 +23,7 @@ from .masks import Reach, reach
 from .tensors import ModuleTensors
 from .watch import Normed, Product, Watch, module_of
 
-MOST_TOKENS = 128  # of a call, for the search and the proof; whatever comes later follows the same rule
+MOST_TOKENS = 128  # of a call, for the search and the proof; later tokens follow the same rule
 EPSILONS = (1e-5, 1e-6, 1e-8, 0.0)
 
 

@@ -1,6 +1,6 @@
 """One pass over a sample: do the heads that were read of a model give the logits of its own calls?
 
-Where they do not, the call itself is explained, as for a model that nobody knows; what is found so takes their place.
+Where they do not, the call itself is explained, as for an unknown model, and the result takes their place.
 """
 
 from collections import Counter, defaultdict

@@ -61,7 +61,7 @@ class Watch:
         self.marks.clear()
 
     def clear(self) -> None:
-        """Let go of the pass."""
+        """Forget the pass."""
         self.products, self.norms, self.marks = [], [], {}
 
 

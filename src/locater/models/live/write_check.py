@@ -15,7 +15,7 @@ from ...errors import refusal
 from .masters import KNOWN, Copy, local_part, master_of
 
 HALF = (torch.bfloat16, torch.float16)
-TRIES = 3  # steps after which a parameter that nobody owns is taken to be updated in place
+TRIES = 3  # steps after which a parameter without an owner is taken to be updated in place
 DEPTH = 4  # of lists and tables within an optimiser that may hold copies
 KEPT = "parameters that keep what is written into them"
 OVERWRITTEN = "an optimiser that writes a copy of its own over them (master weights)"
@@ -165,7 +165,7 @@ def find_copy(parameter: Tensor, optimizer: Optimizer) -> Copy | None:
 
 
 def _entry(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
-    """The copy of now: loading a state puts another tensor there."""
+    """Current copy: loading a state puts another tensor there."""
     return optimizer.state[parameter][key]
 
 

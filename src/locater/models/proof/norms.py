@@ -27,7 +27,7 @@ def norms(context: Context, base: Recipe) -> Recipe:
 
 
 def _inner(context: Context) -> dict[str, Any]:
-    """Norms inside the attention module, told apart by their names; one for both counts twice."""
+    """Norms inside the attention module, distinguished by their names; one for both counts twice."""
     found: dict[str, Any] = dict(query_norm=None, key_norm=None)
     for name, module in context.evidence.modules.items():
         inside = name.startswith(f"{context.owner}.") and is_norm(name, module)

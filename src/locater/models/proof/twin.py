@@ -35,7 +35,7 @@ def config_of(model_type: str, values: JsonMapping | None = None) -> Any:
     own = {key: value for key, value in (values or {}).items() if key not in NOT_TAKEN}
     try:
         return CONFIG_MAPPING[model_type].from_dict(own) if own else CONFIG_MAPPING[model_type]()
-    except Exception as reason:  # its own check of a stranger's values, which fails in any way
+    except Exception as reason:  # its own check of untrusted values, which fails in any way
         expected = f"a config that transformers reads as {model_type}"
         raise refusal(expected, first_line(reason), "correct config.json") from reason
 

@@ -152,12 +152,12 @@ def _traced(pair: Pair, scale: Scale, gain: Gain, weights: tuple[Tensor, ...]) -
 
 
 def grams_of(shard: HeadShard, gain: Gain = None) -> Grams:
-    """The Gram products of the heads at hand, over all columns."""
+    """Compute the Gram products of the local heads, over all columns."""
     return shard.complete(gram_products(*fold(shard.query, shard.key, shard.own(gain))))
 
 
 def by_heads(shard: HeadShard, scale: Scale, gain: Gain) -> tuple[Grams, tuple[Tensor, Tensor]]:
-    """The Gram products of the heads at hand, and the gradient by their queries and keys."""
+    """Compute the Gram products of the local heads, and the gradient by their queries and keys."""
     grams, pair = grams_of(shard, gain), shard.pair
     slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
     return grams, pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
@@ -192,5 +192,5 @@ def _trained(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[tup
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> Float[Tensor, " 1"]:
-    """Over all leaves at once, where rows of heads cannot be told apart in them."""
+    """Sum over all leaves at once, where rows of heads cannot be separated in them."""
     return torch.stack([whole(one.square().sum()) for one in gradients]).sum()[None]

@@ -77,11 +77,11 @@ class Pair(ABC):
 
     @abstractmethod
     def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
-        """One decoupled step on that sum; says whether all was finite, as a tensor: nobody waits for a GPU here."""
+        """One decoupled step on that sum; returns whether all was finite, as a tensor, without a wait for the GPU."""
 
     @abstractmethod
     def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
-        """Squared norms of gradients by the leaves, for each group of heads where these can be told apart."""
+        """Squared norms of gradients by the leaves, for each group of heads where these can be separated."""
 
     @abstractmethod
     def traces(self, gain: Gain) -> PerHead:

@@ -26,7 +26,7 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class HeadShard:
-    """Heads and columns at hand, in at least float32; sums over `across_columns` or `across_heads` complete them.
+    """Local heads and columns, in at least float32; sums over `across_columns` or `across_heads` complete them.
 
     `query` and `key` are the memory of the parameters, or of their masters, where they can be; `commit` writes them
     back. `bases` are what they were cut from.
@@ -50,7 +50,7 @@ class HeadShard:
         return self.weights[0].requires_grad, self.weights[-1].requires_grad
 
     def own(self, gain: Float[Tensor, " d_model"] | None) -> Float[Tensor, " columns"] | None:
-        """A gain's entries for the columns at hand."""
+        """Select a gain's entries for the local columns."""
         return None if gain is None else gain[self.columns].to(self.query)
 
     def complete(self, grams: Grams) -> Grams:
@@ -63,7 +63,7 @@ class HeadShard:
         return Grams(*(part.view(gram.shape) for part, gram in zip(parts, grams, strict=True)))
 
     def complete_sums(self, sums: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Per-head sums over the columns at hand, made complete."""
+        """Complete per-head sums over the local columns."""
         if self.across_columns is not None:
             dist.all_reduce(sums, group=self.across_columns)
         return sums
@@ -84,7 +84,7 @@ class HeadShard:
         return torch.cat(gathered)
 
     def traces(self, gain: Float[Tensor, " columns"] | None = None) -> Float[Tensor, "groups heads"]:
-        """tr W of the heads at hand: Σ W_Q∘W_K, one pass over the weights."""
+        """Compute tr W of the local heads: Σ W_Q∘W_K, one pass over the weights."""
         key = self.key if gain is None else self.key * gain.to(self.key).square()
         return self.complete_sums(product_sums(self.query, key))
 
@@ -122,7 +122,7 @@ def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:
 
 @torch.no_grad()
 def shard_of(pair: Pair, weights: Sequence[Tensor], *, exact: bool = False) -> HeadShard:
-    """The part at hand, by how the weights are sharded now; FSDP2 changes that between forward and step.
+    """Return the local part, by how the weights are sharded now; FSDP2 changes that between forward and step.
 
     `exact` takes master weights, where there are any: for what writes. DeepSpeed ZeRO-3 has nothing else.
     """

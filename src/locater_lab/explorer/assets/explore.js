@@ -45,7 +45,7 @@ class Explorer {
     return this.heads.reduce((best, head) => { const distance = away(head); return best && best.away <= distance ? best : { head, away: distance }; }, null);
   }
 
-  // A slider that was let go beside a head goes on to it: mean, spread and symmetry.
+  // A slider released near a head snaps to it: mean, spread and symmetry.
   settle() {
     const { trace, deviation, temperature } = this.knobs;
     const near = this.nearest(trace / temperature, deviation / temperature);

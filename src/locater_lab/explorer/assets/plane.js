@@ -95,7 +95,7 @@ function theoryPlane(explorer) {
     const moments = toyMoments({ ...explorer.knobs, trace, deviation, temperature: 1 });
     return colours[regimeOf(closedForm(moments, explorer.knobs.length, 1, positions), explorer.data.limits)];
   };
-  return drawPlane(explorer, "Theory: regime", ...CELLS, colourAt, `Click to go there.${explorer.heads.length ? " Each dot is a head of the scan; those beyond stand on the edge. A click beside a dot, or a slider let go there, takes that head." : ""}`);
+  return drawPlane(explorer, "Theory: regime", ...CELLS, colourAt, `Click to go there.${explorer.heads.length ? " Each dot is a head of the scan; those beyond stand on the edge. A click near a dot, or a slider released there, takes that head." : ""}`);
 }
 
 // What the true softmax does at each point: numbers by spread and mean, made with the page.

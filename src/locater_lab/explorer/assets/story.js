@@ -1,4 +1,4 @@
-// Six steps for somebody who meets the theory for the first time; each has a goal that the page checks.
+// Six steps for a first meeting with the theory; each has a goal that the page checks.
 
 const STORY = [
   { title: "Everything is heard", words: "Mean and spread are both tiny. All logits are nearly equal, so attention is an average: every token is heard alike, and after a few layers all tokens look the same. That is the way to rank collapse.",

@@ -83,7 +83,7 @@ class Sweep:
                 row = {"point": point, "result": measure(point, place)}
             except Exception as reason:
                 row = {"point": point, "error": _said(reason)}
-            except BaseException:  # asked to stop: nobody's death
+            except BaseException:  # interrupted: do not count as a crash
                 deaths.unlink()
                 raise
         write_json(row, self.path(point))
