@@ -30,9 +30,7 @@ MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the tab
 PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
 PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="Where the page goes.")]
 
-Timeout = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Timeout for remote files.")
-]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Timeout for remote files.")]
 Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
