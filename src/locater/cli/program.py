@@ -1,33 +1,19 @@
-"""The command line: verbs of the library and of entry points; building it imports no torch."""
+"""The command line: verbs of the library and of entry points, each imported when it is called or helped with."""
 
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, cast
 
 import typer
 
 from .. import __version__
 from ..errors import BadArguments, Refusal, net, shown
 from ..plugins import plugins
-from .compare import compare
-from .doctor import doctor
-from .families import families
 from .help import Help, Program
 from .output import speak_plainly, writing
-from .predict import predict
-from .report import report
-from .scan import scan
-from .theory import theory
 
-VERBS: dict[str, Callable[..., Any]] = {
-    "scan": scan,
-    "compare": compare,
-    "predict": predict,
-    "report": report,
-    "families": families,
-    "doctor": doctor,
-    "theory": theory,
-}
+VERBS = ("scan", "compare", "predict", "report", "families", "doctor", "theory")  # each a module here
 # What users do, in the order of the help; verbs of other packages come last.
 PANELS = {
     "Look at a model": ("scan", "compare", "predict", "report", "families"),
@@ -36,27 +22,48 @@ PANELS = {
     "Laboratory": ("demo", "train", "runs", "sweep", "study"),
 }
 OTHERS = "Further commands"
+HELP_NAMES: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+
+
+class Commands(Mapping[str, Any]):
+    """Commands by their verbs, in the order of the help; a verb is imported when its command is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        ranked = [verb for verbs in PANELS.values() for verb in verbs]
+        known = {*VERBS, *plugins("verbs")}
+        return iter([*(verb for verb in ranked if verb in known), *sorted(known - {*ranked})])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)  # unpacking would ask for the length
+
+    def __getitem__(self, verb: str) -> Any:
+        if verb in VERBS:
+            function = getattr(import_module(f"{__package__}.{verb}"), verb)
+        else:
+            function = plugins("verbs")[verb].load()
+        panel = next((panel for panel, verbs in PANELS.items() if verb in verbs), OTHERS)
+        single = typer.Typer(add_completion=False, rich_markup_mode="rich", context_settings=HELP_NAMES)
+        single.command(verb, cls=Help, rich_help_panel=panel)(function)
+        return typer.main.get_command(single)
+
+
+class Verbs(Program):
+    """The program; its commands are built on demand, so that `scan` does not import `train`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = cast("dict[str, Any]", Commands())
+
 
 app = typer.Typer(
     name="locater",
-    cls=Program,
+    cls=Verbs,
     epilog="Completion in your shell: locater --install-completion (or --show-completion, to see it first).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_NAMES,
 )
-
-
-def _add_verbs() -> None:
-    verbs = VERBS | {name: point.load() for name, point in plugins("verbs").items() if name not in VERBS}
-    panel_of = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
-    for verb in [*(verb for verb in panel_of if verb in verbs), *(verb for verb in verbs if verb not in panel_of)]:
-        function, panel = verbs[verb], panel_of.get(verb, OTHERS)
-        app.command(verb, cls=Help, rich_help_panel=panel)(function)
-
-
-_add_verbs()
 
 
 def _print_version(wanted: bool) -> None:
