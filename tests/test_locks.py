@@ -41,7 +41,7 @@ def test_no_address_and_no_path(lock):
     assert locked(lock) and not re.search(r"://|--index|--find-links|file:|/\w+/", text)
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 @pytest.mark.parametrize("system", ["linux", "darwin", "win32"])
 def test_the_lock_has_what_the_project_wants(python, system):
     here = dict(python_version=python, python_full_version=f"{python}.9", sys_platform=system)

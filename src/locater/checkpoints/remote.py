@@ -194,7 +194,7 @@ def locate_address(address: str) -> tuple[Folder, str | None]:
 
 def locate_hub(text: str) -> Folder:
     """The folder of `name`, `owner/name` or `owner/name@revision`: from the local cache if complete, else by range."""
-    hub = _import("huggingface_hub", text, extra="hf")
+    hub = _import("huggingface_hub", text, extra="hub")
     name, _, revision = text.partition("@")
     cached = hub.try_to_load_from_cache(name, "config.json", revision=revision or None)
     if isinstance(cached, str):

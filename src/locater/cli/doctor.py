@@ -14,7 +14,9 @@ from .output import console_for, table
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
 EXTRAS = {
-    "hf": "hub ids, prediction, families by proof, callbacks of the Trainer",
+    "hub": "models of the Hugging Face hub, by their ids",
+    "hf": "prediction, families by proof, callbacks of the Trainer; hub ids too",
+    "data": "WikiText-2 for locater train",
     "gguf": "GGUF files (llama.cpp, Ollama)",
     "remote": "https:// and s3:// addresses, read by byte range",
     "plot": "pictures: --plot, .plot()",

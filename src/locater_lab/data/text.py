@@ -96,7 +96,8 @@ def download() -> Corpus:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise refusal("the package datasets, to download WikiText-2", "none", remedy) from None
+        install = f'install it with: pip install "locater[data]", or {remedy}'
+        raise refusal("the package datasets, to download WikiText-2", "none", install) from None
     try:
         with _offline_if_silent():
             found = load_dataset("Salesforce/wikitext", "wikitext-2-v1")
