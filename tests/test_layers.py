@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 LAYERS = {
     "locater": [
         {"errors", "plugins"},
-        {"budget", "records", "packaged", "texts", "positions", "projections", "spectra"},
+        {"behaviour", "budget", "records", "packaged", "texts", "positions", "projections", "spectra"},
         {"documents", "head"},
         {"attention"},
         {"theory"},

@@ -105,11 +105,14 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
-    console.print("[dim]at most: what a perfect prediction would have, for the noise in so few measured windows[/dim]")
+    console.print("[dim]at most: Spearman of a perfect prediction, since measured windows are few and noisy[/dim]")
     for sentence in found.warnings:
         console.print(f"[red]![/red] {escape(shown(sentence))}")
     for sentence in found.left_out:
         console.print(f"[red]! left out:[/red] {escape(shown(sentence))}", soft_wrap=True)
+    console.print()
+    for told in found.behaviour():
+        console.print(told.sentence, markup=False, highlight=False)
 
 
 def _layer_table(found: "Prediction") -> FittedTable:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
+from ..behaviour import Told, describe, numbers_of, words_of
 from ..errors import counted, refusal
 from ..records import Json
 from ..report.shown import Shown
@@ -38,7 +39,8 @@ class HeadPrediction:
     halves: tuple[Numbers, Numbers] | None = None  # measured on two halves of the windows
 
     def to_json(self) -> Json:
-        document = {"block": self.block, "layer": self.layer, "head": self.head}
+        words = [word.name for word in words_of(numbers_of(self.measured.to_json(), self.measured.profile))]
+        document = {"block": self.block, "layer": self.layer, "head": self.head, "words": words}
         document |= {"predicted": self.predicted.to_json(), "measured": self.measured.to_json()}
         profiles = {"predicted": list(self.predicted.profile), "measured": list(self.measured.profile)}
         logits = {"predicted": list(self.predicted.logits), "measured": list(self.measured.logits)}
@@ -87,6 +89,12 @@ class Prediction(Shown):
         pairs = [head.halves for head in self.heads if head.halves is not None]
         return [getattr(one, name) for one, _ in pairs], [getattr(other, name) for _, other in pairs]
 
+    def behaviour(self) -> list[Told]:
+        """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""
+        places = [(head.block, head.layer, head.head) for head in self.heads]
+        attentions = [numbers_of(head.measured.to_json(), head.measured.profile) for head in self.heads]
+        return describe(places, attentions, source="on the text measured")
+
     @property
     def tokens(self) -> dict[str, int]:
         return {"calibration": self.calibration_windows * self.length, "test": self.test_windows * self.length}
@@ -112,6 +120,7 @@ class Prediction(Shown):
             "windows": {"calibration": self.calibration_windows, "test": self.test_windows},
             "tokens": self.tokens,
             "loss": self.loss,
+            "behaviour": [told.sentence for told in self.behaviour()],
             "warnings": self.warnings,
             "spearman": self.spearman,
             "ceiling": self.ceiling,
@@ -136,7 +145,7 @@ class Prediction(Shown):
         return pandas.DataFrame(rows)
 
     def summary(self) -> str:
-        """The agreement in plain words, and the heads that are predicted worst."""
+        """The heads in plain words, the accuracy of the prediction, and the heads that are predicted worst."""
         tokens = self.tokens
         lines = [
             f"{self.source}: {counted(len(self.heads), 'head')} predicted from {tokens['calibration']} tokens, "
@@ -144,6 +153,7 @@ class Prediction(Shown):
         ]
         if self.loss is not None:
             lines.append(f"loss on the measured windows: {self.loss:.2f} nats per token")
+        lines += [told.sentence for told in self.behaviour()]
         for name, error in self.calibration_error.items():
             rho = self.spearman[name]
             ranked = "does not vary" if rho is None else f"Spearman {rho:.2f}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
+from ..behaviour import Told, describe, numbers_of
 from ..errors import counted
 from ..records import Json
 from ..theory.words import MOSTLY_NEAR, WORDS
@@ -19,6 +20,11 @@ MASS = "near_mass"
 SIDES = ("measured_", "", "predicted_", "estimated_")  # of a column's name, the best evidence first
 MOSTLY = 0.5  # of the attention: more is "mostly"
 MOVED = 0.5  # of a head's own scale: a head that moved further is another one
+MEASURED = {
+    "near_mass_beyond_first": "near mass",
+    "normalised_entropy": "entropy",
+    "sink_mass": "mass on the first token",
+}
 SOURCES = {"measured": "on the text measured", "predicted": "predicted for the text", "estimated": "by estimate"}
 
 
@@ -95,6 +101,10 @@ def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str
 
 def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sentence]:
     """Describe behaviour from the best evidence available."""
+    if told := _words(view):
+        yield from (Sentence(one.sentence, number, one.heads) for one in told)
+        yield from _accuracy(number, view)
+        return
     for side in sides:
         near = view.columns.get(f"{side}{MASS}_beyond_first") or view.columns.get(f"{side}{MASS}")
         if near is None or side == "estimated_" and not _judged(view):
@@ -108,6 +118,27 @@ def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sent
         if sinks:
             yield Sentence(f"{counted(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
         return
+
+
+def _words(view: View) -> list[Told]:
+    """Describe heads that were measured on text; empty where a view has no profiles over distance."""
+    profiles = [record.get("attention_profile", {}).get("measured") for record in view.records]
+    known = [n for n, profile in enumerate(profiles) if profile and len(profile) > 1]
+    if not known or len(view.frames) > 1:
+        return []
+    numbers = [{name: view.records[n][f"measured_{name}"] for name in MEASURED} for n in known]
+    attentions = [numbers_of(one, profiles[n] or ()) for n, one in zip(known, numbers, strict=True)]
+    told = describe([view.heads[n] for n in known], attentions, source=SOURCES["measured"])
+    return [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
+
+
+def _accuracy(number: int, view: View) -> Iterable[Sentence]:
+    """State how well the prediction ranks the heads, next to what it says."""
+    ranks = [
+        f"{word} {view.accuracy[name]:.2f}" for name, word in MEASURED.items() if view.accuracy.get(name) is not None
+    ]
+    if ranks:
+        yield Sentence(f"Rank correlation (Spearman) of prediction and measurement: {', '.join(ranks)}.", number)
 
 
 def _judged(view: View) -> bool:

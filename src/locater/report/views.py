@@ -32,6 +32,7 @@ class View:
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
+    accuracy: dict[str, float | None] = field(default_factory=dict)  # rank correlations of a prediction, by number
     is_pair: bool = False  # two models side by side, each of which has its own view too
     length: int | None = None
     bins: list[list[int]] | None = None
@@ -122,7 +123,7 @@ def _add_columns(old: View, new: View) -> None:
     for record, key in zip(old.records, old.heads, strict=True):
         if key in at:
             record.update({k: v for k, v in new.records[at[key]].items() if k not in record})
-    old.bins = old.bins or new.bins
+    old.bins, old.accuracy = old.bins or new.bins, old.accuracy or new.accuracy
     old.facts |= {name: value for name, value in new.facts.items() if name not in old.facts}
 
 
@@ -188,6 +189,7 @@ def _of_predict(document: Document) -> View:
         regimes=[[None] * len(records)],
         records=records,
         refused=list(document.get("left_out", ())),
+        accuracy=document.get("spearman", {}),
         bins=document["distance_bins"],
     )
 

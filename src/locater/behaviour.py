@@ -1,0 +1,161 @@
+"""Words for what heads do: each is a rule on attention that was measured. Needs no torch, so that pages share them.
+
+docs/evidence.md has the precision of every word, model by model, for the sources that may say it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# A head's place: block, layer, head.
+Place = tuple[str, int, int]
+MOST_HEADS = 3  # that a reader is sent to
+MOST = 0.9  # of the heads of a word lie within the layers that a sentence names
+
+
+class Attention(NamedTuple):
+    """Mean attention of one head over queries: the numbers that the words are rules of.
+
+    `first` is the mass on the first token; `near`, `itself` and `adjacent` are shares of the mass that is not on it, on
+    keys nearer than 16, on the query's own token and on tokens at distance 1. `entropy` is over log n.
+    """
+
+    near: float
+    entropy: float
+    first: float
+    itself: float
+    adjacent: float
+
+
+NUMBERS = Attention._fields
+
+
+class Word(NamedTuple):
+    """A word: its name in tables, its phrase for one head and for several, its number, and the rule."""
+
+    name: str
+    singular: str
+    plural: str
+    number: str
+    limit: float
+    is_low: bool = False  # the number is at most the limit, not at least
+    is_apart: bool = False  # only heads that do not rest on the first token
+
+    def holds(self, attention: Attention) -> bool:
+        value = getattr(attention, self.number)
+        is_met = value <= self.limit if self.is_low else value >= self.limit
+        return is_met and not (self.is_apart and attention.first >= RESTS)
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, for documentation."""
+        sign = "≤" if self.is_low else "≥"
+        return f"{self.number} {sign} {self.limit:g}" + (f", first < {RESTS:g}" if self.is_apart else "")
+
+
+RESTS = 0.5  # of the mass: more is "rests on"
+VOCABULARY = (
+    Word("first token", "rests on the first token", "rest on the first token", "first", RESTS),
+    Word("itself", "looks at itself", "look at themselves", "itself", 0.5, is_apart=True),
+    Word("adjacent", "looks at an adjacent token", "look at an adjacent token", "adjacent", 0.5, is_apart=True),
+    Word("one token", "keeps to one token", "keep to one token", "entropy", 0.1, is_low=True),
+    Word("broad", "spreads over nearly all tokens", "spread over nearly all tokens", "entropy", 0.8),
+    Word("near", "looks mostly at the 16 nearest tokens", "look mostly at the 16 nearest tokens", "near", 0.7),
+    Word(
+        "far",
+        "looks mostly beyond the 16 nearest tokens",
+        "look mostly beyond the 16 nearest tokens",
+        "near",
+        0.3,
+        True,
+    ),
+)
+
+
+def numbers_of(numbers: Mapping[str, float], profile: Sequence[float]) -> Attention:
+    """Take the numbers of a document of `predict` or of random ids; `profile` is by `distance_bins`: 0, 1, …"""
+    return Attention(
+        numbers["near_mass_beyond_first"], numbers["normalised_entropy"], numbers["sink_mass"], profile[0], profile[1]
+    )
+
+
+def words_of(attention: Attention) -> list[Word]:
+    """List the words that hold for a head, the most telling first.
+
+    >>> [word.name for word in words_of(Attention(near=0.9, entropy=0.05, first=0.0, itself=0.97, adjacent=0.01))]
+    ['itself', 'one token', 'near']
+    """
+    return [word for word in VOCABULARY if word.holds(attention)]
+
+
+class Told(NamedTuple):
+    """A sentence, and the numbers of the heads that it speaks of."""
+
+    sentence: str
+    heads: tuple[int, ...]
+
+
+def describe(places: Sequence[Place], attentions: Sequence[Attention], *, source: str) -> list[Told]:
+    """Tell how many heads do what and in which layers, then which heads to look at first and why."""
+    members = {word: [n for n, one in enumerate(attentions) if word.holds(one)] for word in VOCABULARY}
+    members = {word: heads for word, heads in members.items() if heads}
+    total = f"{len(places):,} heads" if len(places) > 1 else "1 head"
+    counts = [
+        Told(f"{_count(len(heads), total, word)}{_layers(places, heads)} ({source}).", tuple(heads))
+        for word, heads in members.items()
+    ]
+    return counts + _look_first(places, attentions, members)
+
+
+def _count(number: int, total: str, word: Word) -> str:
+    return f"{number:,} of {total} {word.singular if number == 1 else word.plural}"
+
+
+def _layers(places: Sequence[Place], heads: Sequence[int]) -> str:
+    """Name the layers that hold most heads of a word, unless they are spread over the whole depth.
+
+    >>> places = [("decoder", layer, 0) for layer in range(10)]
+    >>> _layers(places, [6, 7, 8, 9]), _layers(places, [3]), _layers(places, [0, 5, 9])
+    (', from layer 6 on', ', in layer 3', '')
+    """
+    if len({place[0] for place in places}) > 1:  # layers of several stacks have no common depth
+        return ""
+    depth = sorted({place[1] for place in places})
+    found = sorted(places[n][1] for n in heads)
+    outside = int(len(found) * (1 - MOST) / 2)
+    low, high = found[outside], found[-1 - outside]
+    mostly = "mostly " if outside else ""
+    if low == high:
+        return f", in layer {low}" if len(depth) > 1 else ""
+    begins, ends = low > depth[len(depth) // 10], high < depth[-1 - len(depth) // 10]
+    if begins and ends:
+        return f", {mostly}in layers {low} to {high}"
+    return f", {mostly}from layer {low} on" if begins else f", {mostly}up to layer {high}" if ends else ""
+
+
+def _look_first(
+    places: Sequence[Place], attentions: Sequence[Attention], members: Mapping[Word, list[int]]
+) -> list[Told]:
+    """Choose the clearest head of each of the rarest words: what few heads do tells most about a model."""
+    chosen: dict[int, Word] = {}
+    for word, heads in sorted(members.items(), key=lambda pair: len(pair[1])):
+        rest = [n for n in heads if n not in chosen]
+        sign = 1 if word.is_low else -1
+        if rest and len(heads) < len(places) and len(chosen) < MOST_HEADS:
+            chosen[min(rest, key=lambda n: sign * getattr(attentions[n], word.number))] = word
+    if not chosen:
+        return []
+    named = [f"{_name(places[n])}, which {word.singular} ({_value(attentions[n], word)})" for n, word in chosen.items()]
+    return [Told(f"Look first at {'; '.join(named)}.", tuple(chosen))]
+
+
+def _name(place: Place) -> str:
+    return f"{place[0]} {place[1]}.{place[2]}"
+
+
+def _value(attention: Attention, word: Word) -> str:
+    value = getattr(attention, word.number)
+    if word.number == "entropy":
+        return f"entropy {value:.2g} of 1"
+    if word.is_low:
+        return f"{1 - value:.0%}"
+    return f"{value:.0%}"

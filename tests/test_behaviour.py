@@ -1,0 +1,97 @@
+"""Words for what heads do: held against attention that is written down pair by pair."""
+
+import pytest
+import torch
+
+from locater.behaviour import MOST_HEADS, VOCABULARY, Attention, describe, numbers_of, words_of
+from locater.head import Head
+from locater.prediction.numbers import Gatherer
+from locater.prediction.result import HeadPrediction, Prediction
+from locater.projections import Projection
+from locater.report.headline import headline
+from locater.report.views import views_of
+
+pytestmark = pytest.mark.quick
+LENGTH = 256
+
+
+def numbers(probabilities: torch.Tensor):
+    """The numbers of a causal head whose attention is this matrix."""
+    weight = Projection(torch.zeros(4, 4))
+    head = Head(0, 0, weight, weight, 0.5, lookahead=0)
+    gatherer = Gatherer(head, LENGTH)
+    gatherer.add(probabilities.clamp(min=1e-30).log()[None, gatherer.queries])
+    return gatherer.numbers()
+
+
+def causal(weight) -> torch.Tensor:
+    """Rows of probabilities from a function of query, key and distance."""
+    query, key = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    p = weight(query, key, query - key).float() * (key <= query)
+    return p / p.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+CASES = {
+    "first token": lambda q, k, d: (k == 0) * 9.0 + (d == 3),
+    "itself": lambda q, k, d: (d == 0) * 9.0 + 1 / 256,
+    "adjacent": lambda q, k, d: (d == 1) * 9.0 + 1 / 256,
+    "one token": lambda q, k, d: d == 7,
+    "broad": lambda q, k, d: torch.ones_like(d),
+    "near": lambda q, k, d: d < 12,
+    "far": lambda q, k, d: (d > 30) & (k > 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_word_holds_of_attention_that_is_so_and_of_no_other(name):
+    found = numbers(causal(CASES[name]))
+    attention = numbers_of(found.to_json(), found.profile)
+    assert name in [word.name for word in words_of(attention)]
+    opposite = {"broad": "one token", "one token": "broad", "near": "far", "far": "near", "first token": "itself"}
+    assert opposite.get(name, "first token") not in [word.name for word in words_of(attention)]
+
+
+def test_every_word_has_a_case_and_the_rule_is_the_number():
+    assert [word.name for word in VOCABULARY] == [*CASES]
+    for word in VOCABULARY:
+        for value in (0.0, word.limit, 1.0):
+            attention = Attention(**{n: 0.5 for n in Attention._fields} | {"first": 0.0} | {word.number: value})
+            assert word.holds(attention) == (value <= word.limit if word.is_low else value >= word.limit)
+    resting = Attention(near=0.5, entropy=0.5, first=0.6, itself=0.9, adjacent=0.0)
+    assert "itself" not in [word.name for word in words_of(resting)]
+
+
+def made(*names: str) -> Prediction:
+    """A prediction of a head per layer, each with the attention of a case."""
+    rows = []
+    for layer, name in enumerate(names):
+        found = numbers(causal(CASES[name]))
+        rows.append(HeadPrediction("decoder", layer, 0, found, found))
+    return Prediction("model", "text", LENGTH, 1, 1, tuple(rows))
+
+
+def test_sentences_count_heads_say_their_layers_and_where_to_look_first():
+    found = made(*["broad"] * 6, "first token", "first token", "first token", "itself")
+    sentences = [told.sentence for told in found.behaviour()]
+    assert "3 of 10 heads rest on the first token, from layer 6 on (on the text measured)." in sentences
+    assert "1 of 10 heads looks at itself, in layer 9 (on the text measured)." in sentences
+    assert sentences[-1].startswith("Look first at decoder 9.0, which looks at itself (")
+    assert all(sentence in found.summary() for sentence in sentences)
+    assert found.to_json()["behaviour"] == sentences
+    assert found.to_json()["heads"][9]["words"][0] == "itself"
+
+
+def test_a_page_says_the_same_with_the_accuracy_next_to_it():
+    found = made("near", "far", "broad", "itself")
+    said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
+    assert [told.sentence for told in found.behaviour()] == [
+        text for text in said if text.endswith(").") or "Look" in text
+    ]
+    assert any(text.startswith("Rank correlation (Spearman)") for text in said)
+
+
+def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
+    attentions = [Attention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
+    told = describe([("decoder", n, 0) for n in range(4)], attentions, source="x")
+    assert [one.sentence for one in told] == ["4 of 4 heads look mostly at the 16 nearest tokens (x)."]
+    assert len(told[0].heads) == 4 and MOST_HEADS == 3
