@@ -14,7 +14,8 @@ from locater.attention import materialised
 from locater.attention.arguments import read
 from locater.attention.call_masks import read_mask
 from locater.attention.call_statistics import statistics_of_call
-from locater.attention.interception import Eagerly, Interception
+from locater.attention.compilation import Eagerly
+from locater.attention.interception import Interception
 from locater.attention.mask_kinds import plain, read_given
 from locater.errors import Refusal
 from locater.models.live.masks import reach

@@ -2,6 +2,7 @@ import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ RIVALS = {
     "locater": lambda model: LocAteR(model, strength=1.0),
     "none": lambda model: Stabiliser(),
 }
-SLOTTED = ("soft-cap", "qk-norm rms", "qk-norm l2", "z-loss", "entropy", "clip, log only")
+REPLACING = ("soft-cap", "qk-norm rms", "qk-norm l2")
+SLOTTED = (*REPLACING, "z-loss", "entropy", "clip, log only")
 BIGGER = 8.0  # small random weights make all attention alike
 
 
@@ -59,8 +61,8 @@ def grown(make) -> nn.Module:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rival", RIVALS)
 def test_detaching_leaves_no_trace(rival, model):
-    if rival in SLOTTED and model == "codegen":
-        return  # its attention is written out, so a slot refuses it
+    if rival in REPLACING and model == "codegen":
+        return  # its attention is written out, so its output cannot be replaced
     model = grown(MODELS[model])
     before, keys = outputs(model), list(model.state_dict())
     attributes = [sorted(vars(module)) for module in model.modules()]
@@ -387,11 +389,37 @@ def test_bad_input_is_refused_in_a_sentence(case):
 def test_attention_that_bypasses_the_slot_is_refused():
     model = llama()
     model.set_attn_implementation("eager")
-    for make in SLOTTED:
+    for make in REPLACING:
         stabiliser = RIVALS[make](model)
         with pytest.raises(Refusal, match="attn_implementation='sdpa'"):
             model(input_ids=TOKENS)
         stabiliser.detach()
+
+
+@pytest.mark.parametrize("make", [lambda m: ZLoss(m, weight=1.0), lambda m: EntropyBonus(m, weight=1.0), QKClip])
+def test_attention_that_is_written_out_shows_the_same_logits(make):
+    model, found = grown(llama), {}
+    for kind in ("sdpa", "eager"):
+        model.set_attn_implementation(kind)
+        stabiliser = make(model)
+        model(input_ids=TOKENS)
+        penalty = stabiliser.penalty()
+        stabiliser.step()
+        found[kind] = torch.tensor([*stabiliser.metrics(heads=True).values(), float(penalty.detach())])
+        stabiliser.detach()
+    assert len(found["sdpa"]) > 1 or found["sdpa"].abs() > 0
+    torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_cannot_be_read_later_is_told_and_ends_nothing():
+    model = grown(llama)
+    clip = QKClip(model, log_only=True)
+    model(input_ids=TOKENS)
+    attention = model.model.layers[0].self_attn
+    nothing = patch.object(type(attention), "forward", lambda self, hidden_states, **rest: (hidden_states, None))
+    with nothing, pytest.warns(UserWarning, match="QKClip could not look at"):
+        model(input_ids=TOKENS)
+    clip.detach()
 
 
 def test_a_slot_reaches_torchs_fused_encoder_layer():

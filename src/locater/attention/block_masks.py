@@ -15,12 +15,14 @@ from ..errors import refusal
 from .calls import Rule
 
 ABSENT, PARTIAL, FULL = range(3)
+PROBES = (0.0, -100.0, 100.0)  # logits of which −∞ is made where a place is masked, whatever its logit
 
 
-def read_rule(block_mask: tuple, buffers: tuple = ()) -> Rule:
+def read_rule(block_mask: tuple, buffers: tuple = (), score: Callable[..., Tensor] | None = None) -> Rule:
     """Read a block mask, as FlexAttention's operator is given it. `buffers` are what its function had closed over.
 
-    The rule refuses to answer where its blocks say otherwise than its function.
+    `score`, the change of logits, masks too: where it makes −∞ of any logit. The rule refuses to answer where its
+    blocks say otherwise than its function.
     """
     mask_mod: Callable[..., Tensor] = block_mask[-1]
     table, (q_size, k_size) = _table(block_mask), block_mask[-3:-1]
@@ -32,9 +34,18 @@ def read_rule(block_mask: tuple, buffers: tuple = ()) -> Rule:
             if bool(((blocks == ABSENT) & admitted | (blocks == FULL) & ~admitted).any()):
                 remedy = "make it by create_block_mask, or give it the mask_mod that its blocks were made of"
                 raise refusal("a block mask whose blocks and mask_mod admit the same", "one that admits others", remedy)
-        return admitted
+        return admitted if score is None else admitted & ~_hidden(score, text, head, query, key)
 
     return rule
+
+
+def _hidden(score: Callable[..., Tensor], *indices: Tensor) -> Tensor:
+    """Find the places where a change of logits makes −∞ of any logit."""
+    hidden = torch.ones((), dtype=torch.bool, device=indices[0].device)
+    for logit in PROBES:
+        if bool(hidden.any()):
+            hidden = hidden & (score(torch.tensor(logit, device=hidden.device), *indices) == -torch.inf)
+    return hidden
 
 
 def _table(block_mask: tuple) -> Int[Tensor, "batch heads query_blocks key_blocks"] | None:

@@ -95,6 +95,13 @@ class AttentionCall:
             return logits.masked_fill(~(self._hard(rows) if as_given else self.admitted(rows)), -torch.inf)
         return logits.masked_fill(~self.admitted(rows), -torch.inf)
 
+    def final(self, rows: slice = slice(None)) -> Float[Tensor, "*batch heads queries keys"]:
+        """The logits as the softmax gets them, −∞ where masked; those of a softmax that was written out as they are."""
+        if self.logits is None:
+            return self.masked(self.raw(rows), rows)
+        logits = widen(self.logits[..., rows, :])
+        return logits.masked_fill(~admits(logits), -torch.inf)
+
     def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
         """Compute the pairs admitted by everything but the mask of every pair."""
         distance, (back, ahead) = self.distance(rows), self.window

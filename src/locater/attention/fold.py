@@ -185,7 +185,7 @@ def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) 
     if block.bias is not None:
         logits = logits + block.bias / UNIT
     if block.score is not None:
-        logits = block.score(logits * UNIT) / UNIT
+        logits = (block.score(logits * UNIT) / UNIT).clamp(min=MASKED)  # it may mask by −∞
     return logits if block.admitted is None else logits.masked_fill_(~block.admitted, MASKED)
 
 

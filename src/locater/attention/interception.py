@@ -1,7 +1,6 @@
 """The one interception of attention kernels: of the call, and not of the module or the process."""
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,11 +10,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import Refusal, refusal
 from .calls import AttentionCall, attend
+from .compilation import run_compiled
 from .gates import Trails
 from .kernels import read_call
 from .registered import Functions
@@ -72,7 +71,9 @@ class Interception(TorchFunctionMode):
         if output is not None and func not in REPLACEABLE:
             kernel = "scaled_dot_product_attention"
             raise refusal(f"{kernel}, whose output can be replaced", f"a call of {call.through}", f"call {kernel}")
-        output = func(*args, **kwargs) if output is None else output
+        if output is None:
+            is_flex = func is torch.ops.higher_order.flex_attention and not _has_others()
+            output = run_compiled(func, args, kwargs) if is_flex else func(*args, **kwargs)
         if self.trails is not None and (call.logits is None or self.trails.expected is not None):
             self.trails.begin(output)
         return output
@@ -94,44 +95,9 @@ class Interception(TorchFunctionMode):
         return self._hand_over(func, args, kwargs)
 
 
-class Eagerly:
-    """While it is entered, what torch has compiled runs as it was written: compiled code bypasses an interception.
-
-    torch's stance is one for the process, so entries are counted: the first sets it, the last puts it back. Other
-    threads lose only speed. Inside a compiled region, where a stance comes too late, a mode of this thread keeps the
-    frames that follow from being compiled. What was compiled before stays, and is used again afterwards.
-    """
-
-    lock, number, stance = threading.Lock(), 0, None
-
-    def __init__(self, *, within_compiled: bool = False) -> None:
-        self.mode = _Uncompiled() if within_compiled else None
-
-    def __enter__(self) -> "Eagerly":
-        with Eagerly.lock:
-            Eagerly.stance = Eagerly.stance or torch.compiler.set_stance("force_eager")
-            Eagerly.number += 1
-        if self.mode is not None:
-            self.mode.__enter__()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        if self.mode is not None:
-            self.mode.__exit__(None, None, None)
-        with Eagerly.lock:
-            Eagerly.number -= 1
-            if Eagerly.number == 0 and Eagerly.stance is not None:
-                Eagerly.stance.__exit__(None, None, None)
-                Eagerly.stance = None
-
-
-class _Uncompiled(TorchDispatchMode):
-    """Changes nothing; torch compiles no frame under a mode of this kind."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+def _has_others() -> bool:
+    """Tell whether an interception further out waits for the call that this one has seen."""
+    return any(isinstance(mode, Interception) for mode in _get_current_function_mode_stack())
 
 
 def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor | None, tuple[int, ...]]:
@@ -163,13 +129,3 @@ def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor 
 
 def _is_sequence(given: object) -> TypeGuard[Tensor]:
     return isinstance(given, Tensor) and not given.is_nested and given.dim() == 3 and given.is_floating_point()
-
-
-def in_compiled() -> bool:
-    """Tell whether a function that `torch.compile` made is among this thread's callers."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper":
-            return True
-        frame = frame.f_back
-    return False

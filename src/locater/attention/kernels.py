@@ -119,10 +119,13 @@ def _flex(
     score_buffers: tuple = (), mask_buffers: tuple = (),
 ) -> AttentionCall:  # fmt: skip
     """FlexAttention's operator; buffers are what its functions had closed over, where it was traced."""
+
+    def score(*given: Tensor) -> Tensor:
+        return score_mod(*given, *score_buffers)
+
     return AttentionCall(
         query, key, value, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3], through="flex_attention",
-        rule=read_rule(block_mask, mask_buffers),
-        score=lambda *indices: score_mod(*indices, *score_buffers),
+        rule=read_rule(block_mask, mask_buffers, score), score=score,
     )  # fmt: skip
 
 

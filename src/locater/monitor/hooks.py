@@ -5,7 +5,7 @@ The hooks change nothing, hold nothing after the pass, and belong to one thread'
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,21 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
+from ..attention.compilation import Eagerly, in_compiled
 from ..attention.gates import Trails
-from ..attention.interception import Eagerly, Interception, in_compiled
+from ..attention.interception import Interception
+from ..attention.outside import OutsideHook
 from ..errors import refusal
 from ..models.live.site import PACKED, Site
 from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
 from .tally import Mode
-
-
-class OutsideHook(Hook):
-    """A hook that a compiled model steps out of its graph for."""
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, *given: object) -> None:  # type: ignore
-        super().__call__(module, *given)
 
 
 class Observer(Protocol):
@@ -95,8 +89,9 @@ class Hooks:
     def _register(self, entry: nn.Module) -> None:
         keep = self.handles.append
         entries = [entry, *_encoders(entry, self.modules)]
-        for one in entries:
-            keep(one.register_forward_pre_hook(OutsideHook(one, self._begin_pass), with_kwargs=True))  # type: ignore
+        self.passing = [OutsideHook(one, self._begin_pass) for one in entries]
+        for one, hook in zip(entries, self.passing, strict=True):
+            keep(one.register_forward_pre_hook(hook, with_kwargs=True))  # type: ignore[arg-type]
         for name, owner in self.owners.items():
             self._hook(owner.module, self._begin(name), name)
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
@@ -129,6 +124,14 @@ class Hooks:
     def _is_outside(self) -> bool:
         """Tell whether a step is watched, and no call of the model itself is under way."""
         return not self._passes() and self.observer.is_due() and not in_backward()
+
+    def unseen(self) -> Iterator[str]:
+        """Passes in a full graph, which cannot be left for a look."""
+        if any(hook.is_swallowed for hook in self.passing):
+            yield (
+                "passes in a graph compiled with fullgraph=True are not looked at: attach to what torch.compile "
+                "returned, AttentionMonitor(compiled, …)"
+            )
 
     def remove(self) -> None:
         for handle in self.handles:

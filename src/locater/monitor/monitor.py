@@ -15,12 +15,13 @@ from ..attention import NEAR, Blocks
 from ..errors import Refusal, refusal
 from ..models.live import Sample, at_work
 from ..models.live.explicit import Explicit
+from ..models.live.tensors import entry_of
 from ..records import State
 from .actions import Actions, Event, OwnLoop, Responses
 from .alarms import Alarm, Said, Thresholds, find_alarms
 from .hooks import Hooks
 from .observation import Key, Observation
-from .places import entry_of, outside, repeated, silent, written_out
+from .places import outside, repeated, silent, written_out
 from .report import LayerReport, Report, make_notes, standing_bounds, unfollowed
 from .sinks import Sink
 from .tally import MODES, Mode, Tally, merge
@@ -168,7 +169,7 @@ class AttentionMonitor:
         num_cached, skipped = 0, sum(self.seen.spending.skipped.values())
         if self.hooks is not None:
             num_cached = self.hooks.num_cached
-            self.seen.refused.update(outside(self.hooks.outside))
+            self.seen.refused.update((*outside(self.hooks.outside), *self.hooks.unseen()))
         lost = () if self.was_told_of_gates else tuple(unfollowed(seen))
         self.was_told_of_gates |= bool(lost)
         return (*make_notes(seen, self.seen.refused, num_cached, skipped), *lost)

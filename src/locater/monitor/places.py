@@ -14,26 +14,9 @@ from ..attention.calls import AttentionCall
 from ..errors import refusal
 from ..head import Block
 from ..models.live import Site
-from ..models.live.tensors import WRAPPERS
 from .hooks import Pass
 
 AGAIN = "#"  # between a module's name and the number of its call, from the second on
-
-
-def entry_of(model: nn.Module) -> nn.Module:
-    """Return the module whose calls are the model's passes: the one that `torch.compile` made, else the innermost.
-
-    Data-parallel and sharding wrappers call the model inside, which may be called by itself as well.
-    """
-    if "_orig_mod" in model._modules:
-        return model
-    inside = next((model._modules[name] for name in ("module", *WRAPPERS[1:]) if _wraps(model, name)), None)
-    return model if inside is None else entry_of(inside)
-
-
-def _wraps(model: nn.Module, name: str) -> bool:
-    wrapper = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    return name in model._modules and (wrapper or name != "module")
 
 
 def module_name(call: AttentionCall, modules: dict[str, nn.Module]) -> str | None:

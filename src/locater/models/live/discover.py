@@ -10,7 +10,8 @@ from torch import nn
 
 from ...attention.arguments import with_four_dimensions
 from ...attention.calls import AttentionCall
-from ...attention.interception import Eagerly, Interception
+from ...attention.compilation import Eagerly
+from ...attention.interception import Interception
 from ...errors import Refusal, refusal, within
 from .. import Attention
 from .modules import Found

@@ -78,6 +78,22 @@ def called(model: nn.Module) -> nn.Module:
     return model if inner is None else called(inner)
 
 
+def entry_of(model: nn.Module) -> nn.Module:
+    """Return the module whose calls are the model's passes: the one that `torch.compile` made, else the innermost.
+
+    Data-parallel and sharding wrappers call the model inside, which may be called by itself as well.
+    """
+    if "_orig_mod" in model._modules:
+        return model
+    inside = next((model._modules[name] for name in ("module", *WRAPPERS[1:]) if _wraps(model, name)), None)
+    return model if inside is None else entry_of(inside)
+
+
+def _wraps(model: nn.Module, name: str) -> bool:
+    wrapper = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return name in model._modules and (wrapper or name != "module")
+
+
 def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:
     """Tell whether a module is an adapter's own or a parametrisation: what it holds is in the weight that is read."""
     if "parametrizations" in name.split("."):

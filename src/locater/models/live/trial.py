@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...attention.calls import AttentionCall
-from ...attention.interception import Eagerly, Interception
+from ...attention.compilation import Eagerly
+from ...attention.interception import Interception
 from ...errors import Refusal
 from .. import Attention, Layer
 from ..coverage import Coverage, spans

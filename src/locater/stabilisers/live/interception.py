@@ -5,31 +5,51 @@ module: a copy of the module has a slot of its own, with handlers that know noth
 """
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ...attention.calls import SDPA, AttentionCall
+from ...attention.compilation import Eagerly, in_compiled, is_full_graph
 from ...attention.interception import Interception
+from ...attention.outside import in_full_graph
 from ...errors import refusal
 from .pairs import Pair
 
-Handler = Callable[[nn.Module, AttentionCall], Tensor | None]  # what to give in place of the kernel's output, if any
+Handler = Callable[[nn.Module, AttentionCall], Tensor]  # what to give in place of the kernel's output
 FORWARD = "forward"
+WAY_OUT = "load the model with attn_implementation='sdpa', or call it with need_weights=False"
+BREAK = "compile without fullgraph=True: each attention module is then one graph break"
+
+
+@runtime_checkable
+class Visit(Protocol):
+    """One run of a module: told of every call in it, and of its end."""
+
+    written_out: bool
+
+    def __call__(self, call: AttentionCall) -> Tensor | None: ...
+    def end(self) -> None: ...
+
+
+@runtime_checkable
+class Looking(Protocol):
+    """A handler that replaces nothing; `visit` gives None for a run that it does not look at."""
+
+    def visit(self) -> Visit | None: ...
 
 
 class Slots:
     """One handler in every attention module of the pairs; `remove()` leaves no trace, in any order, as often as called.
 
-    A handler must be picklable: it goes with a copy of the model, so it either holds no state of the original, or is a
-    `Watcher`.
+    A handler must be picklable: it goes with a copy of the model, so it either holds no state of the original, or is
+    one of `looking`.
     """
 
-    def __init__(self, pairs: Iterable[Pair], handler: Callable[[str], Handler]) -> None:
+    def __init__(self, pairs: Iterable[Pair], handler: Callable[[str], Handler | Looking]) -> None:
         named: dict[nn.Module, str] = {}
         for pair in pairs:
             named.setdefault(pair.query.weight.attention, pair.name)
@@ -40,68 +60,83 @@ class Slots:
             self.removals.pop()()
 
 
-class Watcher:
-    """A handler that shows each call to a stabiliser, which lives elsewhere, and leaves the output to the kernel.
-
-    So the model's output is its own to the bit, whatever the kernel and its mask. In a copy it does nothing.
-    """
-
-    def __init__(self, watch: Callable[[str, AttentionCall], None], name: str) -> None:
-        self.watch, self.name = weakref.WeakMethod(watch), name
-
-    def __call__(self, module: nn.Module, call: AttentionCall) -> None:
-        watch = self.watch()
-        if watch is not None:
-            watch(self.name, call)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _Passing, ()
-
-
-class _Passing:
-    def __call__(self, module: nn.Module, call: AttentionCall) -> None:
-        """Leave the call alone."""
-
-
 class _Slot:
     """Replacement of a module's `forward` as long as there is a handler; the newest handles first."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
-        self.before = module.__dict__.get(FORWARD)
-        self.handlers: list[Handler] = []
+        self.before: Any = module.__dict__.get(FORWARD)
+        self.handlers: list[Handler | Looking] = []
         self.__signature__ = inspect.signature(module.forward)
 
-    @torch.compiler.disable  # the compiler misses some kernels under a function mode, which would bypass the slot
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        calls: list[str] = []
+        if torch.compiler.is_compiling() and in_full_graph():
+            if any(not hasattr(handler, "visit") for handler in self.handlers):
+                _refuse_full_graph()
+            return self._forward(*args, **kwargs)  # without a look: the stabiliser notices that it saw nothing
+        return self._outside(*args, **kwargs)
+
+    @torch.compiler.disable  # the compiler misses some kernels under a function mode, which would bypass the slot
+    def _outside(self, *args: object, **kwargs: object) -> Any:
+        visits = [visit for handler in self.handlers if (visit := self._visit(handler)) is not None]
         with ExitStack() as modes:
-            for handler in self.handlers:
-                modes.enter_context(Interception(_handing(self.module, handler, calls)))
-            own = self.before or type(self.module).forward.__get__(self.module)
-            output = own(*args, **kwargs)
-        if len(calls) < len(self.handlers):
-            remedy = "load the model with attn_implementation='sdpa', or call it with need_weights=False"
-            raise refusal("attention through scaled_dot_product_attention", f"another way in {self.name}", remedy)
+            if visits:
+                modes.enter_context(Eagerly(within_compiled=in_compiled()))
+            for visit in visits:
+                modes.enter_context(Interception(visit, written_out=visit.written_out))
+            output = self._forward(*args, **kwargs)
+        for visit in visits:
+            visit.end()
         return output
+
+    def _visit(self, handler: Any) -> Visit | None:
+        return handler.visit() if hasattr(handler, "visit") else _Replacing(self.module, self.name, handler)
+
+    def _forward(self, *args: object, **kwargs: object) -> Any:
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "__signature__"}
 
 
-def _handing(module: nn.Module, handler: Handler, calls: list[str]) -> Callable[[AttentionCall], Tensor | None]:
-    def handle(call: AttentionCall) -> Tensor | None:
+def check_no_full_graph(model: nn.Module) -> None:
+    """For handlers that replace outputs, before anything is changed."""
+    if any(is_full_graph(module) for module in model.modules()):
+        _refuse_full_graph()
+
+
+@torch.compiler.assume_constant_result
+def _refuse_full_graph() -> None:
+    """Called also while a full graph is made, before anything has run."""
+    raise refusal("a model whose compiled graph may be left within its attention", "fullgraph=True", BREAK)
+
+
+class _Replacing:
+    """A run of a module whose calls are computed by a handler; refused where the output cannot be replaced."""
+
+    written_out = False
+
+    def __init__(self, module: nn.Module, name: str, handler: Handler) -> None:
+        self.module, self.name, self.handler, self.number, self.others = module, name, handler, 0, set[str]()
+
+    def __call__(self, call: AttentionCall) -> Tensor | None:
         if call.unreadable is not None:
             raise call.unreadable
-        if call.through != SDPA and not isinstance(handler, Watcher | _Passing):
+        if call.through != SDPA:
+            self.others.add(call.through)
             return None  # the output of such a kernel cannot be replaced; the module is then refused
-        calls.append(call.through)
-        return handler(module, call)
+        self.number += 1
+        return self.handler(self.module, call)
 
-    return handle
+    def end(self) -> None:
+        if not self.number:
+            way = f"{', '.join(sorted(self.others))} in {self.name}" if self.others else f"another way in {self.name}"
+            raise refusal("attention through scaled_dot_product_attention", way, WAY_OUT)
 
 
-def _attach(module: nn.Module, name: str, handler: Handler) -> Callable[[], None]:
+def _attach(module: nn.Module, name: str, handler: Handler | Looking) -> Callable[[], None]:
     """Put the handler into the module's slot, made if there is none; returns what takes it out again."""
     slot = module.__dict__.get(FORWARD)
     if not isinstance(slot, _Slot):

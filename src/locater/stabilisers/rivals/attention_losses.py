@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from ...attention.calls import AttentionCall, in_backward
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
-from ..base import Stabiliser, non_negative
+from ..base import non_negative
 from ..live.find import find_pairs
-from ..live.interception import Slots, Watcher
+from ..live.looking import Looker
 
 
-class AttentionLoss(Stabiliser):
+class AttentionLoss(Looker):
     """weight · mean over layers, heads and queries of a number of the logits, since the last `penalty()`.
 
     Cost: the logits are materialised next to the model's own attention, O(T²) memory per layer. Queries without a key
@@ -29,17 +29,15 @@ class AttentionLoss(Stabiliser):
         self.weight = non_negative(weight, "weight")
         self.gathered: dict[str, list[Tensor]] = {}
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
-        self.slots = Slots(pairs, lambda name: Watcher(self._attend, name))
+        self.look(model, pairs)
         self.last: dict[str, float] = {}
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
         """One number per query; each has at least one key, and −∞ stands where there is none."""
         raise NotImplementedError
 
-    def _attend(self, name: str, call: AttentionCall) -> None:
-        if not torch.is_grad_enabled():
-            return
-        logits = call.masked(call.raw())
+    def attend(self, name: str, call: AttentionCall) -> None:
+        logits = call.final()
         none = (logits == -torch.inf).all(-1)  # padding: filled before any softmax, whose gradient is NaN there
         numbers = self.number(logits.masked_fill(none[..., None], 0.0)).masked_fill(none, 0.0)
         mean = numbers.sum() / (~none).sum().clamp(min=1)
@@ -57,7 +55,7 @@ class AttentionLoss(Stabiliser):
         return self.weight * torch.stack(list(means.values())).mean()
 
     def detach(self) -> None:
-        self.slots.remove()
+        super().detach()
         self.gathered.clear()
 
 

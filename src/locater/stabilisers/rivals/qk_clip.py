@@ -12,27 +12,26 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...attention.arguments import with_four_dimensions
-from ...attention.calls import AttentionCall
+from ...attention.calls import AttentionCall, in_backward
 from ...errors import refusal
 from ...models.live import at_work
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...models.live.write_check import WriteCheck
-from ...records import head_key, layer_key
-from ..base import Stabiliser
+from ...records import State, head_key, layer_key
 from ..live.find import find_pairs
-from ..live.interception import Slots, Watcher
+from ..live.looking import Looker
 from ..live.pairs import Pair, check_stored
 
 BLOCK = 128  # queries whose logits exist at a time
 
 
-class QKClip(Stabiliser):
+class QKClip(Looker):
     """γ = threshold / max logit where that exceeds it: W_Q and W_K by √γ; with shared keys W_Q alone by γ.
 
     Biases are scaled alike, so every logit shrinks by γ exactly. `step()` uses the largest logit since the last one,
-    over all ranks of `group` (the data-parallel ones). Cost: the logits of each training pass once more, in blocks.
-    `log_only` measures and changes nothing.
+    over all ranks of `group` (the data-parallel ones). Cost: the logits of each training pass once more, in blocks;
+    of every `every`-th step's passes only, if that is more than 1. `log_only` measures and changes nothing.
     """
 
     def __init__(
@@ -40,6 +39,7 @@ class QKClip(Stabiliser):
         model: nn.Module,
         *,
         threshold: float = 100.0,
+        every: int = 1,
         log_only: bool = False,
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
@@ -47,7 +47,10 @@ class QKClip(Stabiliser):
     ) -> None:
         if not 0 < threshold < float("inf"):
             raise refusal("a positive, finite threshold", threshold)
-        self.threshold, self.log_only, self.group = threshold, log_only, group
+        if every < 1:
+            raise refusal("`every` of at least 1", every)
+        self.threshold, self.every, self.log_only, self.group = threshold, every, log_only, group
+        self.num_steps = 0
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
         if not log_only:
             check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
@@ -56,19 +59,30 @@ class QKClip(Stabiliser):
         self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
-        self.slots = Slots(self.pairs, lambda name: Watcher(self._attend, name))
+        self.look(model, self.pairs)
         if not log_only:
             at_work.begin(model, self)
 
-    def _attend(self, name: str, call: AttentionCall) -> None:
-        if torch.is_grad_enabled():
-            largest = largest_logits(call)
-            known = self.largest.get(name)
-            self.largest[name] = largest if known is None else torch.maximum(known, largest)
+    def is_due(self) -> bool:
+        return self.num_steps % self.every == 0
+
+    def attend(self, name: str, call: AttentionCall) -> None:
+        known = self.largest.get(name)
+        if known is not None and in_backward():
+            return  # recomputed, and seen before
+        largest = largest_logits(call)
+        self.largest[name] = largest if known is None else torch.maximum(known, largest)
 
     @torch.no_grad()
     def step(self) -> None:
         self.writes.check()
+        if self.is_due():
+            self._clip()
+        self.num_steps += 1
+
+    def _clip(self) -> None:
+        if not self.largest:
+            self.warn_of_nothing()
         for largest in self.largest.values():
             if dist.is_initialized():
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
@@ -76,6 +90,12 @@ class QKClip(Stabiliser):
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
                 pair.clip(clip_factors(self._of(pair), self.threshold))
+
+    def state_dict(self) -> State:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: State) -> None:
+        self.num_steps = state.get("num_steps", 0)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/max_logit` at the last step, and with `heads` each head's."""
@@ -100,7 +120,7 @@ class QKClip(Stabiliser):
     def detach(self) -> None:
         at_work.end(self)
         self.writes.close()
-        self.slots.remove()
+        super().detach()
 
 
 def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Tensor, "*heads"]:
@@ -117,6 +137,7 @@ def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Te
 def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     """max over batch, queries and admissible keys, block by block: no T×T matrix."""
     call = with_four_dimensions(call)
-    rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
-    blocks = [call.masked(call.raw(block), block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
+    num_queries = (call.query if call.logits is None else call.logits).shape[-2]
+    rows = [slice(start, start + BLOCK) for start in range(0, num_queries, BLOCK)]
+    blocks = [call.final(block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
     return torch.stack(blocks).amax(0)

@@ -19,7 +19,7 @@ from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
 from ..live.find import find_pairs
-from ..live.interception import Slots
+from ..live.interception import Slots, check_no_full_graph
 from ..live.pairs import Pair
 from ..live.sharding import check_not_spread
 
@@ -79,6 +79,7 @@ class QKNorm(Stabiliser):
         sample: Sample | None = None,
     ) -> None:
         check_not_spread(model)
+        check_no_full_graph(model)
         self.kind = kind or RMS()
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}

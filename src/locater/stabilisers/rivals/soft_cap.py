@@ -12,7 +12,7 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ..base import Stabiliser
 from ..live.find import find_pairs
-from ..live.interception import Slots
+from ..live.interception import Slots, check_no_full_graph
 
 
 class SoftCap(Stabiliser):
@@ -23,6 +23,7 @@ class SoftCap(Stabiliser):
     ) -> None:
         if not 0 < cap < float("inf"):
             raise refusal("a positive, finite cap", cap)
+        check_no_full_graph(model)
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.slots = Slots(pairs, lambda name: Capping(cap))
 
