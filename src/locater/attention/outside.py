@@ -31,7 +31,7 @@ class OutsideHook(Hook):
     def __call__(self, module: nn.Module, *given: object) -> None:
         if torch.compiler.is_compiling() and self.swallow():
             return
-        self._outside(module, *given)
+        self._outside(module, *given)  # type: ignore[call-arg]
 
     @torch.compiler.disable
     def _outside(self, module: nn.Module, *given: object) -> None:

@@ -74,7 +74,7 @@ class _Slot:
             if any(not hasattr(handler, "visit") for handler in self.handlers):
                 _refuse_full_graph()
             return self._forward(*args, **kwargs)  # without a look: the stabiliser notices that it saw nothing
-        return self._outside(*args, **kwargs)
+        return self._outside(*args, **kwargs)  # type: ignore[arg-type]
 
     @torch.compiler.disable  # the compiler misses some kernels under a function mode, which would bypass the slot
     def _outside(self, *args: object, **kwargs: object) -> Any:
