@@ -105,6 +105,8 @@ def _show(console: Console, found: Json, folder: Path) -> None:
     console.print(f"[bold]{escape(found['question'])}[/bold]")
     for sentence in found["answer"]:
         console.print(f"· {escape(sentence)}")
+    if found["floors"]:
+        console.print(f"[dim]Floors: {escape('; '.join(found['floors']))}.[/dim]")
     if found["setting"]:
         console.print(f"[dim]Setting: {escape(found['setting'])}.[/dim]")
     for row in found["failures"][:3]:

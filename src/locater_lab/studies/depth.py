@@ -14,35 +14,39 @@ from locater.records import Json
 from locater.stabilisers import LocAteR
 from locater.theory.of_head import profile
 
-from .small import Ran, nothing, result, seeds, tiny, train
+from .floors import ARMS as FLOORS
+from .floors import UNIFORM
+from .small import Ran, nothing, result, seeds, train, trained
 from .statistics import Finding, corrected, paired, spearman, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import findings
 
-ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength=1e-2)}
+ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength="auto"), UNIFORM: FLOORS[UNIFORM]}
 NUM_TEXTS = 64
+STEPS = 1000  # deeper models learn more of a step, and take longer over it
 
 
 def grid(quick: bool) -> list[Point]:
-    steps = 40 if quick else 200
+    steps = 40 if quick else STEPS
     return [
         {
             "name": f"{depth}-{'warm-up' if warmup else 'cold'}-{arm}-seed{seed}",
             "condition": f"{depth} layer{'s' if depth > 1 else ''}, {'' if warmup else 'no '}warm-up",
             "arm": arm,
             "seed": seed,
-            "options": {"num_layers": depth, "warmup": warmup, "steps": steps, "learning_rate": 3e-3},
+            "is_cold": not warmup,
+            "options": {"num_layers": depth, "steps": steps, "learning_rate": 3e-3},
         }
         for seed in seeds(quick)
         for depth in ((1, 2) if quick else (1, 2, 4, 8))
-        for warmup in (steps // 10, 0)
+        for warmup in (True, False)
         for arm in ARMS
     ]
 
 
 def measure(point: Point, place: Path) -> Json:
-    ran = train(tiny(point["seed"], **point["options"]), ARMS[point["arm"]])
+    ran = train(trained(point["seed"], **point["options"]), ARMS[point["arm"]], is_cold=point["is_cold"])
     return result(ran) | {"agreement": agreement(ran) if ran.is_finite else []}
 
 
@@ -125,7 +129,8 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("estimate and its interval"),
     drawn=("validation loss, LocAteR − none", "share of gradient over ρ"),
-    budget="80 runs of 200 steps: five minutes of one core",
-    setting="models of width 32 with 2 heads after 200 steps, learning rate 3e-3, LocAteR with κ = 1e-2",
+    judged=list,
+    budget=f"120 runs of {STEPS:,} steps",
+    setting=f"width 64 with 2 heads, {STEPS:,} steps, learning rate 3e-3, κ = auto; cold runs have no warm-up, and the same rates after it",
     doubt="Longer runs; other strengths at each depth; another walk for the inputs than one of their second moment.",
 )

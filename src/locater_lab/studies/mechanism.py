@@ -10,7 +10,8 @@ from locater.stabilisers import LocAteR, QKDecay, Stabiliser
 
 from ..rivals import SpectralInitialisation
 from ..train.observe import spectra
-from .small import SCALE, Attach, nothing, result, seeds, tiny, train
+from .floors import ARMS as FLOORS
+from .small import STEPS, TRAINED_SCALE, Attach, nothing, result, seeds, train, trained
 from .statistics import Finding, paired, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
@@ -47,14 +48,14 @@ ARMS: dict[str, Attach] = {
     "decay-20": _decay(20.0),
     "start": _start,
     "start, then locater-1e-2": _both,
-}
-COURSE = 50  # steps between two looks at the spectrum
+} | FLOORS
+COURSE = 100  # steps between two looks at the spectrum
 
 
 def grid(quick: bool) -> list[Point]:
-    arms = ("none", "locater-1e-2", "decay-5", "start") if quick else tuple(ARMS)
+    arms = ("none", "locater-1e-2", "decay-5", "start", *FLOORS) if quick else tuple(ARMS)
     return [
-        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 100 if quick else 300}
+        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 100 if quick else STEPS}
         for seed in seeds(quick)
         for arm in arms
     ]
@@ -70,7 +71,7 @@ def measure(point: Point, place: Path) -> Json:
             course[str(step)] = sum(head["eta"] / head["temperature"] for head in heads) / len(heads)
 
     arm, steps = point["arm"], point["steps"]
-    ran = train(tiny(point["seed"], steps=steps), ARMS[arm], late=arm.startswith("decay"), each=each)
+    ran = train(trained(point["seed"], steps), ARMS[arm], late=arm.startswith("decay"), each=each)
     return result(ran) | {"course": course}
 
 
@@ -114,8 +115,9 @@ STUDY = Study(
     measure=measure,
     conclude=conclude,
     figure=Figure("step", "eta", "arm", "", "step", "η/λ"),
-    budget="45 runs of 300 steps: a minute of one core",
-    setting=SCALE,
-    doubt="Larger models and longer runs; strengths of decay tuned for the loss.",
+    budget=f"55 runs of {STEPS:,} steps",
+    setting=TRAINED_SCALE,
+    judged=list,
+    doubt="Larger models; strengths of decay tuned for the loss.",
     shown=over_time,
 )

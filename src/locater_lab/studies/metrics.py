@@ -12,12 +12,14 @@ from locater.attention import rank
 from locater.records import Json
 from locater.stabilisers import LocAteR
 
+from .floors import ARMS as FLOORS
 from .localisation_helps import ARMS as SET
 from .localisation_helps import follows
-from .small import SCALE, Attach, Ran, nothing, result, seeds, tiny, train
+from .small import STEPS, TRAINED_SCALE, Attach, Ran, nothing, result, seeds, train, trained
 from .statistics import Finding, corrected, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
+from .tasks import with_repeats
 from .trained import findings
 
 BINS = 10
@@ -33,20 +35,22 @@ CHOSEN = (
     "ξ 2 at η 0.3",
 )
 ARMS: dict[str, Attach] = {"none": nothing, "LocAteR": lambda model: LocAteR(model, strength=1e-2)}
-ARMS |= {name: SET[name] for name in CHOSEN}
+ARMS |= {name: SET[name] for name in CHOSEN} | FLOORS
+NUM_LAYERS = 2  # the least that can copy by what stood before (induction)
 
 
 def grid(quick: bool) -> list[Point]:
-    arms = ("none", "LocAteR", "window 2", "window 8", "temperature 3") if quick else tuple(ARMS)
+    arms = ("none", "LocAteR", "window 2", "window 8", "temperature 3", *FLOORS) if quick else tuple(ARMS)
     return [
-        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else 300}
+        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else STEPS}
         for seed in seeds(quick)
         for arm in arms
     ]
 
 
 def measure(point: Point, place: Path) -> Json:
-    ran = train(tiny(point["seed"], steps=point["steps"]), ARMS[point["arm"]])
+    config = trained(point["seed"], point["steps"], num_layers=NUM_LAYERS)
+    ran = train(config, ARMS[point["arm"]], task=with_repeats)
     return result(ran) | numbers(ran)
 
 
@@ -164,7 +168,8 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("rank correlation"),
     drawn=("over the mass on the last 4 tokens",),
-    budget="50 runs of 300 steps: two minutes of one core",
-    setting=SCALE,
-    doubt="Models that can copy: one layer has no induction heads; word frequencies of a larger vocabulary.",
+    budget=f"60 runs of {STEPS:,} steps",
+    setting=f"{TRAINED_SCALE.replace('one layer', 'two layers')}; every second text is random tokens that come again",
+    judged=list,
+    doubt="Models that copy well; word frequencies of a larger vocabulary.",
 )

@@ -141,6 +141,7 @@ def _section(name: str, found: Json, pictures: str) -> str:
     number = f"{found['number']}. " if found["number"] else ""
     lines = [f"## `{name}`", "", f"**{number}{found['question']}**", "", " ".join(found["answer"]), ""]
     lines += [f"Setting: {found['setting']}.", ""] if found["setting"] else []
+    lines += [f"Floors: {'; '.join(found['floors'])}.", ""] if found["floors"] else []
     shared = [f"{count} of its runs with `{other}`" for other, count in found["shared"].items()]
     lines += [f"Shares {together(shared)}.", ""] if shared else []
     if found["rows"]:

@@ -6,22 +6,24 @@ from pathlib import Path
 from locater.records import Json
 from locater.stabilisers import LocAteR
 
-from .small import SCALE, nothing, result, seeds, tiny, train
+from .floors import ARMS as FLOORS
+from .floors import UNIFORM
+from .small import STEPS, TRAINED_SCALE, nothing, result, seeds, train, trained
 from .statistics import Estimate, Finding, corrected, paired, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import by_seed, findings
 
-ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength=1e-2)}
+ARMS = {"none": nothing, "locater": lambda model: LocAteR(model, strength="auto"), UNIFORM: FLOORS[UNIFORM]}
 AS_IT_IS = "as it is"
 FACTORS: dict[str, Json] = {
     AS_IT_IS: {},
-    "half the width": {"d_model": 16, "d_feedforward": 32},
-    "twice the width": {"d_model": 64, "d_feedforward": 128},
+    "half the width": {"d_model": 32, "d_feedforward": 64},
+    "twice the width": {"d_model": 128, "d_feedforward": 256},
     "one head": {"num_heads": 1},
     "four heads": {"num_heads": 4},
-    "learning rate × 3": {"learning_rate": 3e-2},
-    "learning rate / 3": {"learning_rate": 3e-3},
+    "learning rate × 3": {"learning_rate": 1.5e-2},
+    "learning rate / 3": {"learning_rate": 1.7e-3},
     "rotary": {"positions": "rotary"},
     "learned positions": {"positions": "learned"},
     "pre-LN": {"norm_first": True},
@@ -38,7 +40,7 @@ def grid(quick: bool) -> list[Point]:
             "condition": factor,
             "arm": arm,
             "seed": seed,
-            "steps": 80 if quick else 300,
+            "steps": 80 if quick else STEPS,
         }
         for seed in seeds(quick)
         for factor in chosen
@@ -48,7 +50,7 @@ def grid(quick: bool) -> list[Point]:
 
 def measure(point: Point, place: Path) -> Json:
     options = {"steps": point["steps"]} | FACTORS[point["condition"]]
-    return result(train(tiny(point["seed"], **options), ARMS[point["arm"]]))
+    return result(train(trained(point["seed"], **options), ARMS[point["arm"]]))
 
 
 def conclude(rows: list[Json]) -> Answer:
@@ -59,7 +61,7 @@ def conclude(rows: list[Json]) -> Answer:
         [Finding("its change against 'as it is'", factor, _change(rows, factor)) for factor in _others(rows)]
     )
     return Answer(
-        f"With one thing changed at a time, the loss with LocAteR (κ = 1e-2) against none: {tally(gains)} (paired by "
+        f"With one thing changed at a time, the loss with LocAteR (κ = auto) against none: {tally(gains)} (paired by "
         "seed, Holm).",
         f"That difference, against the one of the model as it is: {tally(changes)}.",
         [*gains, *changes],
@@ -85,7 +87,8 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("estimate and its interval"),
     drawn=("loss, LocAteR − none",),
-    budget="120 runs of 300 steps: three minutes of one core",
-    setting=SCALE,
+    budget=f"180 runs of {STEPS:,} steps",
+    setting=TRAINED_SCALE,
+    judged=list,
     doubt="A strength tuned for every factor; factors in combination.",
 )

@@ -13,6 +13,8 @@ from locater.documents import as_written
 from locater.errors import BadArguments
 from locater.records import Json
 
+from .floors import ARMS as FLOORS
+from .floors import Floors, floors
 from .statistics import Finding
 from .sweep.folder import Measure, Point, Row, Sweep
 
@@ -100,6 +102,8 @@ class Study:
     setting: str = ""  # of what size, how long, how tuned
     drawn: Sequence[str] = ()  # of a figure of intervals, what the findings are about
     shown: Callable[[list[Json]], list[Json]] = list  # what the figure draws, if not the rows themselves
+    # Rows of losses by condition, arm and seed, where they are of trained models: `floors` judges them.
+    judged: Callable[[list[Json]], list[Json]] | None = None
 
 
 def find(name: str) -> Study:
@@ -124,9 +128,12 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     study = find(name)
     with as_written(f"the rows of {name}"):
         measured = flat(rows)
-        found = study.conclude(measured) if measured else None
+        below = floors(study.judged(measured)) if study.judged else []
+        told = _above_floors(measured, below) if study.judged else measured
+        found = study.conclude(told) if told else None
         table = found.behind() if found else None
-    answer = [found.first, found.second] if found else ["Nothing has been measured yet."]
+    answer = [found.first, found.second] if found else [] if measured else ["Nothing has been measured yet."]
+    answer += [f"No conclusion{of_condition(one)}: {one.shortfall}." for one in below if one.shortfall]
     done = sum("result" in row and _is_done(row["result"]) for row in rows)
     if done < num_points:
         answer.append(f"Open: {num_points - done} of {num_points} points are not measured to their end.")
@@ -139,12 +146,23 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
         "answer": answer,
         "findings": [one.to_json() for one in found.findings] if found else [],
         "behind": table._asdict() if table else None,
+        "floors": [str(one) for one in below],
         "budget": study.budget,
         "doubt": study.doubt,
         "figure": asdict(study.figure),
         "failures": [row for row in rows if "error" in row],
-        "rows": _drawn(study, found, measured),
+        "rows": _drawn(study, found, told),
     }
+
+
+def _above_floors(rows: list[Json], below: Sequence[Floors]) -> list[Json]:
+    """Rows of the conditions in which attention matters, without the arms that showed it."""
+    enough = {one.condition for one in below if not one.shortfall}
+    return [row for row in rows if row.get("condition", "") in enough and row["arm"] not in FLOORS]
+
+
+def of_condition(one: Floors) -> str:
+    return f" on {one.condition}" if one.condition else ""
 
 
 def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Json]:
