@@ -1,7 +1,7 @@
 """The smallest setting in which attention matters: `python runs/setting.py [OUT]`, rows kept in runs/measured/setting.
 
-Settings are tried from the cheapest on, each at two rates, on seed 100, which no study judges. The first is taken in which
-`none` beats a bigram table of the whole training text by 0.05 nats and uniform attention is 0.05 worse than `none`.
+Settings are tried from the cheapest on, each at two rates, on seed 100, which no study judges. The first is taken in
+which `none` beats a bigram table of the whole training text by 0.05 nats and uniform attention is 0.05 worse.
 Stop it at any time and start it again: what is measured is kept.
 """
 

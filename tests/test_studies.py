@@ -341,7 +341,7 @@ def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
     def found(follows: float) -> str:
         shuffled = {0: (1, 4, 2, 6, 3, 5), 1: (3, 2, 6, 1, 5, 4), 2: (4, 1, 5, 2, 6, 3)}
         rows = [
-            {"condition": "", "arm": f"window {n}", "kind": "window", "seed": seed, "near_mass": n / 10}
+            {"condition": "text", "arm": f"window {n}", "kind": "window", "seed": seed, "near_mass": n / 10}
             | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed, "entropy": 1 - n / 10}
             for n in range(6)
             for seed in range(3)

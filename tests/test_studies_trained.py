@@ -112,7 +112,7 @@ def test_every_rival_trains_and_is_measured(monkeypatch):
     monkeypatch.setattr(rivals, "trained", lambda seed, steps, **changed: config(**changed | {"steps": 2}))
     for name, rival in rivals.RIVALS.items():
         row = rivals._row(rival, rival.settings[1], 1e-2, 0, 2)
-        assert 0 < row["loss"] < 8 and 0 < row["entropy"] <= 1 and row["milliseconds"] > 0, name
+        assert 0 < row["loss"] < 8 and 0 < row["entropy"] < 1.001 and row["milliseconds"] > 0, name
 
 
 def rated(effect: float) -> list[dict]:

@@ -131,6 +131,7 @@ STUDY = Study(
     drawn=("validation loss, LocAteR − none", "share of gradient over ρ"),
     judged=list,
     budget=f"120 runs of {STEPS:,} steps",
-    setting=f"width 64 with 2 heads, {STEPS:,} steps, learning rate 3e-3, κ = auto; cold runs have no warm-up, and the same rates after it",
+    setting=f"width 64 with 2 heads, {STEPS:,} steps, learning rate 3e-3, κ = auto; without warm-up a run has the same "
+    "rates from its end on",
     doubt="Longer runs; other strengths at each depth; another walk for the inputs than one of their second moment.",
 )

@@ -7,8 +7,8 @@ from statistics import fmean
 from locater.records import Json
 from locater.stabilisers import LocAteR, Projected, WarmUp
 
-from .interventions import Held, Temperature, Window
 from .floors import ARMS as FLOORS
+from .interventions import Held, Temperature, Window
 from .small import STEPS, TRAINED_SCALE, Attach, nothing, read_text, result, seeds, train, trained
 from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
@@ -45,9 +45,7 @@ KINDS: dict[str, dict[str, Attach]] = {
 }
 ARMS: dict[str, Attach] = {"none": nothing} | {name: make for kind in KINDS.values() for name, make in kind.items()}
 ARMS |= FLOORS
-KIND_OF = (
-    {name: kind for kind, arms in KINDS.items() for name in arms} | {"none": "none"} | {one: one for one in FLOORS}
-)
+KIND_OF = {name: kind for kind, arms in KINDS.items() for name in arms} | {name: name for name in ("none", *FLOORS)}
 QUICK = ("none", "window 2", "window 8", "temperature 0.3", "temperature 3", "ξ -2 at η 0.3", "ξ 2 at η 0.3", *FLOORS)
 # Text wants what is near; tokens that stood half a text before want what is far.
 TASKS = {"text": read_text, "far tokens": far}
