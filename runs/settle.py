@@ -3,9 +3,10 @@
     python runs/settle.py DATA OUT [--until tune|A|B] [--quick]
 
 A: 2,048 byte pairs of WikiText-2, 10,000 steps, cosine to 2 % of the rate, five seeds. B: words, dropout 0.1, four
-epochs, `none` and the best arm of A, three seeds. Rates and strengths are tuned on seed 100, which is not judged. Stop
-it at any time and start it again: ended runs are kept, the others continue to the bit. OUT/rows holds the metrics of
-ended runs, which runs/measured keeps.
+epochs, `none` and the best arm of A, three seeds. All is tuned on seed 100, which is not judged: strengths in runs of
+2,000 steps, rates at A's own length, since the best rate of a short run is too high for a long one. Stop it at any time
+and start it again: ended runs are kept, the others continue to the bit. OUT/rows holds the metrics of ended runs, which
+runs/measured keeps.
 """
 
 import argparse
@@ -25,6 +26,7 @@ BYTE_PAIRS: Options = COMMON | dict(tokenizer="bpe", bpe_size=2048)
 WORDS: Options = COMMON | dict(tokenizer="words", optimizer="adamw", weight_decay=0.01, clip=0.0, dropout=0.1)
 WORDS |= dict(attention_dropout=0.0, learning_rate=1e-3, warmup=400, validate_every=510, save_every=100)
 TUNING_SEED, RATES = 100, (1.5e-3, 3e-3, 6e-3)
+LONG_RATES = (1.5e-3, 3e-3)
 # By arm: the setting that is tuned beside the rate, and its values.
 STRENGTHS: dict[str, tuple[str, tuple[float, ...]]] = {
     "none": ("", ()),
@@ -81,26 +83,29 @@ def arm_options(arm: str, value: float, steps: int) -> Options:
 
 
 def tune(runs: Runs) -> dict[str, tuple[float, float]]:
-    """By arm, its best rate and strength: rates at the middle strength, strengths there, then half steps."""
+    """By arm, its best rate and strength."""
     best = {arm: tune_arm(runs, arm) for arm in STRENGTHS}
     (runs.out / "tuned.json").write_text(json.dumps(best, indent=1))
     return best
 
 
 def tune_arm(runs: Runs, arm: str) -> tuple[float, float]:
-    steps = runs.lengths["tune"]
+    """Rates at the middle strength, strengths at the best rate, half steps of it; then rates at A's length."""
     _, values = STRENGTHS[arm]
 
-    def loss(rate: float, value: float) -> float:
-        options = BYTE_PAIRS | dict(learning_rate=rate, steps=steps, seed=TUNING_SEED, validate_every=steps)
+    def loss(rate: float, value: float, stage: str = "tune", length: str = "tune") -> float:
+        steps = int(runs.lengths[length])
+        every = steps if stage == "tune" else 1000
+        options = BYTE_PAIRS | dict(learning_rate=rate, steps=steps, seed=TUNING_SEED, validate_every=every)
         name = f"{arm}-{rate:g}" + (f"-{value:g}" if values else "")
-        return runs.loss("tune", name, options | arm_options(arm, value, steps))
+        return runs.loss(stage, name, options | arm_options(arm, value, steps))
 
     middle = values[len(values) // 2] if values else 0.0
     rate = lowest(lambda rate: loss(rate, middle), RATES)
     value = lowest(lambda value: loss(rate, value), values) if values else 0.0
-    half_steps = [float(f"{rate * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
-    return min([rate, *half_steps], key=lambda rate: loss(rate, value)), value
+    for factor in (0.5**0.5, 2**0.5):
+        loss(float(f"{rate * factor:.2g}"), value)
+    return lowest(lambda rate: loss(rate, value, "rates", "A"), LONG_RATES), value
 
 
 def lowest(loss: Any, values: tuple[float, ...]) -> float:
