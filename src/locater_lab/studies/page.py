@@ -17,10 +17,21 @@ from .sweep.folder import Row
 
 HEAD = """# Studies
 
-What readers of the paper are left asking, Q1 to Q10, and some more. Every answer is written by code from the rows in
-[runs/studies](../runs/studies), and `make studies` writes this page anew: two sentences for each question, a figure,
-and every comparison behind them. How to read them:
+What readers of the paper are left asking, Q1 to Q10, and some more: a question, its answer, a figure, a small table.
+What else was measured is folded. Code writes every answer from the rows in [runs/studies](../runs/studies); `make
+studies` writes this page anew.
 
+!!! note "Which LocAteR should I use today?"
+
+    None, if your run is stable: at the end of training no gain has been shown.
+    `LocAteR(model, strength="auto")`, if you want a faster start: that is where its gain was seen.
+    QK-Clip or QK-norm, if logits grow now. The [runs that settle it](reproduction.md) are under way.
+
+How to read it:
+
+- Floors stand under every table of trained models: the losses of a unigram and of a bigram table of the whole training
+  text, of a model without context and of one with uniform attention. Where `none` is not at least 0.05 nats below the
+  bigram table and below uniform attention, attention does not matter yet, and nothing is concluded.
 - An interval is one of 95 %. "No difference seen" says that it holds zero, not that there is none.
 - Differences are paired by seed, and fewer than three seeds make no claim. Intervals are never adjusted; where several
   are compared, p after Holm's correction has its own column, and a verdict needs both. Seeds that agree exactly have no
@@ -28,7 +39,7 @@ and every comparison behind them. How to read them:
 - Numbers over the points of a grid, which we chose, are effect sizes without interval or verdict: they say how the
   plane looks, not how models are distributed over it. Seeds share the grid, so they do not count as more points.
 - Runs that two studies share are said to be shared: they are one result, told twice.
-- Most training studies are of models that train in seconds: they are complete, and small.
+- The training studies are of one small setting, the least in which attention matters (`python runs/setting.py`).
 - `--quick` is a miniature of under two minutes; what each took is said with its budget.
 
 """
@@ -47,7 +58,7 @@ Its rows are of {models} real checkpoints with {heads:,} heads in all, and stand
 """
 BEFORE_REAL_DATA = "mechanism"
 TIMES = "times.json"
-MOST_ROWS = 30  # of a table; the rest is in the rows
+FEW_ROWS, MOST_ROWS = 6, 30  # of a table, open and folded; the rest is in the rows
 NOTHING = {"rows": [], "num_points": 0, "quick": False}
 SWEEPS = """## Sweeps
 
@@ -138,15 +149,26 @@ def _real_data(folder: Path) -> str:
 
 
 def _section(name: str, found: Json, pictures: str) -> str:
+    """Question, answer, figure and a small table; all else is folded."""
     number = f"{found['number']}. " if found["number"] else ""
     lines = [f"## `{name}`", "", f"**{number}{found['question']}**", "", " ".join(found["answer"]), ""]
-    lines += [f"Setting: {found['setting']}.", ""] if found["setting"] else []
     lines += [f"Floors: {'; '.join(found['floors'])}.", ""] if found["floors"] else []
-    shared = [f"{count} of its runs with `{other}`" for other, count in found["shared"].items()]
-    lines += [f"Shares {together(shared)}.", ""] if shared else []
     if found["rows"]:
         lines += [f"![{name}]({pictures}/{name}.png)", ""]
-    return "\n".join([*lines, *_behind(found["behind"]), _made(name, found), "", ""])
+    rows = _ordered(found["behind"])
+    lines += _table(found["behind"], rows[:FEW_ROWS])
+    folded = [f"Setting: {found['setting']}.", ""] if found["setting"] else []
+    shared = [f"{count} of its runs with `{other}`" for other, count in found["shared"].items()]
+    folded += [f"Shares {together(shared)}.", ""] if shared else []
+    if len(rows) > FEW_ROWS:
+        cut = f"{MOST_ROWS} of {len(rows)} comparisons" if len(rows) > MOST_ROWS else "All comparisons"
+        folded += [f"{cut}, those with a verdict first:", "", *_table(found["behind"], rows[:MOST_ROWS])]
+    folded += [_made(name, found), ""]
+    return "\n".join([*lines, *fold("How it was measured, and all comparisons", folded), "", ""])
+
+
+def fold(title: str, lines: Sequence[str]) -> list[str]:
+    return ['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "</details>"]
 
 
 def _made(name: str, found: Json) -> str:
@@ -158,19 +180,15 @@ def _made(name: str, found: Json) -> str:
     return f"Rows: {made}. Budget: {found['budget']}{quick}. What would change our mind: {found['doubt']}"
 
 
-def _behind(table: Json | None) -> list[str]:
-    """The comparisons as a table: all, or those that show something, then the first of the others."""
-    if table is None:
+def _ordered(table: Json | None) -> list[list[str]]:
+    """Order the rows of a table: those with a verdict first."""
+    rows = list(table["rows"]) if table else []
+    return sorted(rows, key=lambda row: "seen" in row[-1] or "too few" in row[-1])
+
+
+def _table(table: Json | None, rows: Sequence[Sequence[str]]) -> list[str]:
+    if table is None or not rows:
         return []
-    rows = list(table["rows"])
-    kept = (
-        sorted(rows, key=lambda row: "seen" in row[-1] or "too few" in row[-1])[:MOST_ROWS]
-        if len(rows) > MOST_ROWS
-        else rows
-    )
-    cut = f", {MOST_ROWS} of {len(rows)}, those with a verdict first" if len(kept) < len(rows) else ""
-    body = [
-        [str(cell).replace("|", "\\|") for cell in row]
-        for row in (table["columns"], ["---"] * len(table["columns"]), *kept)
-    ]
-    return [f"Behind it{cut}:", "", *("| " + " | ".join(row) + " |" for row in body), ""]
+    parts = (table["columns"], ["---"] * len(table["columns"]), *rows)
+    body = [[str(cell).replace("|", "\\|") for cell in row] for row in parts]
+    return [*("| " + " | ".join(row) + " |" for row in body), ""]
