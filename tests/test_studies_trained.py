@@ -134,6 +134,19 @@ def test_rivals_find_a_planted_sensitivity_and_no_other():
     assert null["learning-rate sensitivity"] == "no difference seen"
 
 
+def test_a_better_best_loss_is_not_taken_for_more_sensitivity_alone():
+    """An arm that is better at one rate and equal at the others: its sensitivity rises, its mean loss does not."""
+    rows = rated(0.0)
+    rows = [
+        row | {"loss": row["loss"] - 0.3 * (row["arm"] == "steady" and row["learning_rate"] == 0.01)} for row in rows
+    ]
+    answer = rivals.conclude(rows)
+    found = {one.what: one.verdict for one in answer.findings}
+    assert found["best validation loss"] == "lower" and found["learning-rate sensitivity"] == "higher"
+    assert found["mean loss over learning rates"] == "lower", "the rate at which it is better counts"
+    assert "a better best raises it" in answer.second
+
+
 def test_a_rival_is_tuned_on_other_seeds_than_it_is_judged_by(monkeypatch):
     seen = []
 
