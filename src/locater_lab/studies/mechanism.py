@@ -98,10 +98,10 @@ def _scale(rows: list[Json]) -> str:
 
 
 QUANTITIES = {
+    "best_loss": "validation loss",
     "eta_over_temperature": "η/λ",
     "trace_over_temperature": "tr W/λ",
     "directions": "directions of W",
-    "best_loss": "validation loss",
 }
 
 
