@@ -216,9 +216,10 @@ def test_state_is_kept():
     assert resumed.num_steps == 6 and not resumed.is_due()
 
 
-def test_a_monitor_that_was_not_attached_says_so():
+def test_a_monitor_that_was_detached_says_so():
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     monitor = AttentionMonitor(model, every=1)
+    monitor.detach()
     with pytest.raises(Refusal, match="expected an attached monitor.*attach"):
         monitor.step()
 

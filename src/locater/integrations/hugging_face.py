@@ -80,14 +80,19 @@ class _Host:
     """Requests of actions to the Trainer, by its own control."""
 
     control: TrainerControl
-    optimizer: Any = None
-    scheduler: Any = None
+    optimizers: list[Any]
+    others: list[Any]
 
     def stop(self) -> None:
         self.control.should_training_stop = True
 
     def save(self, path: Path | None) -> None:
         self.control.should_save = True
+
+
+def _host(control: TrainerControl, given: dict[str, Any]) -> _Host:
+    parts = ([given[name]] if given.get(name) is not None else [] for name in ("optimizer", "lr_scheduler"))
+    return _Host(control, *parts)
 
 
 class AttentionCallback(TrainerCallback):
@@ -108,8 +113,7 @@ class AttentionCallback(TrainerCallback):
     ) -> None:
         assert isinstance(kwargs["model"], nn.Module)
         self.monitor = AttentionMonitor(kwargs["model"], **self.options)
-        self.monitor.host = _Host(control, kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
-        self.monitor.attach()
+        self.monitor.host = _host(control, kwargs)
         saved = _folder(args, state) / MONITOR
         if state.global_step and saved.exists():
             self.monitor.load_state_dict(torch.load(saved, weights_only=True))
@@ -117,7 +121,7 @@ class AttentionCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.monitor is not None
-        self.monitor.host = _Host(control, kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
+        self.monitor.host = _host(control, kwargs)
         report = self.monitor.step(state.global_step)
         if report is None:
             return
@@ -125,8 +129,8 @@ class AttentionCallback(TrainerCallback):
         if (trainer := _trainer()) is not None:
             trainer.log(report.metrics())
         if state.is_world_process_zero:
-            for alarm in report.alarms:
-                print(f"step {report.step}: {alarm}", flush=True)
+            for line in (*(f"step {report.step}: {alarm}" for alarm in report.alarms), *report.actions):
+                print(line, flush=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.monitor is not None and state.is_world_process_zero and (folder := _folder(args, state)).exists():

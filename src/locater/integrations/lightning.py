@@ -66,12 +66,12 @@ class _Host:
     trainer: Trainer
 
     @property
-    def optimizer(self) -> Optimizer | None:
-        return next(iter(self.trainer.optimizers), None)
+    def optimizers(self) -> list[Optimizer]:
+        return list(self.trainer.optimizers)
 
     @property
-    def scheduler(self) -> Any:
-        return next((config.scheduler for config in self.trainer.lr_scheduler_configs), None)
+    def others(self) -> list[Any]:
+        return [config.scheduler for config in self.trainer.lr_scheduler_configs]
 
     def stop(self) -> None:
         self.trainer.should_stop = True
@@ -96,7 +96,6 @@ class AttentionCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.monitor = AttentionMonitor(self._model(pl_module), **self.options)
         self.monitor.host = _Host(trainer)
-        self.monitor.attach()
         if self.state is not None:
             self.monitor.load_state_dict(self.state)
 
@@ -111,8 +110,8 @@ class AttentionCallback(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(report.metrics(), step=report.step)
         if trainer.is_global_zero:
-            for alarm in report.alarms:
-                print(f"step {report.step}: {alarm}", flush=True)
+            for line in (*(f"step {report.step}: {alarm}" for alarm in report.alarms), *report.actions):
+                print(line, flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is not None:

@@ -41,11 +41,14 @@ class Alarm:
     mode: str = "training"
     since: int | None = None  # the step whose report raised it, where it was said before
 
+    @property
+    def place(self) -> str:
+        heads = f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}" if self.heads else ""
+        return f"{self.block} layer {self.layer}{heads}"
+
     def __str__(self) -> str:
         """In full the first time; then that it is still so."""
-        where = f"{self.block} layer {self.layer}"
-        if self.heads:
-            where += f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}"
+        where = self.place
         if self.since is not None:
             return f"{self.kind}: {where}, still, since step {self.since} ({self.figure:.4g})"
         trend = f", {self.trend}" if self.trend else ""

@@ -1,6 +1,7 @@
 """`AttentionMonitor`: what a live model's attention does, whatever kernel computes it, at a bounded cost."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,11 +16,13 @@ from ..attention import NEAR, Blocks
 from ..errors import Refusal, refusal
 from ..models.live import Sample, at_work
 from ..models.live.explicit import Explicit
+from ..models.live.first_call import FirstCall
 from ..models.live.tensors import entry_of
 from ..records import State
-from .actions import Actions, Event, OwnLoop, Responses
+from .actions import LOG, Actions, Event, OwnLoop, Responses
 from .alarms import Alarm, Said, Thresholds, find_alarms
 from .hooks import Hooks
+from .host import part
 from .observation import Key, Observation
 from .places import outside, repeated, silent, written_out
 from .report import LayerReport, Report, make_notes, standing_bounds, unfollowed
@@ -34,6 +37,8 @@ QK_NORMS = ("qk_norm", "q_norm", "query_norm", "q_layernorm", "query_layernorm")
 class AttentionMonitor:
     """Watches every `every`-th step; `step()` after each optimiser step ends one, and gives the report if it was due.
 
+    Made from a model it is attached; `detach()`, or leaving `with monitor:`, ends it.
+
     What is read is what the attention kernel was given, for any model: known, unknown, compiled, wrapped. Attention
     that goes through no kernel is reconstructed from what its module was given, if the model is known or its
     projections are named by `heads=[(query, key, num_heads, num_key_heads), …]`; then `causal` must be said. The heads
@@ -46,7 +51,8 @@ class AttentionMonitor:
 
     `weights` measures the heads' weights and their updates at each report, and keeps a copy of them for it.
     `on_alarm` is an action of `monitor.actions`, a function of an `Event`, several, or a table by kind of alarm;
-    `optimizer` is what some of them need. `stabilisers` that are at work already are not advised.
+    `optimizer` is what some of them need: one or several, with whatever else is to be saved and put back with them by
+    its `state_dict` (schedulers, gradient scalers, averaged weights). `stabilisers` at work already are not advised.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class AttentionMonitor:
         causal: bool | None = None,
         weights: bool = True,
         on_alarm: Actions | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Any] | None = None,
         stabilisers: Sequence[object] = (),
     ):
         if every < 1 or budget < 1:
@@ -83,25 +89,42 @@ class AttentionMonitor:
         self.weights: dict[int, Weights] | None = {} if weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
         self.awake, self.said = Awake(), Said()
-        self.host: Any = OwnLoop(self.seen.model, optimizer)
+        self.host: Any = OwnLoop(self.seen.model, *part(optimizer))
         self.sample = sample
         self.stabilisers: list[Any] = list(stabilisers)
         self.num_given = len(self.stabilisers)
         self.num_steps, self.was_told_of_gates = 0, False
+        self.lines: list[str] = []  # of actions, for the next report
         self.hooks: Hooks | None = None
+        self.first_call: FirstCall | None = None
+        self.is_trying = False
+        self.attach()
 
     def attach(self) -> "AttentionMonitor":
         """Put the hooks on. A compiled model must be the one that `torch.compile` gave, or not have run yet."""
         if self.hooks is None:
             self.hooks = Hooks(self.entry, self.seen.modules, () if self.seen.unknown else self.seen.sites, self.seen)
-            self.responses.begin(self.seen.model, self.host, self.sample)
+            self.first_call = FirstCall(self.entry, self._try_actions) if self.responses.all() else None
         return self
 
+    def _try_actions(self, sample: Sample | None) -> None:
+        """Let every action find and try what it will need, at the model's first call: what cannot be is refused now."""
+        self.is_trying = True
+        try:
+            self.responses.begin(self.seen.model, self.host, sample if self.sample is None else self.sample)
+        finally:
+            self.is_trying = False
+        attached = (getattr(action, "stabiliser", None) for action in self.responses.all())
+        self.stabilisers += [one for one in attached if one is not None and one not in self.stabilisers]
+
     def detach(self) -> None:
-        """Take the hooks off: nothing of the monitor stays in the model."""
+        """Take the hooks off: nothing of the monitor and its actions stays in the model but attached stabilisers."""
         if self.hooks is not None:
             self.hooks.remove()
             self.hooks = None
+            self.responses.end()
+        if self.first_call is not None:
+            self.first_call.close()
 
     def __enter__(self) -> "AttentionMonitor":
         return self.attach()
@@ -113,17 +136,29 @@ class AttentionMonitor:
 
     def is_due(self) -> bool:
         """Tell whether the step under way is one to watch."""
-        return self.num_steps % self.every == 0
+        return self.num_steps % self.every == 0 and not self.is_trying
 
     def step(self, number: int | None = None) -> Report | None:
         """One optimiser step is done, however many passes it took; `number` says how many are done, if not one more."""
         if self.hooks is None and self.is_due():
             raise refusal("an attached monitor", "one that sees nothing", "write `with monitor:`, or call attach()")
-        for stabiliser in self.stabilisers[self.num_given :]:
-            stabiliser.step()
+        self._step_attached()
+        self.lines += [f"step {self.num_steps}: {words}" for words in self.responses.check(self.host)]
         report = self.report() if self.is_due() else None
         self.num_steps = self.num_steps + 1 if number is None else number
         return report
+
+    def _step_attached(self) -> None:
+        """Let the stabilisers that actions attached act; one that fails is taken off, and the run goes on."""
+        for stabiliser in self.stabilisers[self.num_given :]:
+            try:
+                stabiliser.step()
+            except Exception as reason:  # whatever it is, it must not end the run
+                self.stabilisers.remove(stabiliser)
+                stabiliser.detach()
+                words = f"took {type(stabiliser).__name__} off, which failed: {reason}"
+                warnings.warn(words, stacklevel=3)
+                self.lines.append(f"step {self.num_steps}: {words}")
 
     def report(self) -> Report:
         """Make a report since the last one, over all processes by one collective call; the sinks get it too.
@@ -143,10 +178,14 @@ class AttentionMonitor:
         alarms, notes = self._alarms(training, no_grad, evaluation), self._notes((*training, *no_grad, *evaluation))
         report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.per_head)
         self._begin()
+        lines, self.lines = self.lines, []
+        self.responses(Event(report, self.seen.model, self.host, self.stabilisers, lines))
+        report = replace(report, actions=tuple(lines))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
+            for line in lines:
+                LOG.warning(line)
             for sink in self.sinks:
                 sink.write(report)
-        self.responses(Event(report, self.seen.model, self.host, self.stabilisers))
         return report
 
     def _alarms(
@@ -188,6 +227,7 @@ class AttentionMonitor:
             "awake": self.awake.state_dict(),
             "said": {key: [since, list(heads)] for key, (since, heads) in self.said.known.items()},
             "actions": [action.state_dict() for action in self.responses.all()],
+            "lines": list(self.lines),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -198,6 +238,12 @@ class AttentionMonitor:
         self.said.known = {key: (since, list(heads)) for key, (since, heads) in state.get("said", {}).items()}
         for action, kept in zip(self.responses.all(), state.get("actions", ()), strict=False):
             action.load_state_dict(kept)
+        self.lines = list(state.get("lines", ()))
+        is_pending = any(getattr(action, "pending", None) is not None for action in self.responses.all())
+        if is_pending and (self.sample is not None or self.seen.unknown is None):  # heads are known: no need to wait
+            self._try_actions(self.sample)
+            if self.first_call is not None:
+                self.first_call.close()
 
     def _layers(self, tallies: dict[Key, Tally], mode: Mode) -> tuple[LayerReport, ...]:
         found = [(index, site, tallies[index, mode]) for index, site in enumerate(self.seen.sites)]

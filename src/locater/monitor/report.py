@@ -165,13 +165,14 @@ class Report(Shown):
     notes: tuple[str, ...] = ()
     no_grad: tuple[LayerReport, ...] = ()  # in training mode without gradients: old policies, references, probes
     per_head: bool = field(default=False, repr=False)
+    actions: tuple[str, ...] = ()  # what was done about alarms since the last report, why, and what it changed
 
     def metrics(self) -> dict[str, float]:
         """Flat names and numbers for a logger: `attn/layer_03/entropy`, `attn_eval/…`; heads only on request."""
         found = dict(_metrics(self.training, "attn", self.per_head))
         found |= dict(_metrics(self.no_grad, "attn_no_grad", self.per_head))
         found |= dict(_metrics(self.evaluation, "attn_eval", self.per_head))
-        return found | {"attn/alarms": float(len(self.alarms))}
+        return found | {"attn/alarms": float(len(self.alarms)), "attn/actions": float(len(self.actions))}
 
     def to_json(self) -> Json:
         return {
@@ -181,6 +182,7 @@ class Report(Shown):
             "no_grad": [layer.to_json() for layer in self.no_grad],
             "evaluation": [layer.to_json() for layer in self.evaluation],
             "alarms": [alarm.to_json() for alarm in self.alarms],
+            "actions": list(self.actions),
             "notes": list(self.notes),
         }
 
@@ -207,8 +209,8 @@ class Report(Shown):
                     yield place | {name: values[position] for name, values in columns.items()}
 
     def summary(self) -> str:
-        """The alarms and notes in plain words."""
-        return "\n".join([*map(str, self.alarms), *self.notes]) or "nothing to report"
+        """The alarms, what was done about them, and notes, in plain words."""
+        return "\n".join([*map(str, self.alarms), *self.actions, *self.notes]) or "nothing to report"
 
 
 def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> Iterator[tuple[str, float]]:

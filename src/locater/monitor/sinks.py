@@ -60,6 +60,8 @@ class TensorBoard:
             self.writer.add_scalar(name, value, report.step)
         if report.alarms:
             self.writer.add_text("attn/alarms", "\n\n".join(map(str, report.alarms)), report.step)
+        if report.actions:
+            self.writer.add_text("attn/actions", "\n\n".join(report.actions), report.step)
 
     def close(self) -> None:
         self.writer.close()
@@ -88,6 +90,8 @@ class _Run:
             self.run.log({**report.metrics(), "attn/step": report.step})
         for alarm in self._new(report):
             self.run.alert(title=f"attention: {alarm.kind}", text=f"step {report.step}: {alarm}")
+        for line in report.actions:
+            self.run.alert(title="attention: action", text=line)
 
     def _new(self, report: Report) -> "list[Alarm]":
         """An alarm is raised once for a layer, and again only after it has gone."""
@@ -123,6 +127,9 @@ class MLflow(_Run):
             text = "\n".join(map(str, new))
             self.run.set_tag("attention.alarm", f"step {report.step}: {new[0].kind}")
             self.run.log_text(text, f"attention/alarms_{report.step:07d}.txt")
+        if report.actions:
+            self.run.set_tag("attention.action", report.actions[-1])
+            self.run.log_text("\n".join(report.actions), f"attention/actions_{report.step:07d}.txt")
 
 
 class Terminal:
@@ -138,6 +145,8 @@ class Terminal:
                 self.console.print(_table(layers, f"attention in {title}, step {report.step}"))
         for alarm in report.alarms:
             self.console.print(f"[bold red]alarm[/] {escape(str(alarm))}")
+        for line in report.actions:
+            self.console.print(f"[bold]action[/] {escape(line)}")
         for note in report.notes:
             self.console.print(f"[dim]{escape(note)}[/]")
 

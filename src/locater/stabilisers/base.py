@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of
+from ..models.live.rate_factor import scaled
+from ..models.live.write_check import Optimizers, several
 from ..records import State
 
 
@@ -56,18 +57,21 @@ def non_negative(value: float, what: str) -> float:
 
 
 class Rates:
-    """Optimiser state of each parameter: the learning rate, and the mean square of the gradients."""
+    """Optimiser state of each parameter: the rate that it steps with, and the mean square of the gradients."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-        self.all_groups, self.state = optimizer.param_groups, optimizer.state
+    def __init__(self, optimizer: Optimizers) -> None:
+        optimizers = several(optimizer)
+        self.all_groups = [group for one in optimizers for group in one.param_groups]
+        self.groups = {id(one): group for group in self.all_groups for one in group["params"]}
+        self.factors = {id(group): scaled(one) for one in optimizers for group in one.param_groups}
+        self.state = {key: state for one in optimizers for key, state in one.state.items()}
 
     def learning_rate(self, parameter: Tensor, name: str) -> float:
         """Refuses an optimiser that does not own the parameter."""
         if (group := self._group(parameter)) is None:
             remedy = "pass the optimiser that trains this model, made after the model was sharded or wrapped"
             raise refusal(f"an optimiser that owns `{name}`", "one that does not", remedy)
-        return float(group["lr"])
+        return float(group["lr"]) * self.factors[id(group)]
 
     def _owned(self, parameter: Tensor) -> Tensor:
         """Return the tensor in the optimiser's groups: the parameter, or its master."""

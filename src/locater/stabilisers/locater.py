@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..models import Family
 from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
-from ..models.live.write_check import WriteCheck
+from ..models.live.write_check import Optimizers, WriteCheck
 from ..records import State, head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
 from .live.find import find_pairs
@@ -27,11 +26,11 @@ from .strength import Auto
 class LocAteR(Stabiliser):
     """loss + κ Σ_heads η²(W), with tr W of every head held by `mean`: `penalty.py` on every head of a live model.
 
-    In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`,
-    and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is then 0.
-    Call `step()` in both forms when the mean is held by projection or warms up, or with `strength="auto"`, which sets κ
-    in the first steps (`strength.py`). Heads are found as a scan finds them: by the model's family, by one pass over a
-    batch (`sample`), or named (`heads`: see `locater.heads`).
+    In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`, or
+    several, and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is
+    then 0. Call `step()` in both forms when the mean is held by projection or warms up, or with `strength="auto"`,
+    which sets κ in the first steps (`strength.py`). Heads are found as a scan finds them: by the model's family, by one
+    pass over a batch (`sample`), or named (`heads`: see `locater.heads`).
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class LocAteR(Stabiliser):
         strength: float | str | Auto,
         scale: Scale | None = None,
         mean: Mean | float | str | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
         family: Family | None = None,
@@ -183,7 +182,7 @@ class LocAteR(Stabiliser):
         numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / temperature}
         return {name: values.flatten().tolist() for name, values in numbers.items()}
 
-    def _check_owner(self, optimizer: Optimizer, leaves: Mapping[str, Tensor]) -> None:
+    def _check_owner(self, optimizer: Optimizers, leaves: Mapping[str, Tensor]) -> None:
         rates = Rates(optimizer)
         for name, leaf in leaves.items():
             rates.learning_rate(leaf, name)

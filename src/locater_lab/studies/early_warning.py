@@ -87,7 +87,7 @@ def measure(point: Point, place: Path) -> Json:
             reports.append(report)
 
     def attach(model: LanguageModel) -> Stabiliser:
-        monitors.append(AttentionMonitor(model, every=EVERY).attach())
+        monitors.append(AttentionMonitor(model, every=EVERY))
         return Stabiliser()
 
     with warnings.catch_warnings():

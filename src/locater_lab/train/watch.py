@@ -42,6 +42,7 @@ class Watch:
             self.monitor = AttentionMonitor(
                 trainer.module, every=loop.watch_every, budget=2**40, stabilisers=[trainer.stabiliser]
             )
+            self.monitor.detach()  # until the run begins
 
     def begin(self) -> None:
         """From the trainer's present step on."""

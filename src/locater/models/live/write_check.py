@@ -1,7 +1,7 @@
 """Do writes into parameters last? Master weights are looked for in the optimiser, and hidden ones refused."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,14 @@ DEPTH = 4  # of lists and tables within an optimiser that may hold copies
 KEPT = "parameters that keep what is written into them"
 OVERWRITTEN = "an optimiser that writes a copy of its own over them (master weights)"
 NAME_IT = "name the copy as `parameter.main_param`"
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+def several(optimizer: Optimizers | None) -> list[Optimizer]:
+    """One optimiser or more as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type,list-item]
 
 
 @dataclass
@@ -45,15 +53,18 @@ class WriteCheck:
     written after the first step. Then it is refused; else the entry is set back, one update the poorer.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer | None, remedy: str) -> None:
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizers | None, remedy: str) -> None:
         self.remedy, self.tries = remedy, 0
         self.stepped: list[Optimizer] = []
         self.marks: list[Mark] = []
         self.hook: Any = None
-        inner = None if optimizer is None else inner_optimizer(optimizer)
-        self.doubtful = in_doubt(parameters, optimizer)
+        self.doubtful = list(parameters)
+        optimizers = several(optimizer)
+        for one in optimizers or [None]:
+            self.doubtful = in_doubt(self.doubtful, one)
         if self.doubtful:
             note = _weakly(self._before)
+            inner = inner_optimizer(optimizers[0]) if len(optimizers) == 1 else None
             # The optimiser's own hooks run in the order in which they came: after those that look at the weights.
             self.hook = register_optimizer_step_pre_hook(note) if inner is None else inner.register_step_pre_hook(note)
 
@@ -107,10 +118,10 @@ def in_doubt(parameters: Iterable[Tensor], optimizer: Optimizer | None) -> list[
 
 
 class RestoreCheck:
-    """Refuses an optimiser whose next step brings back the values from before parameters were set back."""
+    """Tells of an optimiser whose next step brings back the values from before parameters were set back."""
 
-    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer, remedy: str) -> None:
-        self.remedy, self.num_steps = remedy, 0
+    def __init__(self, parameters: Iterable[Tensor], optimizer: Optimizer, tell: Callable[[str], None]) -> None:
+        self.tell, self.num_steps = tell, 0
         self.before = [(one, one.detach().clone()) for one in in_doubt(parameters, optimizer)]
         self.hook: Any = None
 
@@ -130,7 +141,8 @@ class RestoreCheck:
             now = local_part(parameter.detach()).float()
             distances = [float((now - local_part(values).float()).norm()) for values in (before, after)]
             if distances[0] < distances[1]:
-                raise refusal(KEPT, OVERWRITTEN, f"{self.remedy}, or {NAME_IT}")
+                self.tell(str(refusal(KEPT, OVERWRITTEN, NAME_IT)))
+                return
 
 
 def _weakly(method: Callable[[Optimizer], None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import refusal
-from ...models.live.write_check import inner_optimizer
+from ...models.live.write_check import Optimizers, inner_optimizer, several
 from .pairs import Pair
 
 Slopes = Callable[[int], list[Tensor]]
@@ -26,7 +26,7 @@ class Gauge:
     they are made from. `slopes` gives the scale's gradient by the leaves of a pair.
     """
 
-    def __init__(self, pairs: Sequence[Pair], optimizer: Optimizer | None, slopes: Slopes) -> None:
+    def __init__(self, pairs: Sequence[Pair], optimizer: Optimizers | None, slopes: Slopes) -> None:
         self.pairs, self.slopes = pairs, slopes
         self.seen: dict[int, Tensor] = {}
         self.of_scale: dict[int, list[Tensor]] = {}
@@ -36,9 +36,12 @@ class Gauge:
             self.handles: list[Any] = [one.register_post_accumulate_grad_hook(self._note) for one in leaves.values()]
         else:
             self.leaves = list(leaves.values())
-            self.handles = [innermost(optimizer).register_step_pre_hook(self._note_all)]
+            self.handles = [innermost(one).register_step_pre_hook(self._note_all) for one in several(optimizer)]
 
     def _note_all(self, *given: object) -> None:
+        """As the first of the optimisers steps, before any weight has moved."""
+        if self.of_scale:
+            return
         self._note_scale()
         for one in self.leaves:
             self._note(one)

@@ -6,12 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ...errors import refusal
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
-from ...models.live.write_check import WriteCheck
+from ...models.live.write_check import Optimizers, WriteCheck
 from ..base import Rates, Stabiliser, non_negative
 from ..live.find import find_pairs
 from ..live.pairs import Pair, check_stored
@@ -29,7 +28,7 @@ class QKDecay(Stabiliser):
         model: nn.Module,
         *,
         decay: float,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
     ) -> None:

@@ -1,0 +1,168 @@
+"""Back to the last good state with a lower learning rate, under any scheduler and with any number of optimisers."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import refusal
+from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write
+from ..models.live.rate_factor import factor_on, rates, release
+from ..models.live.watch import Sample
+from ..models.live.write_check import RestoreCheck, in_doubt
+from ..records import State
+from .host import Action, Event, Host, is_scheduler
+
+Kept = dict[str, Any]  # a step, and the states of model, optimisers, master weights and whatever else was given
+REMEDY = "act by Checkpoint() or Stop(), and resume by hand"
+PATIENCE = 3  # steps of the monitor in which an optimiser that trains has stepped; a loss scaler leaves some out
+
+
+class RollBack(Action):
+    """Back to the last good state, with `factor` times the learning rate, at most `most` times; `then` what to do.
+
+    A report is of the pass before the step that ends it, so its state is a candidate, and good once the next report
+    is without serious alarms too; the start is good. Two states of model, optimisers and whatever else the monitor was
+    given are kept in memory. Schedules go on where they are; from then on each step is taken with `factor` times the
+    rate that the schedule says, whatever scheduler that is: see `models.live.rate_factor`.
+    """
+
+    def __init__(self, factor: float = 0.5, *, most: int = 3, then: Action | None = None) -> None:
+        if not 0 < factor <= 1 or most < 1:
+            raise refusal("a factor within (0, 1] and `most` of at least 1", f"{factor} and {most}")
+        if then is not None and not isinstance(then, Action):
+            raise refusal("as `then` an action such as Stop()", repr(then))
+        self.factor, self.most, self.then = factor, most, then
+        self.rate, self.num_done = 1.0, 0
+        self.last: Kept | None = None
+        self.candidate: Kept | None = None
+        self.optimizers: list[Optimizer] = []
+        self.unchecked: dict[int, tuple[int, int]] = {}  # optimisers, how many steps had the factor, and tries
+        self.undone: list[str] = []
+        self.was_told = False
+
+    def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
+        if not host.optimizers:
+            raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
+        self._scale(host)
+        self.last = self.last or _keep(None, model, host)
+        if self.then is not None:
+            self.then.begin(model, host, sample)
+
+    def _scale(self, host: Host) -> None:
+        self.optimizers = list(host.optimizers)
+        for optimizer in self.optimizers:
+            factor_on(optimizer).parts[id(self)] = self.rate
+
+    def good(self, event: Event) -> None:
+        self.last = self.candidate or self.last
+        self.candidate = _keep(event.report.step, event.model, event.host)
+
+    def __call__(self, event: Event) -> None:
+        if self.num_done >= self.most:
+            self._give_up(event)
+            return
+        if self.last is None:
+            self.last = _keep(event.report.step, event.model, event.host)
+        before = rates(event.host.optimizers)
+        _put_back(self.last, event.model, event.host, self.undone.append)
+        self.num_done, self.candidate = self.num_done + 1, self.last
+        self.rate *= self.factor
+        self._scale(event.host)
+        self.unchecked = {n: (factor_on(one).num_scaled, 0) for n, one in enumerate(self.optimizers)}
+        now = rates(event.host.optimizers)
+        words = ", ".join(f"{a:.3g} to {b:.3g}" for a, b in zip(before, now, strict=True))
+        where = "at the start" if self.last["step"] is None else f"after step {self.last['step']}"
+        event.say(
+            f"rolled back to the state {where}, because of {event.reason}; {self.rate:g} times the scheduled learning "
+            f"rate from now on ({words}), {self.num_done} of {self.most}"
+        )
+
+    def _give_up(self, event: Event) -> None:
+        if self.then is not None:
+            self.then(event)
+        elif not self.was_told:
+            event.say(
+                f"not rolled back: {self.most} times were allowed, {event.reason} goes on; then=Stop() would end it"
+            )
+        self.was_told = True
+
+    def check(self, host: Host) -> str | None:
+        """Did the steps since the last roll-back have the factor, and the weights stay where they were put?"""
+        reasons, self.undone = self.undone, []
+        for number, (before, tries) in list(self.unchecked.items()):
+            factor = factor_on(self.optimizers[number])
+            kind = f"optimiser {number} ({type(self.optimizers[number]).__name__})"
+            if factor.was_undone:
+                factor.was_undone = False
+                reasons.append(f"{kind} sets its learning rate within its step")
+            if factor.num_scaled > before or factor.was_undone:
+                del self.unchecked[number]
+            elif tries + 1 >= PATIENCE:
+                del self.unchecked[number]
+                reasons.append(f"{kind} has not stepped since: is it the one that trains?")
+            else:
+                self.unchecked[number] = before, tries + 1
+        return f"the roll-back was undone: {'; '.join(reasons)}" if reasons else None
+
+    def end(self) -> None:
+        for optimizer in self.optimizers:
+            release(optimizer, self)
+        self.optimizers = []
+
+    def state_dict(self) -> State:
+        state: State = {"num_done": self.num_done, "rate": self.rate, "last": self.last, "candidate": self.candidate}
+        return state | ({"then": self.then.state_dict()} if self.then is not None else {})
+
+    def load_state_dict(self, state: State) -> None:
+        self.num_done, self.rate = state["num_done"], state["rate"]
+        self.last, self.candidate = state["last"], state["candidate"]
+        if self.then is not None:
+            self.then.load_state_dict(state.get("then", {}))
+        for optimizer in self.optimizers:
+            factor_on(optimizer).parts[id(self)] = self.rate
+
+
+def _keep(step: int | None, model: nn.Module, host: Host) -> Kept:
+    parameters = dict(model.named_parameters())
+    for optimizer in host.optimizers:
+        in_doubt(parameters.values(), optimizer)  # makes masters known
+    masters = {name: master for name, one in parameters.items() if (master := master_of(one)) is not None}
+    if any(isinstance(master, DeepSpeed | DeepSpeed3) for master in masters.values()):
+        raise refusal("an optimiser whose state can be put back", "DeepSpeed's", REMEDY)
+    return {
+        "step": step,
+        "model": copy.deepcopy(model.state_dict()),
+        "optimizers": [copy.deepcopy(one.state_dict()) for one in host.optimizers],
+        "masters": {name: master.read().clone() for name, master in masters.items()},
+        "others": [copy.deepcopy(one.state_dict()) for one in _movable(host.others)],
+    }
+
+
+def _movable(others: Sequence[Any]) -> list[Any]:
+    """What goes back with the weights: all but schedulers, whose steps go on."""
+    return [one for one in others if not is_scheduler(one)]
+
+
+def _put_back(kept: Kept, model: nn.Module, host: Host, tell: Any) -> None:
+    """Everything that was kept; what an action has added to model or optimisers since stays as it is now."""
+    now = model.state_dict()
+    if lost := sorted(kept["model"].keys() - now.keys()):
+        raise refusal(f"a parameter `{lost[0]}` to put back", "a model that has none since", REMEDY)
+    optimizers = list(host.optimizers)
+    checks = [RestoreCheck(model.parameters(), one, tell) for one in optimizers]
+    model.load_state_dict({**now, **kept["model"]})
+    for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
+        # The groups' settings are the schedule's, which goes on; parameters that were added since come last.
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict({**copy.deepcopy(state), "param_groups": optimizer.state_dict()["param_groups"]})
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # the same tensor, where it is one
+    for name, value in kept["masters"].items():
+        write(model.get_parameter(name), value)
+    for other, state in zip(_movable(host.others), kept["others"], strict=True):
+        other.load_state_dict(copy.deepcopy(state))
+    for check, optimizer in zip(checks, optimizers, strict=True):
+        check.begin(optimizer)

@@ -1,0 +1,363 @@
+"""Actions hold: under every scheduler, with several optimisers, over a resumed run, and none but Stop ends a run."""
+
+import copy
+import io
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+from transformers import get_scheduler
+
+import hand_written
+from locater.errors import Refusal
+from locater.monitor import Action, Attach, AttentionMonitor, Checkpoint, JsonLines, RollBack, Stop
+from locater.monitor.host import Event, OwnLoop
+from locater.monitor.report import Report
+from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
+
+STEPS = 120
+
+
+def warm_up(step):
+    return min(1.0, (step + 1) / 10)
+
+
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(optimizer, 0.99), lr_scheduler.StepLR(optimizer, 30)]
+    )
+
+
+def sequential(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10), lr_scheduler.CosineAnnealingLR(optimizer, STEPS)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [10])
+
+
+def of_transformers(name, **options):
+    steps = dict(num_warmup_steps=10, num_training_steps=STEPS, scheduler_specific_kwargs=options or None)
+    return lambda optimizer: get_scheduler(name, optimizer, **steps)
+
+
+SCHEDULERS = {
+    "none": lambda optimizer: None,
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, warm_up),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.98),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 20),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [25, 60]),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.97),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
+    "WarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 15),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, STEPS),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=4),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-2, step_size_up=12, cycle_momentum=False),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1),
+    "chained": chained,
+    "sequential": sequential,
+    "linear": of_transformers("linear"),
+    "cosine": of_transformers("cosine"),
+    "inverse square root": of_transformers("inverse_sqrt"),
+    "warm-up, stable, decay": of_transformers("warmup_stable_decay", num_decay_steps=30),
+}
+
+
+class Loop:
+    """Two optimisers under a scheduler each, a record of the rates with which they stepped; weights go round in it."""
+
+    def __init__(self, make, action=None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        matrices = [one for one in self.model.parameters() if one.dim() == 2]
+        vectors = [one for one in self.model.parameters() if one.dim() == 1]
+        self.optimizers = [Muon(matrices, lr=1e-2, weight_decay=0.0), AdamW(vectors, lr=1e-3)]
+        self.schedulers = [make(one) for one in self.optimizers]
+        self.host, self.used, self.action, self.step = OwnLoop(self.model, self.optimizers), [], action, 0
+        if action is not None:
+            action.begin(self.model, self.host, None)
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(lambda one, *given: self.used.append(one.param_groups[0]["lr"]))
+
+    def run(self, num_steps, act_at=()):
+        for _ in range(num_steps):
+            loss = self.model(torch.ones(3, 4)).square().mean()
+            loss.backward()
+            for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                    scheduler.step(1.0)
+                elif scheduler is not None:
+                    scheduler.step()
+            self.step += 1
+            if self.action is not None:
+                assert self.action.check(self.host) is None
+                if self.step in act_at:
+                    self.action(Event(Report(self.step, ()), self.model, self.host))
+        return self
+
+    def state(self):
+        parts = [*self.optimizers, *(one for one in self.schedulers if one is not None), self.model, self.action]
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in parts], file)
+        file.seek(0)
+        return file
+
+    def load(self, file):
+        parts = [*self.optimizers, *(one for one in self.schedulers if one is not None), self.model, self.action]
+        for part, state in zip(parts, torch.load(file, weights_only=False), strict=True):
+            part.load_state_dict(state)
+        return self
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_step_after_a_roll_back_has_the_factor_times_the_scheduled_rate(name):
+    plain = Loop(SCHEDULERS[name]).run(STEPS)
+    rolled = Loop(SCHEDULERS[name], RollBack(0.5)).run(STEPS, act_at=(10, 15))
+    expected = [rate * (1.0 if n < 20 else 0.5 if n < 30 else 0.25) for n, rate in enumerate(plain.used)]
+    assert rolled.used == pytest.approx(expected, rel=1e-15, abs=0.0)
+    assert [one.param_groups[0]["lr"] for one in rolled.optimizers] == [
+        one.param_groups[0]["lr"] for one in plain.optimizers
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_resumed_run_goes_on_to_the_bit(name):
+    whole = Loop(SCHEDULERS[name], RollBack(0.3)).run(60, act_at=(10,))
+    half = Loop(SCHEDULERS[name], RollBack(0.3)).run(30, act_at=(10,))
+    resumed = Loop(SCHEDULERS[name], RollBack(0.3)).load(half.state()).run(30)
+    assert resumed.used == whole.used[60:]
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_undoes_a_roll_back_is_told_once():
+    class Stubborn(SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["lr"] = 0.1
+            return super().step(closure)
+
+    model = nn.Linear(3, 3)
+    stubborn, idle = Stubborn(model.parameters(), lr=0.1), SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    action, host = RollBack(0.5), OwnLoop(model, [stubborn, idle])
+    action.begin(model, host, None)
+    action(Event(Report(1, ()), model, host))
+    found = []
+    for _ in range(6):
+        stubborn.step()
+        found.append(action.check(host))
+    told = [words for words in found if words]
+    assert len(told) == 2 and "sets its learning rate within its step" in told[0]
+    assert "optimiser 1 (SGD) has not stepped" in told[1]
+
+
+def test_a_rate_that_is_no_number_is_refused_at_the_start():
+    model = nn.Linear(3, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor has it, which chooses its own
+    with pytest.raises(Refusal, match="a learning rate that is a number"):
+        RollBack().begin(model, OwnLoop(model, [optimizer]), None)
+
+
+def test_a_tensor_as_rate_stays_the_same_tensor():
+    model = nn.Linear(3, 3)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), capturable=False, foreach=False)
+    rate, used, action = optimizer.param_groups[0]["lr"], [], RollBack(0.5)
+    action.begin(model, host := OwnLoop(model, [optimizer]), None)
+    optimizer.register_step_pre_hook(lambda one, *given: used.append(float(one.param_groups[0]["lr"])))
+    action(Event(Report(1, ()), model, host))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert used == [0.25] and optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.5
+
+
+# A whole run, of a model that no table knows, whose weights explode at one step.
+
+
+class Run:
+    """A decoder of one's own, AdamW alone or with Muon, a scheduler; `explode` makes layer 1's logits huge."""
+
+    def __init__(self, on_alarm, schedule="LambdaLR", optimisers="AdamW", attention=hand_written.Fused, **options):
+        torch.manual_seed(0)
+        self.model = hand_written.decoder(attention).train()
+        weights = list(self.model.parameters())
+        matrices = [one for one in weights if one.dim() == 2 and optimisers != "AdamW"]
+        others = [one for one in weights if not any(one is other for other in matrices)]
+        self.optimizers = [Muon(matrices, lr=1e-3)] if matrices else []
+        self.optimizers.append(AdamW(others, lr=1e-3))
+        self.schedulers = [SCHEDULERS[schedule](one) for one in self.optimizers]
+        self.others = [*(one for one in self.schedulers if one is not None), torch.amp.GradScaler("cpu", enabled=False)]
+        self.monitor = AttentionMonitor(
+            self.model, every=1, optimizer=[*self.optimizers, *self.others], on_alarm=on_alarm, **options
+        )
+        self.reports = []
+        self.explodes = next(name for name, _ in self.model.stack[1].mixer.named_parameters() if "weight" in name)
+        self.explodes = f"stack.1.mixer.{self.explodes}"
+
+    def run(self, num_steps, explode_at=None):
+        for step in range(num_steps):
+            if step == explode_at:
+                with torch.no_grad():
+                    self.model.get_parameter(self.explodes).mul_(1e3)
+            loss = self.model(hand_written.TOKENS).square().mean()
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for scheduler in self.schedulers:
+                scheduler.step(
+                    *([float(loss.detach())] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+                )
+            self.reports.append(self.monitor.step())
+            if self.monitor.should_stop:
+                break
+        return self
+
+    def lines(self):
+        return [line for report in self.reports for line in report.actions]
+
+
+SCHEDULES = ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau")
+ACTIONS = {
+    "roll back": lambda folder: RollBack(0.5),
+    "attach QKClip": lambda folder: Attach(QKClip, threshold=20.0),
+    "attach LocAteR": lambda folder: Attach(LocAteR, strength=1e-3),
+    "checkpoint": lambda folder: Checkpoint(folder / "alarm-{step}.pt"),
+    "stop": lambda folder: Stop(),
+}
+SAID = {
+    "roll back": "rolled back to the state after step 0",
+    "attach QKClip": "attached QKClip",
+    "attach LocAteR": "attached LocAteR",
+    "checkpoint": "saved the state after this step",
+    "stop": "stopped",
+}
+
+
+@pytest.mark.parametrize("optimisers", ["AdamW", "Muon and AdamW"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.filterwarnings("ignore:Muon's steps")
+def test_an_own_model_under_every_schedule_and_action(action, schedule, optimisers, tmp_path, caplog):
+    made = ACTIONS[action](tmp_path)
+    with caplog.at_level(logging.WARNING, "locater.monitor"):
+        run = Run(made, schedule, optimisers, sinks=[JsonLines(tmp_path / "log.jsonl")]).run(5, explode_at=2)
+    (line,) = [line for line in run.lines() if SAID[action] in line]
+    assert line.startswith("step 2: ") and "because of logit explosion in decoder layer 1" in line
+    assert line in run.reports[2].summary() and line in caplog.text and line in (tmp_path / "log.jsonl").read_text()
+    assert len(run.reports) == (3 if action == "stop" else 5)
+    largest = run.reports[-1].training[1].mean("max_logit")
+    if action in ("roll back", "attach QKClip"):
+        assert largest < 25.0
+    if action == "checkpoint":
+        saved = torch.load(tmp_path / "alarm-2.pt", weights_only=False)
+        assert len(saved["others"]) == len(run.optimizers) + 1 and len(saved["model"]) == len(run.model.state_dict())
+    run.monitor.detach()
+
+
+@pytest.mark.parametrize("action", [RollBack(0.5), Attach(QKClip, threshold=20.0), Attach(LocAteR, strength="auto")])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_with_its_monitor_is_resumed_to_the_bit(action, schedule):
+    """Saved two steps after the alarm, and taken up by other objects."""
+    half = Run(copy.deepcopy(action), schedule).run(4, explode_at=1)
+    parts = lambda run: [run.model, *run.optimizers, *run.schedulers, run.monitor]  # noqa: E731
+    states = copy.deepcopy([part.state_dict() for part in parts(half)])
+    whole = half.run(3)
+    resumed = Run(copy.deepcopy(action), schedule)
+    for part, state in zip(parts(resumed), states, strict=True):
+        part.load_state_dict(state)
+    resumed.run(3)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert [report.step for report in resumed.reports] == [4, 5, 6]
+
+
+def test_what_an_action_will_need_is_tried_at_the_first_call():
+    """SoftCap cannot stand in a module whose attention calls no kernel; a fresh run hears it, not one in trouble."""
+    run = Run(Attach(SoftCap, cap=20.0, heads=[("embed", "readout", 4, 4)]))
+    with pytest.raises(Refusal, match="on_alarm"):
+        run.run(1)
+    run = Run(RollBack())
+    run.monitor.host.optimizers = []
+    with pytest.raises(Refusal, match="an optimiser to roll back"):
+        run.run(1)
+
+
+def test_trying_changes_nothing_and_is_not_watched():
+    plain, tried = Run(None).run(3), Run(Attach(QKNorm)).run(3)
+    for one, other in zip(plain.model.parameters(), tried.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert not any(report.evaluation for report in tried.reports)
+    assert [layer.statistics for layer in plain.reports[0].training] == [
+        layer.statistics for layer in tried.reports[0].training
+    ]
+
+
+def test_a_stabiliser_with_parameters_comes_under_a_scheduler_that_counts_groups():
+    run = Run(Attach(QKNorm), optimisers="Muon and AdamW").run(6, explode_at=2)
+    gains = run.monitor.stabilisers[0].parameters()
+    assert len(run.reports) == 6 and all(
+        any(one is gain for one in run.optimizers[1].param_groups[-1]["params"]) for gain in gains
+    )
+    assert any(bool((gain != 1).any()) for gain in gains), "they are trained"
+
+
+def test_no_action_ends_a_run_but_stop():
+    class Failing(Action):
+        def __call__(self, event):
+            raise RuntimeError("no space left")
+
+    class Breaking(QKClip):
+        def step(self):
+            raise RuntimeError("broken")
+
+    with pytest.warns(UserWarning, match="Failing could not act: RuntimeError: no space left"):
+        run = Run([Failing(), Attach(Breaking, threshold=20.0), RollBack(0.5, most=1)]).run(6, explode_at=2)
+    assert len(run.reports) == 6
+    assert any("Failing could not act" in line for line in run.lines())
+    assert any("took Breaking off, which failed: broken" in line for line in run.lines())
+
+
+def test_roll_back_ends_the_run_only_where_it_is_told_to():
+    def explode_always(**options):
+        run = Run(RollBack(0.5, most=2, **options))
+        run.run(1)
+        for _ in range(4):
+            run.run(1, explode_at=0)
+        return run
+
+    run = explode_always()
+    assert not run.monitor.should_stop and sum("not rolled back" in line for line in run.lines()) == 1
+    assert explode_always(then=Stop()).monitor.should_stop
+
+
+def test_averaged_weights_go_back_with_the_weights():
+    run = Run(RollBack(0.5))
+    average = AveragedModel(run.model)
+    run.monitor.host.others.append(average)
+    run.run(1)
+    average.update_parameters(run.model)
+    before = copy.deepcopy(average.state_dict())
+    run.run(2)
+    average.module.readout.weight.data.fill_(7.0)
+    run.run(2, explode_at=0)
+    assert torch.equal(average.state_dict()["module.readout.weight"], before["module.readout.weight"])
+
+
+def test_constructing_attaches_and_detach_ends():
+    model = hand_written.decoder(hand_written.Fused).train()
+    monitor = AttentionMonitor(model, every=1)
+    model(hand_written.TOKENS)
+    assert monitor.step().training
+    monitor.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(hand_written.TOKENS)
+    with pytest.raises(Refusal, match="an attached monitor"):
+        monitor.step()
+    with monitor:
+        model(hand_written.TOKENS)
+        assert monitor.step().training
+    assert not model._forward_hooks and not model._forward_pre_hooks
