@@ -9,7 +9,9 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,8 +20,11 @@ from ..models.live.watch import Sample
 from ..records import State
 from .attach import Attach
 from .host import Action, Event, Host, OwnLoop
-from .report import AHEAD, RESTING, SERIOUS
+from .report import AHEAD, RESTING, SERIOUS, Report
 from .roll_back import RollBack
+
+if TYPE_CHECKING:
+    from ..stabilisers import Stabiliser
 
 __all__ = ["Action", "Actions", "Attach", "Checkpoint", "Event", "Host", "OwnLoop", "Responses", "RollBack", "Stop"]
 
@@ -89,6 +94,7 @@ class Responses:
             if kind not in ("", AHEAD, *SERIOUS, *RESTING):
                 raise refusal(f"kinds of alarms ({', '.join((*SERIOUS, *RESTING, AHEAD))})", repr(kind))
         self.table = {kind: [_action(one) for one in _several(entry)] for kind, entry in table.items()}
+        self.lines: list[str] = []  # for the next report
 
     def all(self) -> list[Action]:
         return list(dict.fromkeys(action for actions in self.table.values() for action in actions))
@@ -107,12 +113,35 @@ class Responses:
                 elif not present.intersection(SERIOUS):
                     _do(action, action.good, event)
 
-    def check(self, host: Host) -> list[str]:
-        """Warn of actions that something has undone since."""
-        found = [words for action in self.all() if (words := action.check(host)) is not None]
+    def act(self, event: Event) -> Report:
+        """Answer a report; return it with a line for everything that was done since the last one."""
+        event.lines, self.lines = self.lines, []
+        self(event)
+        return replace(event.report, actions=tuple(event.lines))
+
+    def step(self, number: int, host: Host, stabilisers: "list[Stabiliser]", num_given: int) -> None:
+        """Step what actions attached, behind the first `num_given`; what fails is taken off, and the run goes on."""
+        found = []
+        for stabiliser in stabilisers[num_given:]:
+            try:
+                stabiliser.step()
+            except Exception as reason:  # whatever it is, it must not end the run
+                stabilisers.remove(stabiliser)
+                stabiliser.detach()
+                found.append(f"took {type(stabiliser).__name__} off, which failed: {reason}")
+        found += [words for action in self.all() if (words := action.check(host)) is not None]
         for words in found:
-            warnings.warn(words, stacklevel=4)
-        return found
+            warnings.warn(words, stacklevel=3)
+            self.lines.append(f"step {number}: {words}")
+
+    def attached(self) -> "list[Stabiliser]":
+        made = (getattr(action, "stabiliser", None) for action in self.all())
+        return [stabiliser for stabiliser in made if stabiliser is not None]
+
+    @property
+    def is_pending(self) -> bool:
+        """Tell whether a loaded state has a stabiliser that is not attached again yet."""
+        return any(getattr(action, "pending", None) is not None for action in self.all())
 
     def end(self) -> None:
         for action in self.all():

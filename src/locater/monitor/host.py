@@ -45,7 +45,7 @@ def part(entries: object) -> tuple[list[Optimizer], list[Any]]:
 
 
 def is_scheduler(other: object) -> bool:
-    """Whether it counts steps of its own, which go on when weights go back."""
+    """Tell what counts steps of its own, which go on when weights go back."""
     return hasattr(other, "get_last_lr")
 
 

@@ -1,7 +1,6 @@
 """`AttentionMonitor`: what a live model's attention does, whatever kernel computes it, at a bounded cost."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,7 +93,6 @@ class AttentionMonitor:
         self.stabilisers: list[Any] = list(stabilisers)
         self.num_given = len(self.stabilisers)
         self.num_steps, self.was_told_of_gates = 0, False
-        self.lines: list[str] = []  # of actions, for the next report
         self.hooks: Hooks | None = None
         self.first_call: FirstCall | None = None
         self.is_trying = False
@@ -109,13 +107,14 @@ class AttentionMonitor:
 
     def _try_actions(self, sample: Sample | None) -> None:
         """Let every action find and try what it will need, at the model's first call: what cannot be is refused now."""
+        if self.first_call is not None:
+            self.first_call.close()
         self.is_trying = True
         try:
             self.responses.begin(self.seen.model, self.host, sample if self.sample is None else self.sample)
         finally:
             self.is_trying = False
-        attached = (getattr(action, "stabiliser", None) for action in self.responses.all())
-        self.stabilisers += [one for one in attached if one is not None and one not in self.stabilisers]
+        self.stabilisers += [one for one in self.responses.attached() if one not in self.stabilisers]
 
     def detach(self) -> None:
         """Take the hooks off: nothing of the monitor and its actions stays in the model but attached stabilisers."""
@@ -142,23 +141,10 @@ class AttentionMonitor:
         """One optimiser step is done, however many passes it took; `number` says how many are done, if not one more."""
         if self.hooks is None and self.is_due():
             raise refusal("an attached monitor", "one that sees nothing", "write `with monitor:`, or call attach()")
-        self._step_attached()
-        self.lines += [f"step {self.num_steps}: {words}" for words in self.responses.check(self.host)]
+        self.responses.step(self.num_steps, self.host, self.stabilisers, self.num_given)
         report = self.report() if self.is_due() else None
         self.num_steps = self.num_steps + 1 if number is None else number
         return report
-
-    def _step_attached(self) -> None:
-        """Let the stabilisers that actions attached act; one that fails is taken off, and the run goes on."""
-        for stabiliser in self.stabilisers[self.num_given :]:
-            try:
-                stabiliser.step()
-            except Exception as reason:  # whatever it is, it must not end the run
-                self.stabilisers.remove(stabiliser)
-                stabiliser.detach()
-                words = f"took {type(stabiliser).__name__} off, which failed: {reason}"
-                warnings.warn(words, stacklevel=3)
-                self.lines.append(f"step {self.num_steps}: {words}")
 
     def report(self) -> Report:
         """Make a report since the last one, over all processes by one collective call; the sinks get it too.
@@ -178,11 +164,9 @@ class AttentionMonitor:
         alarms, notes = self._alarms(training, no_grad, evaluation), self._notes((*training, *no_grad, *evaluation))
         report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.per_head)
         self._begin()
-        lines, self.lines = self.lines, []
-        self.responses(Event(report, self.seen.model, self.host, self.stabilisers, lines))
-        report = replace(report, actions=tuple(lines))
+        report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
-            for line in lines:
+            for line in report.actions:
                 LOG.warning(line)
             for sink in self.sinks:
                 sink.write(report)
@@ -227,7 +211,7 @@ class AttentionMonitor:
             "awake": self.awake.state_dict(),
             "said": {key: [since, list(heads)] for key, (since, heads) in self.said.known.items()},
             "actions": [action.state_dict() for action in self.responses.all()],
-            "lines": list(self.lines),
+            "lines": list(self.responses.lines),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -238,15 +222,11 @@ class AttentionMonitor:
         self.said.known = {key: (since, list(heads)) for key, (since, heads) in state.get("said", {}).items()}
         for action, kept in zip(self.responses.all(), state.get("actions", ()), strict=False):
             action.load_state_dict(kept)
-        self.lines = list(state.get("lines", ()))
-        is_pending = any(getattr(action, "pending", None) is not None for action in self.responses.all())
-        if is_pending and (self.sample is not None or self.seen.unknown is None):  # heads are known: no need to wait
+        self.responses.lines = list(state.get("lines", ()))
+        if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
             self._try_actions(self.sample)
-            if self.first_call is not None:
-                self.first_call.close()
 
     def _layers(self, tallies: dict[Key, Tally], mode: Mode) -> tuple[LayerReport, ...]:
-        found = [(index, site, tallies[index, mode]) for index, site in enumerate(self.seen.sites)]
         through, named = self.seen.through, self.seen.unknown is not None
         return tuple(
             LayerReport.of(
@@ -257,8 +237,8 @@ class AttentionMonitor:
                 through.get(index, ""),
                 site.query_name if named else site.owner,
             )  # fmt: skip
-            for index, site, tally in found
-            if tally.has_seen_any
+            for index, site in enumerate(self.seen.sites)
+            if (tally := tallies[index, mode]).has_seen_any
         )
 
     def _with_weights(self, layer: LayerReport, evaluation: Sequence[LayerReport]) -> LayerReport:

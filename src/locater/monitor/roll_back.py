@@ -142,7 +142,7 @@ def _keep(step: int | None, model: nn.Module, host: Host) -> Kept:
 
 
 def _movable(others: Sequence[Any]) -> list[Any]:
-    """What goes back with the weights: all but schedulers, whose steps go on."""
+    """List what goes back with the weights: all but schedulers, whose steps go on."""
     return [one for one in others if not is_scheduler(one)]
 
 

@@ -51,7 +51,7 @@ class RateFactor:
     def _after(self, optimizer: Optimizer, *further: object) -> None:
         for group, own, scaled in self.held:
             if bool(group["lr"] != scaled):
-                self.was_undone = True  # somebody set it within the step: theirs stands
+                self.was_undone = True  # set within the step itself, which stands
             elif isinstance(group["lr"], Tensor):
                 group["lr"].copy_(own)
             else:

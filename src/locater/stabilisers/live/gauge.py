@@ -39,7 +39,7 @@ class Gauge:
             self.handles = [innermost(one).register_step_pre_hook(self._note_all) for one in several(optimizer)]
 
     def _note_all(self, *given: object) -> None:
-        """As the first of the optimisers steps, before any weight has moved."""
+        """Note both as the first of the optimisers steps, before any weight has moved."""
         if self.of_scale:
             return
         self._note_scale()
