@@ -94,8 +94,7 @@ class AttentionMonitor:
         self.num_given = len(self.stabilisers)
         self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
-        self.first_call: FirstCall | None = None
-        self.is_trying = False
+        self.first_call, self.is_trying = None, False
         self.attach()
 
     def attach(self) -> "AttentionMonitor":
