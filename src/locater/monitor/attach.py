@@ -47,7 +47,7 @@ class Attach(Action):
                 try:
                     self._check_parameters(tried, host)
                     if sample is not None:
-                        with quietly(called(model)):
+                        with quietly(called(model)), torch.enable_grad():  # in whose passes logits are looked at
                             run(called(model), sample)
                 finally:
                     tried.detach()

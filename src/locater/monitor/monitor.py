@@ -273,8 +273,7 @@ class AttentionMonitor:
         """Stabilisers at work: those given, those that actions attached, and what modules and calls show."""
         names = {type(one).__name__ for one in self.stabilisers} | at_work.names(self.seen.model)
         modules = (name.rpartition(".")[2] for name, _ in self.seen.model.named_modules())
-        names |= {"QKNorm"} if any(name in QK_NORMS for name in modules) else set()
-        return names | self.seen.shown
+        return names | self.seen.shown | ({"QKNorm"} if any(name in QK_NORMS for name in modules) else set())
 
     def _check_seen(self, seen: Sequence[LayerReport]) -> None:
         ran = self.hooks is not None and self.hooks.num_passes > 0
