@@ -23,10 +23,12 @@ from locater_lab.studies.real_data import page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of
 from locater_lab.studies.sweep.folder import Row, open_sweep
 from locater_lab.studies.trained import result
+from locater_lab.studies.words import page as words_tables
 from locater_lab.train.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
+WORDS_BEGIN, WORDS_END = "<!-- words -->\n", "<!-- end of words -->"
 EVIDENCE, BEGIN, END = ROOT / "docs" / "evidence.md", "<!-- tables -->\n", "<!-- end of tables -->"
 
 
@@ -75,7 +77,11 @@ def write_evidence() -> None:
     rows = json.loads((ROWS / "real-data.json").read_text(encoding="utf-8"))["models"]
     before, rest = EVIDENCE.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
-    EVIDENCE.write_text(f"{before}{BEGIN}\n{evidence_tables(rows)}\n\n{END}{after}", encoding="utf-8")
+    text = f"{before}{BEGIN}\n{evidence_tables(rows)}\n\n{END}{after}"
+    before, rest = text.split(WORDS_BEGIN)
+    after = rest.split(WORDS_END)[1]
+    kept = json.loads((ROWS / "words.json").read_text(encoding="utf-8"))
+    EVIDENCE.write_text(f"{before}{WORDS_BEGIN}\n{words_tables(kept)}\n\n{WORDS_END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["evidence"]:

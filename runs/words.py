@@ -3,7 +3,7 @@
 python runs/words.py rows.json MODEL --text FILE [--by-line] [--window 256]
 
 Adds the model to the rows: a list of numbers per head, in the order of `locater.behaviour.NUMBERS`, measured on two
-halves of the windows of a text, and on random ids. Costs a forward pass over 12 windows, no prediction.
+halves of the windows of a text, and on random ids; then its η/λ. Costs a forward pass over 12 windows, no prediction.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from locater.prediction.language_model import load_model, self_attention
 from locater.prediction.predict import _fitted, _windows, measure
 from locater.prediction.probe import probe
 from locater.prediction.settings import Effort
+from locater.scanning.scan import scan
 
 
 def measured(source: str, text: str, *, by_line: bool, window: int) -> dict:
@@ -27,12 +28,14 @@ def measured(source: str, text: str, *, by_line: bool, window: int) -> dict:
     layers, _ = self_attention(model, windows.test[:1])
     gathered, _ = measure(model.eval(), layers, windows.test, batch=effort.batch, step=lambda count: None)
     on_ids = {(one.block, one.layer, one.head): one.numbers for one in probe(source, effort=effort).heads}
+    scales = {(row.block, row.layer, row.head): row.eta / row.temperature for row in scan(source).heads}
     rows = []
     for layer, of_layer in zip(layers, gathered, strict=True):
         for head, gatherer in zip(layer.heads, of_layer, strict=True):
             halves = gatherer.halves() or (gatherer.numbers(),) * 2
-            sides = (*halves, on_ids[layer.block, layer.number, head.index])
-            rows.append([layer.block, layer.number, head.index, *(_rounded(one) for one in sides)])
+            place = layer.block, layer.number, head.index
+            sides = (*halves, on_ids[place])
+            rows.append([*place, *(_rounded(one) for one in sides), round(scales[place], 4)])
     causal = all(head.lookahead == 0 for layer in layers for head in layer.heads)
     return {"causal": causal, "window": windows.length, "text": Path(text).name, "heads": rows}
 

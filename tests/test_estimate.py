@@ -265,11 +265,11 @@ def test_words_of_behaviour_come_from_the_estimate_only():
                  for n, v in enumerate((0.9, 0.1)))  # fmt: skip
     unsure, unknown = replace(near, head=2, estimated_near_mass=0.5), replace(near, head=3, estimated_near_mass=None)
     assert [findings.looks(row) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
-    words = "1 looks mostly at near tokens, 1 looks mostly beyond the nearest tokens, 1 either way"
-    assert findings.behaviour([near, far, unsure, unknown]) == [f"estimated from the weights: {words}"]
+    words = "1 looks mostly at the 16 nearest tokens; 1 looks mostly beyond the 16 nearest tokens; 1 unclear"
+    assert findings.behaviour([near, far, unsure, unknown]) == [f"estimated from the weights: of 3 heads, {words}"]
     for finding in findings.outstanding([near, far, unsure, unknown]):
         assert "looks" not in finding.sentence or "probably looks mostly" in finding.sentence
-        assert findings.THEORY in finding.sentence or "estimated near mass" in finding.sentence
+        assert "estimated near mass" in finding.sentence
         assert "recent" not in finding.sentence
     assert findings.behaviour([unknown]) == []
 
@@ -280,8 +280,9 @@ def test_what_was_measured_on_random_ids_goes_before_an_estimate():
     measured = [replace(row, head=n, probed_near_mass_beyond_first=mass) for n, mass in enumerate((0.1, 0.5, 0.8))]
     assert [findings.looks(one) for one in (*measured, row)] == ["far", None, "near", "near"]
     assert findings.behaviour([*measured, row]) == [
-        "measured on random ids: 1 looks mostly at near tokens, 1 looks mostly beyond the nearest tokens, 1 either way",
-        "estimated from the weights: 1 looks mostly at near tokens",
+        "measured on random ids: of 3 heads, 1 looks mostly at the 16 nearest tokens; "
+        "1 looks mostly beyond the 16 nearest tokens; 1 unclear",
+        "estimated from the weights: of 1 head, 1 looks mostly at the 16 nearest tokens",
     ]
     said = [one.sentence for one in findings.outstanding(measured) if "looks" in one.sentence]
     assert said and all("on random ids" in sentence and "probably" not in sentence for sentence in said)

@@ -35,6 +35,8 @@ def test_the_page_of_a_real_scan_opens_from_disk(opened, minilm):
     assert opened.complaints() == [] and opened.requests() == []
     assert opened.run("return document.querySelectorAll('#sentences li').length") >= 3
     assert opened.run("return locater.app.view.count") == len(minilm["heads"]) == 72
+    # What heads do is the first colour; the theory's numbers are a choice.
+    assert opened.run("return locater.app.quantity.name") == "estimated_near_mass"
     # The colours on the canvas are those of the values, not one flat ground.
     colours = opened.run(
         "const c = document.getElementById('map'), p = c.getContext('2d');"
@@ -48,7 +50,7 @@ def test_values_are_those_of_the_json(opened, minilm):
     opened.run("locater.app.select(arguments[0])", 17)
     record = minilm["heads"][17]
     shown = opened.run("return document.querySelector('td[data-quantity=xi]').textContent").replace("−", "-")
-    assert float(shown) == pytest.approx(record["xi"], rel=6e-4)
+    assert float(shown) == pytest.approx(record["xi"], rel=6e-3)
     for name in ("xi", "trace", "frobenius_squared", "localisation"):
         columns = opened.run("return Array.from(locater.app.view.columns[arguments[0]])", name)
         assert columns == [head[name] for head in minilm["heads"]]
@@ -76,8 +78,8 @@ def test_click_keys_regimes_and_slider(opened, minilm):
     late = {n for n, head in enumerate(heads) if head["regime"] == "late"}
     assert set(opened.run("return [...locater.app.marked]")) == late
     assert opened.run("return document.getElementById('regime-late').getAttribute('aria-pressed')") == "true"
-    opened.run("const s = document.getElementById('bound'); s.value = 1; s.dispatchEvent(new Event('change'))")
-    above = {n for n, head in enumerate(heads) if head["xi"] >= opened.run("return locater.app.bound")}
+    opened.run("const s = document.getElementById('bound'); s.value = 0.5; s.dispatchEvent(new Event('change'))")
+    above = {n for n, head in enumerate(heads) if head["estimated_near_mass"] >= opened.run("return locater.app.bound")}
     assert above and set(opened.run("return [...locater.app.marked]")) == above
     press(opened, "Escape", focus="map")
     assert opened.run("return locater.app.marked") is None
@@ -268,7 +270,7 @@ def test_a_saved_map_says_what_its_colours_mean(opened):
     opened.run("document.querySelector('#map-figure .save[aria-label$=SVG]').click()")
     (name,) = [path.name for path in waited(opened)]
     drawn = opened.downloaded(name).decode()
-    assert drawn.startswith("<svg") and "positive mean: localizes" in drawn and "mean of the eigenvalues" in drawn
+    assert drawn.startswith("<svg") and "looks near" in drawn and "on the 16 nearest tokens" in drawn
 
 
 def waited(browser):

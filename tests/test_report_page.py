@@ -21,7 +21,6 @@ from locater.report.headline import headline
 from locater.report.packing import Pack
 from locater.report.reading import read_record
 from locater.report.views import views_of
-from locater.scanning import findings
 from locater_lab.studies.study import measure_for, points_of
 from locater_lab.studies.sweep.folder import create, open_sweep
 
@@ -47,18 +46,19 @@ def sentences(*documents):
     return [sentence.text for sentence in headline(views_of(documents), [])]
 
 
-def test_a_hot_and_a_cold_head_are_named_with_a_remedy():
-    heads = [head(0, n) for n in range(8)] + [head(1, 0, eta=100.0), head(1, 1, eta=0.01)]
-    said = sentences(scanned(*heads))
-    assert any("decoder 1.0" in one and "5 times" in one and "learning stalls" in one for one in said)
-    assert any("decoder 1.1" in one and "rank collapse" in one for one in said)
-    assert any(one.startswith("Try LocAteR") for one in said)
-    assert any(one.startswith("No head's scale stands out") for one in sentences(scanned(*heads[:8])))
+def test_random_weights_are_called_so_and_no_scale_is_warned_of():
+    trained = [head(0, n) for n in range(8)] + [head(1, 0, eta=100.0), head(1, 1, eta=0.01)]
+    assert not any("random" in one and "trained" in one or "Unusual" in one for one in sentences(scanned(*trained)))
+    chance = [head(0, n, trace=(-1) ** n * 0.3, frobenius_squared=8.0) for n in range(10)]
+    assert any(one.startswith("The weights look random, not trained") for one in sentences(scanned(*chance)))
 
 
 def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
-    assert "look" not in plain and "In the random-walk theory, 2 of 2 heads are late" in plain
+    assert (
+        "heads look" not in plain
+        and "In the paper's theory: 2 late. These words describe a random walk, not what heads do." in plain
+    )
     masses = [
         dict(estimated_near_mass=near, estimated_near_mass_interval=[near - 0.1, near + 0.1]) for near in (0.9, 0.1)
     ]
@@ -114,7 +114,6 @@ def test_an_estimate_is_not_said_beside_a_measurement():
 
 
 def test_limits_are_those_of_the_scan_and_the_monitor():
-    assert (quantities.HOT.value, quantities.COLD.value) == (findings.HOT, 1 / findings.COLD)
     limits = Thresholds()
     assert quantities.COLLAPSED.value == limits.entropy_collapse and quantities.DEAD.value == limits.dead_uniform
     assert quantities.SINK.value == limits.dead_sink

@@ -3,6 +3,7 @@
 docs/evidence.md has the precision of every word, model by model, for the sources that may say it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ class Word(NamedTuple):
         return f"{self.number} {sign} {self.limit:g}" + (f", first < {RESTS:g}" if self.is_apart else "")
 
 
+FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
     Word("first token", "rests on the first token", "rest on the first token", "first", RESTS),
@@ -100,7 +102,7 @@ def describe(places: Sequence[Place], attentions: Sequence[Attention], *, source
     members = {word: heads for word, heads in members.items() if heads}
     total = f"{len(places):,} heads" if len(places) > 1 else "1 head"
     counts = [
-        Told(f"{_count(len(heads), total, word)}{_layers(places, heads)} ({source}).", tuple(heads))
+        Told(f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}).", tuple(heads))
         for word, heads in members.items()
     ]
     return counts + _look_first(places, attentions, members)
@@ -110,11 +112,11 @@ def _count(number: int, total: str, word: Word) -> str:
     return f"{number:,} of {total} {word.singular if number == 1 else word.plural}"
 
 
-def _layers(places: Sequence[Place], heads: Sequence[int]) -> str:
+def in_layers(places: Sequence[Place], heads: Sequence[int]) -> str:
     """Name the layers that hold most heads of a word, unless they are spread over the whole depth.
 
     >>> places = [("decoder", layer, 0) for layer in range(10)]
-    >>> _layers(places, [6, 7, 8, 9]), _layers(places, [3]), _layers(places, [0, 5, 9])
+    >>> in_layers(places, [6, 7, 8, 9]), in_layers(places, [3]), in_layers(places, [0, 5, 9])
     (', from layer 6 on', ', in layer 3', '')
     """
     if len({place[0] for place in places}) > 1:  # layers of several stacks have no common depth
@@ -159,3 +161,15 @@ def _value(attention: Attention, word: Word) -> str:
     if word.is_low:
         return f"{1 - value:.0%}"
     return f"{value:.0%}"
+
+
+def look_random(heads: Sequence[tuple[float, float, int]]) -> bool:
+    """Tell whether (tr W, ‖W‖², d) of all heads are those of random weights, which no training has moved.
+
+    For independent random queries and keys tr W √d/‖W‖ has mean 0 and variance 1, so its root mean square over n heads
+    is 1 ± 1/√(2n). The least of the trained models in docs/evidence.md has 2.4.
+    """
+    squares = [trace**2 * d / norm for trace, norm, d in heads if norm > 0]
+    if len(squares) < FEWEST_HEADS:
+        return False
+    return math.sqrt(sum(squares) / len(squares)) < 1 + 3 / math.sqrt(2 * len(squares))

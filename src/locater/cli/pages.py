@@ -14,11 +14,18 @@ from ..records import Json
 from .output import console_for
 
 
-def save_html(documents: list[Json], path: Path, *, title: str | None = None, when: float | None = None) -> None:
-    """Write the page and say where; `when` is the date of what it shows, by default now."""
+def save_html(
+    documents: list[Json],
+    path: Path,
+    *,
+    title: str | None = None,
+    when: float | None = None,
+    note: str | None = None,
+) -> None:
+    """Write the page and say where; `when` is the date of what it shows, by default now; `note` is the sender's."""
     from ..report.page import save_page
 
-    save_page(documents, path, title=title, facts=facts_of(when))
+    save_page(documents, path, title=title, facts=facts_of(when), note=note)
     console_for(None, aside=True).print(f"page: {escape(str(path))}", soft_wrap=True)
 
 

@@ -27,6 +27,7 @@ def report(
     ] = None,
     out: PagePath = Path("report.html"),
     title: Annotated[str | None, typer.Option(help="Its title.")] = None,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Why you send it: a sentence at its top.")] = None,
     timeout: Timeout = None,
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also every map and curve as PNG and SVG in this folder.")
@@ -46,7 +47,7 @@ def report(
             from ..report.head_figures import first_shown, save_all
 
             save_all(documents, figures, heads=first_shown(documents) if wanted == [] else wanted)
-        save_html(documents, out, title=title, when=max(times, default=None))
+        save_html(documents, out, title=title, when=max(times, default=None), note=note)
 
 
 def parse_heads(text: str | None) -> list[tuple[int, int]] | None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
+RANGE = "ξ range"
+MEDIANS = "medians of each layer's heads, and how many heads have each regime"
 
 Source = Annotated[
     str | None,
@@ -99,22 +101,25 @@ def _conditions(fail_on: str | None, *, probe: bool) -> "Sequence[Condition]":
 
 def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
-    from ..scanning.findings import NORMALISED, THEORY, behaviour, name, outstanding, regimes
+    from ..scanning.findings import NORMALISED, RANDOM, THEORY, behaviour, is_random, name, outstanding, regimes
 
     family, coverage = escape(shown(found.family)), escape(shown(found.coverage))
     console.print(f"[bold]{family}[/bold], {found.format}, {counted(len(found.heads), 'head')}, {coverage}")
     console.print()
+    if is_random(found.heads):
+        console.print(f"[red]![/red] {RANDOM}")
+    for sentence in behaviour(found.heads):
+        console.print(sentence, highlight=False)
+    for finding in outstanding(found.heads):
+        print_bullet(console, "[green]·[/green]", f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
+    console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
-    console.print(HeatMap.of(found.to_json(), "xi"))
+    known = any(row.estimated_near_mass is not None for row in found.heads)
+    console.print(HeatMap.of(found.to_json(), "estimated_near_mass" if known else "xi"))
+    console.print(f"{THEORY}: {regimes(found.heads)}")
     if found.normalised:
         console.print(NORMALISED)
-    console.print(f"regimes {THEORY}: {regimes(found.heads)}")
-    for sentence in behaviour(found.heads):
-        console.print(sentence)
-    for finding in outstanding(found.heads):
-        mark = "[green]·[/green]" if finding.healthy else "[red]![/red]"
-        print_bullet(console, mark, f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
     for sentence in found.refused:
         console.print(f"[red]! not read:[/red] {escape(sentence)}", soft_wrap=True)
     if probed is not None:
@@ -123,7 +128,7 @@ def _print(console: Console, found: "Scan", probed: "Probe | None", *, heads: bo
 
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
-    """Medians of each layer, and how many of its heads are of each regime that the model has at all."""
+    """Medians of each layer, and how many of its heads have each regime that occurs in the model."""
     present, near = [regime for regime in WORDS if any(row.regime == regime for row in rows)], _near_column(rows)
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
@@ -133,26 +138,26 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
         body.append(
             [
                 f"{block} {layer}",
+                *(_near(of_layer) for _ in near),
                 f"{median(row.trace / row.temperature for row in of_layer):.2g}",
                 f"{median(row.eta / row.temperature for row in of_layer):.2g}",
                 f"{median(ratios):.2f}",
                 f"{min(ratios):.1f} … {max(ratios):.1f}",
                 f"{median(row.localisation for row in of_layer):.2f}",
-                *(_near(of_layer) for _ in near),
                 *(str(count or "") for count in counts),
             ]
         )
     headings = [
         "layer",
+        *near,
         "tr W/λ",
         "η/λ",
         "ξ",
-        "ξ range",
+        RANGE,
         "local",
-        *near,
         *(WORDS[regime].short for regime in present),
     ]
-    return table(headings, body, words=["layer"])
+    return table(headings, body, words=["layer"], spare=[RANGE, "tr W/λ"], title=MEDIANS)
 
 
 def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
@@ -162,19 +167,19 @@ def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     body = [
         [
             name(row),
-            f"{row.trace:.3g}",
+            *(_near([row]) for _ in near),
+            f"{row.trace / row.temperature:.3g}",
             f"{row.trace_of_square:.3g}",
             f"{row.frobenius_squared:.3g}",
-            f"{row.eta:.3g}",
+            f"{row.eta / row.temperature:.3g}",
             f"{row.xi:.2f}",
             f"{row.localisation:.2f}",
             row.regime,
-            *(_near([row]) for _ in near),
         ]
         for row in rows
     ]
-    headings = ["head", "tr W", "tr W²", "‖W‖²", "η", "ξ", "local", "regime", *near]
-    return table(headings, body, words=["head", "regime"])
+    headings = ["head", *near, "tr W/λ", "tr W²", "‖W‖²", "η/λ", "ξ", "local", "regime"]
+    return table(headings, body, words=["head", "regime"], spare=["tr W²", "‖W‖²"])
 
 
 def _near_column(rows: "tuple[HeadRow, ...]") -> list[str]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from ..behaviour import Told, describe, numbers_of
+from ..behaviour import Told, describe, look_random, numbers_of
 from ..errors import counted
 from ..records import Json
-from ..theory.words import MOSTLY_NEAR, WORDS
-from .quantities import COLD, HOT, quantity
+from ..theory.words import MOSTLY_NEAR
+from .quantities import quantity
 from .views import Key, View
 
 MOST_NAMED = 3
@@ -94,7 +94,7 @@ def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str
     # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
     found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view, sides)]
     if not briefly:
-        found += [*_theory(number, view), *_pronounced(number, view), *_next(number, view)]
+        found += [*_theory(number, view), *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
@@ -148,21 +148,10 @@ def _judged(view: View) -> bool:
 
 def _theory(number: int, view: View) -> Iterable[Sentence]:
     counts = Counter(regime for regime in view.regimes[-1] if regime)
-    for regime, count in counts.most_common(MOST_NAMED):
-        heads = tuple(n for n, found in enumerate(view.regimes[-1]) if found == regime)
-        words = WORDS[regime].meaning if regime in WORDS else "a word that this version does not know"
-        share = f"{count} of {counted(len(view.heads), 'head')}"
-        yield Sentence(f"In the random-walk theory, {share} are {regime}: {words}.", number, heads)
-
-
-def _pronounced(number: int, view: View) -> Iterable[Sentence]:
-    """The heads to open first: those whose mean stands out most against their scale."""
-    if "xi" not in view.columns or len(view.heads) <= MOST_NAMED or len(view.frames) > 1:
+    if not counts:
         return
-    values = view.columns["xi"][-1]
-    first = sorted(range(len(values)), key=lambda n: -abs(values[n] or 0))[:MOST_NAMED]
-    named = ", ".join(f"{name(view.heads[n])} (ξ = {values[n] or 0:.2g})" for n in first)
-    yield Sentence(f"The heads with the most pronounced mean: {named}.", number, tuple(first))
+    named = ", ".join(f"{count:,} {regime}" for regime, count in counts.most_common(MOST_NAMED))
+    yield Sentence(f"In the paper's theory: {named}. These words describe a random walk, not what heads do.", number)
 
 
 def _next(number: int, view: View) -> Iterable[Sentence]:
@@ -196,35 +185,12 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
 
 def _health(number: int, view: View) -> Iterable[Sentence]:
     yield from _alarms(number, view)
-    scales = view.columns.get("eta_over_temperature")
-    if scales is None or not any(scales[-1]):
-        return
-    known = [scale for scale in scales[-1] if scale is not None]
-    usual = median(known)
-    hot = _where(scales[-1], lambda scale: scale > HOT.value * usual)
-    cold = _where(scales[-1], lambda scale: scale < COLD.value * usual)
-    if hot:
+    names = ("trace", "frobenius_squared", "d_model")
+    heads = [tuple(record[name] for name in names) for record in view.records if all(n in record for n in names)]
+    if look_random(heads):
         yield Sentence(
-            f"Unusual: {_names(view, hot)} with more than {HOT.value:g} times the model's usual scale "
-            f"(η/λ = {usual:.2g}). Large logits narrow attention to one token, and learning stalls.",
-            number, hot, "warning",
-        )  # fmt: skip
-        yield Sentence(
-            "Try LocAteR on these heads (shrinks the scale, keeps the mean), or QK-Clip.", number, hot, "advice"
+            "The weights look random, not trained: no trace is larger than chance makes it.", number, tone="warning"
         )
-    if cold:
-        yield Sentence(
-            f"Unusual: {_names(view, cold)} below a {round(1 / COLD.value)}th of the usual scale: hardly tells tokens "
-            "apart, unused or on the way to rank collapse.", number, cold, "warning",
-        )  # fmt: skip
-        yield Sentence(
-            "Try a held mean (tr W away from zero) at initialisation for such heads.", number, cold, "advice"
-        )
-    if not hot and not cold and len(known) > 1:
-        yield Sentence(
-            f"No head's scale stands out: all η/λ lie within {min(known):.2g} and {max(known):.2g}, "
-            f"the usual being {usual:.2g}.", number, tone="good",
-        )  # fmt: skip
 
 
 def _alarms(number: int, view: View) -> Iterable[Sentence]:

@@ -32,8 +32,14 @@ def save_page(documents: Sequence[Document], path: Path, **options: Any) -> None
     write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def page(documents: Sequence[Document], *, title: str | None = None, facts: dict[str, str] | None = None) -> str:
-    """The page's text; `facts` are shown under "How this page was made" (command, versions, date)."""
+def page(
+    documents: Sequence[Document],
+    *,
+    title: str | None = None,
+    facts: dict[str, str] | None = None,
+    note: str | None = None,
+) -> str:
+    """The page's text; `facts` are shown under "How this page was made", `note` is the sender's, above all else."""
     cleaned = [all_shown(document) for document in documents]
     views, runs = views_of(cleaned), [one for one in cleaned if one["schema"] == "locater.runs/1"]
     studies = [one for one in cleaned if one["schema"] == "locater.study/1"]
@@ -51,6 +57,7 @@ def page(documents: Sequence[Document], *, title: str | None = None, facts: dict
     }
     parts = {
         "title": html.escape(title),
+        "note": f'<p class="note">{html.escape(shown(note))}</p>\n' if note else "",
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
         "made": definitions(all_shown(facts or {}) | _sources(views)),
         "glossary": definitions(GLOSSARY),

@@ -40,8 +40,6 @@ class Quantity:
         return asdict(self)
 
 
-HOT = Limit("above", 5.0, "runs hot: on the way to entropy collapse", relative=True)
-COLD = Limit("below", 1 / 20, "hardly tells tokens apart: unused, or on the way to rank collapse", relative=True)
 COLLAPSED = Limit("below", 0.02, "entropy collapse: each query sees one key")
 DEAD = Limit("above", 0.9995, "dead: logits as good as equal")
 SINK = Limit("above", 0.99, "dead: the first token takes everything, whatever the text says")
@@ -70,12 +68,12 @@ QUANTITIES = {
     one.name: one
     for one in (
         Quantity(
-            "xi", "ξ", "mean of the eigenvalues over their scale", "negative mean", "positive mean: localizes",
+            "xi", "ξ", "trace of W over its scale", "negative: localizes", "positive: localizes",
             "diverging",
         ),
         Quantity(
             "eta_over_temperature", "η/λ", "scale of the eigenvalues over the temperature", "tokens look alike",
-            "logits run hot", limits=(HOT, COLD),
+            "large logits",
         ),
         Quantity(
             "trace_over_temperature", "tr W/λ", "sum of the eigenvalues over the temperature", "unlike tokens attract",
@@ -88,7 +86,7 @@ QUANTITIES = {
         Quantity(
             "symmetry", "tr W²/‖W‖²", "how symmetric W is", "rotates (−1)", "symmetric (1)", "diverging"
         ),
-        Quantity("spread", "E|λ−m|²", "spread of the eigenvalues around their mean", "concentrated", "spread out"),
+        Quantity("spread", "E|μ−m|²", "variance of the eigenvalues μ about their mean", "concentrated", "spread out"),
         Quantity("sigma", "σ₁", "largest singular value of W", "small logits", "large logits"),
         Quantity("logit_bound", "|ω| ≤", "what no logit of the head can exceed", "bounded closely", "hardly bounded"),
         *(
@@ -152,7 +150,7 @@ GLOSSARY = {
     "eigenvalues": "the numbers by which W stretches its own directions; complex where W rotates",
     "tr W": "sum of the eigenvalues: how strongly like tokens attract each other",
     "η": "scale of the eigenvalues, √((tr W² + 2‖W‖²)/3): how large logits become",
-    "ξ": "tr W/η, mean over scale; far from zero, attention localizes",
+    "ξ": "tr W/η: trace over scale; far from zero, the theory's signal is localized",
     "ρ_t": "propagation probability: the chance that token t is heard, so that learning can change its weight",
     "L": "localisation: the share of the context left out, 0 for an even profile, near 1 for a single token",
     "regime": "the shape of ρ over the context in one word",
@@ -163,5 +161,5 @@ GLOSSARY = {
     "sink": "the first token, on which many heads rest when they have nothing to say",
     "entropy collapse": "attention so peaked that learning stalls",
     "rank collapse": "attention so even that all tokens become alike",
-    "LocAteR": "the paper's regulariser: shrink the scale of the eigenvalues, keep their mean",
+    "LocAteR": "the paper's regulariser: it shrinks the scale η; the trace is free unless you hold it",
 }

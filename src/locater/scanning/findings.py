@@ -1,15 +1,15 @@
 """A scan in plain words, of two kinds that are never mixed.
 
-Spectra and regimes are of the random-walk theory and say so. What a head does is said as measured on random ids where
-it was, else from the estimate of its behaviour only, with how often such words were right (docs/evidence.md).
+Behaviour is said as measured on random ids, or else from the estimate, with the record in docs/evidence.md. Spectra and
+regimes are of the paper's random-walk theory, come last, and say so.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING
 
+from ..behaviour import in_layers, look_random
 from ..errors import counted
 from ..theory.words import MOSTLY_FAR, MOSTLY_NEAR
 from .rows import HeadRow
@@ -17,25 +17,22 @@ from .rows import HeadRow
 if TYPE_CHECKING:
     from .scan import Scan
 
-# A head stands out when its scale η/λ is this many times the model's median, or that fraction of it.
-HOT = 5.0
-COLD = 20.0
 MOST_OF_A_KIND = 3
-LOOKS = {"near": "mostly at near tokens", "far": "mostly beyond the nearest tokens"}
-THEORY = "in the random-walk theory"
+LOOKS = {"near": "mostly at the 16 nearest tokens", "far": "mostly beyond the 16 nearest tokens"}
+THEORY = "in the paper's theory (a random walk: its words are not what heads do)"
+RANDOM = "the weights look random, not trained: no head's tr W is larger than chance makes it"
 NORMALISED = (
-    "queries or keys are normalised: tr W, η, ξ are of the form behind the norm, whatever the scale of the weights "
+    "queries or keys are normalised: tr W, η, ξ describe W after that norm, so the scale of the weights cancels "
     "(--raw: as stored)"
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One head and the sentence on it; `healthy` is False where something should be looked into."""
+    """One head and the sentence on it."""
 
     row: HeadRow
     sentence: str
-    healthy: bool
 
 
 def name(row: HeadRow) -> str:
@@ -82,28 +79,28 @@ def behaviour(rows: Iterable[HeadRow]) -> list[str]:
 
 
 def _where(rows: Sequence[HeadRow]) -> str:
-    counts = Counter(filter(None, map(looks, rows)))
-    verb = {1: "looks"}
-    parts = [f"{counts[word]} {verb.get(counts[word], 'look')} {told}" for word, told in LOOKS.items() if counts[word]]
-    unsure = len(rows) - sum(counts.values())
-    return ", ".join([*parts, *([f"{unsure} either way"] if unsure else [])])
+    places = [(row.block, row.layer, row.head) for row in rows]
+    heads = {word: [n for n, row in enumerate(rows) if looks(row) == word] for word in LOOKS}
+    parts = [
+        f"{len(found)} {'looks' if len(found) == 1 else 'look'} {LOOKS[word]}{in_layers(places, found)}"
+        for word, found in heads.items()
+        if found
+    ]
+    unsure = len(rows) - sum(map(len, heads.values()))
+    return f"of {counted(len(rows), 'head')}, " + "; ".join([*parts, *([f"{unsure} unclear"] if unsure else [])])
+
+
+def is_random(rows: Sequence[HeadRow]) -> bool:
+    """Tell whether the weights are as random as before any training."""
+    return look_random([(row.trace, row.frobenius_squared, row.d_model) for row in _once(rows)[0]])
 
 
 def outstanding(rows: Sequence[HeadRow]) -> list[Finding]:
-    """The heads worth a look: those that the theory or their scale sets apart, and the surest to be near or far."""
+    """The heads to look at first: the surest to look near, and the surest to look far."""
     rows, others = _once(rows)
-    scales = {row: row.eta / row.temperature for row in rows}
-    usual = median(scales.values())
-    kinds = [[_silent(row) for row in rows if row.regime == "no-signal"]]
-    hottest = sorted(rows, key=lambda row: -scales[row])
-    kinds.append([_hot(row, scales[row] / usual) for row in hottest if scales[row] > HOT * usual > 0])
-    kinds.append([_cold(row) for row in reversed(hottest) if scales[row] * COLD < usual])
     surest = sorted((row for row in rows if looks(row)), key=lambda row: -(_near_mass(row) or 0))
-    kinds.append([_looking(row) for row in surest if looks(row) == "near"])
-    kinds.append([_looking(row) for row in reversed(surest) if looks(row) == "far"])
-    found = [finding for kind in kinds for finding in kind[:MOST_OF_A_KIND]]
-    once = {finding.row: _shared(finding, others[finding.row]) for finding in reversed(found)}
-    return list(once.values())[::-1]
+    kinds = [[row for row in surest if looks(row) == "near"], [row for row in reversed(surest) if looks(row) == "far"]]
+    return [_shared(_looking(row), others[row]) for kind in kinds for row in kind[:MOST_OF_A_KIND]]
 
 
 def _once(rows: Sequence[HeadRow]) -> tuple[list[HeadRow], dict[HeadRow, list[int]]]:
@@ -123,44 +120,25 @@ def _shared(finding: Finding, layers: list[int]) -> Finding:
     return replace(finding, sentence=f"{finding.sentence}; the same in {where}")
 
 
-def _silent(row: HeadRow) -> Finding:
-    sentence = (
-        f"passes on almost no signal {THEORY} (η/λ = {row.eta / row.temperature:.3g}): if its logits are as large in "
-        "training (`AttentionMonitor` says so), shrink its spectrum (LocAteR) or clip its logits (QK-Clip)"
-    )
-    return Finding(row, sentence, healthy=False)
-
-
-def _hot(row: HeadRow, ratio: float) -> Finding:
-    scale = f"η/λ = {row.eta / row.temperature:.3g}"
-    sentence = f"has {ratio:.1f} times the model's usual scale ({scale}): {THEORY} the way to entropy collapse"
-    return Finding(row, sentence, healthy=False)
-
-
-def _cold(row: HeadRow) -> Finding:
-    scale = f"η/λ = {row.eta / row.temperature:.2g}"
-    sentence = f"has a {COLD:.0f}th of the model's usual scale or less ({scale}): {THEORY} the way to rank collapse"
-    return Finding(row, sentence, healthy=False)
-
-
 def _looking(row: HeadRow) -> Finding:
     where = LOOKS[looks(row) or "far"]
     if row.probed_near_mass_beyond_first is not None:
         sentence = f"looks {where} on random ids (near mass {row.probed_near_mass_beyond_first:.2f})"
-        return Finding(row, sentence, healthy=True)
+        return Finding(row, sentence)
     low, high = row.estimated_near_mass_interval or (0.0, 1.0)
     sentence = f"probably looks {where} (estimated near mass {row.estimated_near_mass:.2f}, {low:.2f} to {high:.2f})"
-    return Finding(row, sentence, healthy=True)
+    return Finding(row, sentence)
 
 
 def summarise(scan: "Scan") -> str:
     """The whole scan as text."""
     lines = [
         f"{scan.source}: {scan.family}, {counted(len(scan.heads), 'head')}, {scan.coverage}",
-        *([NORMALISED] if scan.normalised else []),
-        f"regimes {THEORY}: {regimes(scan.heads)}",
+        *([RANDOM] if is_random(scan.heads) else []),
         *behaviour(scan.heads),
         *(f"{name(finding.row)} {finding.sentence}." for finding in outstanding(scan.heads)),
+        f"{THEORY}: {regimes(scan.heads)}",
+        *([NORMALISED] if scan.normalised else []),
         *(f"not read: {sentence}" for sentence in scan.refused),
     ]
     return "\n".join(lines)

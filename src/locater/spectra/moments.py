@@ -19,7 +19,7 @@ class Moments:
 
     The eigenvalues of W are complex when W is not symmetric. Their mean is real, and so is `variance`, the mean of
     (λ − m)² without an absolute value: rotation-like parts count negative, so it may be below zero. The spread
-    E|λ − m|², which may not, needs the eigenvalues themselves (`spread`).
+    E|μ − m|², which may not, needs the eigenvalues themselves (`spread`).
     """
 
     trace: Float[Tensor, "*batch"]
@@ -104,12 +104,12 @@ def eigenvalues(
 
 
 def spread(values: Complex[Tensor, "*batch d_head"], d_model: int) -> Float[Tensor, "*batch"]:
-    """E|λ − m|² over all d eigenvalues: the given ones and d − d_h zeros."""
+    """E|μ − m|² over all d eigenvalues: the given ones and d − d_h zeros."""
     mean = values.sum(-1) / d_model
     given = (values - mean[..., None]).abs().square().sum(-1)
     return (given + (d_model - values.shape[-1]) * mean.abs().square()) / d_model
 
 
 def spread_nonzero(values: Complex[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
-    """E|λ − m|² over the given eigenvalues only."""
+    """E|μ − m|² over the given eigenvalues only."""
     return spread(values, values.shape[-1])

@@ -76,5 +76,5 @@ function shownNumber(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-4) return value.toExponential(2).replace("-", "−").replace("e+", "e");
-  return String(Number(value.toPrecision(4))).replace("-", "−");
+  return String(Number(value.toPrecision(3))).replace("-", "−");
 }

@@ -21,7 +21,9 @@ class App {
     this.frame = this.view.frames.length - 1;
     const named = (tone) => this.data.sentences.find((one) => (!tone || one.tone === tone) && one.view === this.number && one.heads.length)?.heads[0];
     this.selected = named("warning") ?? (this.view.is_pair ? named() : null) ?? this.mostPronounced();
-    const wanted = this.view.is_pair ? ["eta_over_temperature"] : ["xi", "normalised_entropy"];
+    // What heads do comes first: measured, on random ids, estimated; then the theory.
+    const near = ["measured_near_mass_beyond_first", "near_mass", "probed_near_mass_beyond_first", "estimated_near_mass"];
+    const wanted = this.view.is_pair ? ["eta_over_temperature"] : [...near, "normalised_entropy", "xi"];
     this.choose(wanted.find((name) => this.view.columns[name]) ?? this.shownQuantities()[0]?.name ?? "regime");
     this.map = new HeadMap(this, document.getElementById("map-figure"));
     this.table = new HeadTable(this, document.getElementById("table-controls"), document.getElementById("table-body"));
@@ -80,7 +82,7 @@ class App {
   describe(head) {
     const regime = this.hasRegimes() ? `, ${this.regimeName(head)}` : "";
     if (this.quantity.name === "regime") return `${this.view.title(head)}${regime}`;
-    return `${this.view.title(head)}: ${this.quantity.symbol} = ${shownNumber(this.value(head))}${regime}`;
+    return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? "changed by" : "="} ${shownNumber(this.value(head))}${regime}`;
   }
 
   select(head) {

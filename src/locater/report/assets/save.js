@@ -16,7 +16,7 @@ function fileName(title, suffix) {
 function saveButtons(title, svgOf) {
   const button = (suffix, action) =>
     html("button", { type: "button", class: "save", "aria-label": `Save ${title} as ${suffix.toUpperCase()}`, onclick: action }, suffix.toUpperCase());
-  return html("span", { class: "group" },
+  return html("details", { class: "export" }, html("summary", { "aria-label": `Save ${title}` }, "Save"),
     button("svg", () => download(fileName(title, "svg"), serialised(svgOf()), "image/svg+xml")),
     button("png", async () => download(fileName(title, "png"), await asPng(svgOf()))));
 }

@@ -10,7 +10,7 @@ class HeadTable {
   constructor(app, controls, place) {
     this.app = app;
     this.order = { name: "title", down: false };
-    this.filter = html("input", { type: "search", id: "filter", placeholder: "xi>2 regime=late layer=3", "aria-describedby": "filter-says", oninput: () => this.refresh() });
+    this.filter = html("input", { type: "search", id: "filter", placeholder: app.hasRegimes() ? "xi>2 regime=late layer=3" : "layer=3", "aria-describedby": "filter-says", oninput: () => this.refresh() });
     this.says = html("span", { id: "filter-says", role: "status" });
     const button = (words, action) => html("button", { type: "button", onclick: action }, words);
     const done = async (content, words) => { await copy(content); this.says.textContent = words; };

@@ -1,0 +1,168 @@
+"""Precision of the words for what heads do, judged on models that had no part in choosing anything.
+
+A word that `predict` says is measured, so it is judged by the other half of the windows. A word said from random
+ids needs a margin beyond its rule, which the other models choose; a model is judged by theirs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from locater.behaviour import VOCABULARY, Attention, Word
+from locater.records import Json
+
+FEWEST_HEADS, FEWEST_MODELS = 20, 3
+ENOUGH, BEYOND_BASE = 0.8, 0.1
+MARGINS = (0.0, 0.05, 0.1, 0.15, 0.2)
+CHOSEN = 0.9  # precision on the other models that a margin is chosen by
+SOURCES = ("text", "random ids")
+FEWEST = {"text": 2 * FEWEST_HEADS, "random ids": FEWEST_HEADS}  # on text each half judges the other
+HOT, COLD = 5.0, 20.0  # times the median of η/λ, and its fraction, beyond which a scan once warned
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One head: its attention on two halves of a text and on random ids, and its η/λ over the model's median."""
+
+    halves: tuple[Attention, Attention]
+    ids: Attention
+    scale: float
+
+    @property
+    def text(self) -> Attention:
+        return Attention(*((a + b) / 2 for a, b in zip(*self.halves, strict=True)))
+
+
+Models = Mapping[str, Sequence[Measured]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Counts of one word in one model: said, right, heads for which it holds, and all heads."""
+
+    said: int
+    right: int
+    holds: int
+    heads: int
+
+    def __add__(self, other: "Judged") -> "Judged":
+        return Judged(*(a + b for a, b in zip(_counts(self), _counts(other), strict=True)))
+
+    @property
+    def precision(self) -> float:
+        return self.right / self.said if self.said else 0.0
+
+    @property
+    def base(self) -> float:
+        return self.holds / self.heads if self.heads else 0.0
+
+
+def _counts(judged: Judged) -> tuple[int, int, int, int]:
+    return judged.said, judged.right, judged.holds, judged.heads
+
+
+def read(document: Json) -> dict[str, list[Measured]]:
+    """The kept rows of runs/studies/words.json, model by model."""
+    models = {}
+    for name, kept in document["models"].items():
+        usual = median(row[6] for row in kept["heads"])
+        models[name] = [
+            Measured((Attention(*row[3]), Attention(*row[4])), Attention(*row[5]), row[6] / usual)
+            for row in kept["heads"]
+        ]
+    return models
+
+
+def judge(word: Word, heads: Sequence[Measured], source: str, *, margin: float = 0.0) -> Judged:
+    """Count how often the word is right: one half of the text by the other, or random ids by all of it."""
+    strict = word._replace(limit=word.limit + (-margin if word.is_low else margin))
+    if source == "text":
+        pairs = [(one, other) for head in heads for one, other in (head.halves, head.halves[::-1])]
+    else:
+        pairs = [(head.ids, head.text) for head in heads]
+    said = [truth for seen, truth in pairs if strict.holds(seen)]
+    right, holds = sum(map(word.holds, said)), sum(word.holds(truth) for _, truth in pairs)
+    return Judged(len(said), right, holds, len(pairs))
+
+
+def left_out(word: Word, models: Models, source: str) -> dict[str, Judged]:
+    """Judge the word on each model, with the margin that the others choose."""
+    return {
+        name: judge(word, heads, source, margin=0.0 if source == "text" else margin_of(word, _others(models, name)))
+        for name, heads in models.items()
+    }
+
+
+def _others(models: Models, name: str) -> list[Measured]:
+    return [head for other, heads in models.items() if other != name for head in heads]
+
+
+def margin_of(word: Word, heads: Sequence[Measured]) -> float:
+    """Choose the smallest margin at which random ids are right often enough on these heads; the largest if none is."""
+    good = (margin for margin in MARGINS if judge(word, heads, "random ids", margin=margin).precision >= CHOSEN)
+    return next(good, MARGINS[-1])
+
+
+def total(judged: Mapping[str, Judged]) -> Judged:
+    return sum(judged.values(), Judged(0, 0, 0, 0))
+
+
+def may_be_said(judged: Mapping[str, Judged], *, fewest: int = FEWEST_HEADS) -> bool:
+    """Apply the rule: enough heads in enough models, precision high and above the base rate."""
+    models = sum(one.said > 0 for one in judged.values())
+    whole = total(judged)
+    is_precise = whole.precision >= max(ENOUGH, min(1.0, whole.base + BEYOND_BASE))
+    return whole.said >= fewest and models >= FEWEST_MODELS and is_precise
+
+
+def page(document: Json) -> str:
+    """The tables of docs/evidence.md."""
+    models = read(document)
+    return "\n\n".join([words_table(models), models_table(models), warnings_table(models)])
+
+
+def words_table(models: Models) -> str:
+    """Each word with its rule, its precision by source, its base rate, and the sources that may say it."""
+    lines = [
+        "| word | rule | text, other half | random ids | base rate | may be said from |",
+        "|---|---|---|---|---|---|",
+    ]
+    for word in VOCABULARY:
+        judged = {source: left_out(word, models, source) for source in SOURCES}
+        said = [source for source in SOURCES if may_be_said(judged[source], fewest=FEWEST[source])]
+        cells = [_share(total(judged[source])) for source in SOURCES]
+        base = f"{total(judged['random ids']).base:.0%}"
+        lines.append(f"| {' | '.join([word.name, word.rule, *cells, base, ', '.join(said) or 'nothing'])} |")
+    return "\n".join(lines)
+
+
+def models_table(models: Models) -> str:
+    """Each model as the one left out: how often words from random ids were right there."""
+    lines = [
+        f"| model | heads | {' | '.join(word.name for word in VOCABULARY)} |",
+        "|" + "---|" * (2 + len(VOCABULARY)),
+    ]
+    judged = [left_out(word, models, "random ids") for word in VOCABULARY]
+    for name, heads in models.items():
+        lines.append(f"| {name} | {len(heads)} | {' | '.join(_share(one[name]) for one in judged)} |")
+    return "\n".join(lines)
+
+
+def _share(judged: Judged) -> str:
+    return f"{judged.right} of {judged.said}" if judged.said else "–"
+
+
+def warnings_table(models: Models) -> str:
+    """Heads that a scan once warned of by their scale, and for how many the warning was right."""
+    words = {word.name: word for word in VOCABULARY}
+    kinds = {
+        f"η/λ above {HOT:g} times the median": (lambda scale: scale > HOT, words["one token"]),
+        f"η/λ below a {COLD:.0f}th of the median": (lambda scale: scale * COLD < 1, words["broad"]),
+    }
+    lines = ["| warning that is gone | right if the head is | heads | right | base rate |", "|---|---|---|---|---|"]
+    every = [head for heads in models.values() for head in heads]
+    for name, (is_met, word) in kinds.items():
+        warned = [head for head in every if is_met(head.scale)]
+        right, holds = (sum(word.holds(head.text) for head in heads) for heads in (warned, every))
+        lines.append(f"| {name} | {word.name} | {len(warned)} | {right} | {holds / len(every):.0%} |")
+    return "\n".join(lines)
