@@ -1,6 +1,7 @@
 """Every single edit of a run's folder: refused, with the folder left as it is, or resumed equal to the bit."""
 
 import json
+import os
 import random
 import shutil
 from dataclasses import fields
@@ -161,6 +162,82 @@ def test_a_checkpoint_of_another_run(part, source, runs, tmp_path):
     names = [json.loads((runs / one / INDEX).read_text())["names"] for one in ("run", source)]
     same_best = part == "best" and names[0]["best"] == names[1]["best"] and source == "whole"
     assert outcome(runs, tmp_path / "run", edit) in ({"equal", "refused"} if same_best else {expected, "refused"})
+
+
+def forge_line(folder: Path) -> None:
+    """A line of the last checkpoint's step behind those that it knows of."""
+    step = json.loads((folder / INDEX).read_text())["names"]["last"].removeprefix("step-")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "validation", "step": int(step), "loss": 0.5}) + "\n")
+
+
+def repeat_last_line(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[-1] + "\n")
+
+
+def plant_checkpoint(kind: str):
+    """What no index names, under the name of a checkpoint to come."""
+
+    def edit(folder: Path) -> None:
+        planted, last = (
+            folder / "checkpoints" / "step-00000009",
+            json.loads((folder / INDEX).read_text())["names"]["last"],
+        )
+        match kind:
+            case "folder":
+                shutil.copytree(folder / "checkpoints" / last, planted)
+            case "link":
+                planted.symlink_to(last)
+            case "broken link":
+                planted.symlink_to("nowhere")
+            case "file":
+                planted.write_text("{}")
+
+    return edit
+
+
+def add_to_checkpoint(folder: Path) -> None:
+    last = folder / "checkpoints" / json.loads((folder / INDEX).read_text())["names"]["last"]
+    for name in ("model.safetensors", "__9_0.distcp", "stabiliser.json"):
+        (last / name).write_text("{}")
+
+
+UNSEEN = {"forged line": forge_line, "repeated line": repeat_last_line, "files in a checkpoint": add_to_checkpoint}
+UNSEEN |= {f"planted {kind}": plant_checkpoint(kind) for kind in ("folder", "link", "broken link", "file")}
+
+
+@pytest.mark.parametrize("edit", UNSEEN.values(), ids=UNSEEN)
+def test_what_no_checksum_covers_changes_nothing(edit, runs, tmp_path):
+    assert outcome(runs, tmp_path / "run", edit) == "equal"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
+def test_what_is_no_file_of_this_folder(kind, runs, tmp_path):
+    """A link is followed; what it leads to is held by the same checksums. Nobody waits for a pipe or a device.
+
+    Of `model` nothing is read, and what is written into a pipe there waits for its reader, as anywhere.
+    """
+    for number, name in enumerate(name for name in files_of(runs) if kind == "link" or not name.startswith("model/")):
+        folder = tmp_path / str(number)
+        shutil.copytree(runs / "run", folder)
+        path = folder / name
+        path.rename(tmp_path / f"{number}.aside")
+        match kind:
+            case "link":
+                path.symlink_to(tmp_path / f"{number}.aside")
+            case "pipe":
+                os.mkfifo(path)
+            case "folder":
+                path.mkdir()
+            case "device":
+                path.symlink_to("/dev/zero")
+        try:
+            run.resume(folder, say=quiet)
+        except Refusal as reason:
+            assert not isinstance(reason, Unforeseen)
+        else:
+            assert_same_run(folder, runs / "whole")
 
 
 def test_a_config_before_the_first_checkpoint(runs, tmp_path):

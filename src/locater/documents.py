@@ -75,7 +75,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def _read(path: Path, *, most: str = "") -> bytes:
+    """The bytes of a regular file: a pipe may never say anything, a device never end."""
     try:
+        if path.exists() and not path.is_file():
+            raise refusal(f"a file {path.name}", "a directory" if path.is_dir() else "a pipe or device")
         if most:
             budget().check(most, path.stat().st_size)
         return path.read_bytes()

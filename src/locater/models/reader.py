@@ -100,9 +100,10 @@ class Side:
         norm = norm if is_common else read_norm(self.places, self._norm_cell, self.layer, head=index)
         if norm is None or norm.gain is None:
             return norm
-        num_numbers, num_heads = norm.gain.shape[0], len(self.slices)
-        if num_numbers not in (d_head, d_head * num_heads):
-            raise refusal(f"a gain of {d_head} or {d_head * num_heads} numbers", num_numbers)
+        num_numbers, num_all = norm.gain.shape[0], d_head * len(self.slices)
+        sizes = (num_all,) if self.places.row.norm_over == "projection" else (d_head, num_all)
+        if num_numbers not in sizes:
+            raise refusal(f"a gain of {' or '.join(map(str, sizes))} numbers", num_numbers)
         if num_numbers > d_head:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])

@@ -55,7 +55,9 @@ def damaged_files(folder: Path, checksum: str | None = None) -> list[str]:
 
 
 def checksum_of(path: Path) -> str:
-    """Hash a file's bytes; "none" where it cannot be read."""
+    """Hash a file's bytes; "none" where it cannot be read, or is no file."""
+    if not path.is_file():
+        return "none"
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "blake2b").hexdigest()[:32]

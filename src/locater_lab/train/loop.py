@@ -114,8 +114,8 @@ class Trainer:
         validated = self.step - self.step % loop.validate_every
         return self.step >= self.num_steps or 0 < loop.patience <= validated - self.best_step
 
-    def save(self, *, best: bool = False, keep: str = "") -> None:
-        """A checkpoint of this step; an interrupted interval of metrics is part of it."""
+    def save(self, *, best: bool = False, keep: str = "", midway: bool = False) -> None:
+        """A checkpoint of this step; an interrupted interval of metrics is part of it. `midway`: rows of it follow."""
         loss_sum, loss_count = self._sums()
         small = {
             "step": self.step,
@@ -125,7 +125,7 @@ class Trainer:
             "loss_count": loss_count,
             "data": self.data.identity,
             "made_by": made_by(self.processes.device),
-            "metrics": self.metrics.state(),
+            "metrics": self.metrics.state() | {"midway": midway},
             "watch": self.watch.state(),
         }
         self.store.save(self._state(), small, keep=["best"] * best + [keep] * bool(keep))

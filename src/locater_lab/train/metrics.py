@@ -51,10 +51,10 @@ class Metrics:
         rows = [row for row in rows_of_run(folder) if row["step"] <= step]
         first = rows[: kept.get("lines", len(rows))]
         lines = [self._count(row) for row in first]
-        if kept and self.state() != kept:
+        if kept and self.state().items() - kept.items():
             raise refusal(f"the lines up to the last checkpoint in {path}", "others", UNVERIFIED)
-        # A checkpoint in the midst of a step is followed by lines of that step.
-        lines += [self._count(row) for row in rows[len(first) :] if row["step"] == step]
+        if kept.get("midway", True):  # lines of that step were written behind the checkpoint
+            lines += [self._count(row) for row in rows[len(first) :] if row["step"] == step]
         self.board = _board(folder, step) if tensorboard else None
         write(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
         self.file = path.open("a", encoding="utf-8")

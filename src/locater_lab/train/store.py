@@ -4,6 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -151,14 +152,14 @@ class Store:
         return next(name for name in (f"step-{step:08d}", *further) if name not in used)
 
     def _publish(self, partial: Path, name: str, keep: Sequence[str]) -> None:
-        if (self.folder / name).exists():  # written by a run that was stopped before it could say so, or not the last
-            shutil.rmtree(self.folder / name)
+        _remove(self.folder / name)  # written by a run that was stopped before it could say so, or not the last
         partial.rename(self.folder / name)
         names = self.names() | dict.fromkeys(keep, name)
         self._write_index(names)
         for other in self.folder.glob("step-*"):
             if other.name not in names.values():
-                shutil.rmtree(other, ignore_errors=True)
+                with suppress(OSError):
+                    _remove(other)
 
     def keep(self, which: str, under: str) -> None:
         """The checkpoint of one name has another name too, if there is one."""
@@ -203,6 +204,14 @@ def _cause(reason: BaseException) -> str:
     reason = _innermost(reason)
     lines = str(getattr(reason, "strerror", None) or reason).strip().splitlines()
     return f"{lines[0]:.160}" if lines else type(reason).__name__
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there, if anything; of a link only the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(folder: Path) -> None:

@@ -83,7 +83,7 @@ class Watch:
         trainer, done = self.trainer, []
         if CHECKPOINT in self.actions and not self.has_saved:
             self.has_saved = True
-            trainer.save(keep=ALARM)
+            trainer.save(keep=ALARM, midway=True)
             done.append(f"checkpoint {trainer.store.names()[ALARM]}")
         if ROLL_BACK in self.actions and self._has_good():
             done.append(self._roll_back())
@@ -102,7 +102,7 @@ class Watch:
     def _keep(self) -> list[str]:
         if ROLL_BACK in self.actions:
             self.trainer.store.keep(CANDIDATE, GOOD)
-            self.trainer.save(keep=CANDIDATE)
+            self.trainer.save(keep=CANDIDATE, midway=True)
         return []
 
     def _roll_back(self) -> str:

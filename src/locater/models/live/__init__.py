@@ -11,7 +11,7 @@ from .. import Config, Family, Layer, Model, open_model
 from ..coverage import BY_TABLE, Coverage
 from ..neighbours import Surroundings
 from ..registry import is_in_tables
-from .changes import changes
+from .changes import active_modes, changes
 from .discover import discover
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
@@ -72,13 +72,10 @@ class LiveModel:
     def coverage(self) -> Coverage:
         """Proven where a pass over a sample has shown it; else with what differs from the code and the config."""
         if self.is_proven:
-            return self.read
-        if self.trial is not None:
-            run = self.trial.coverage(self.read, self.sites)
-            if not run.basis:
-                return run
-            return run.without(self._changes())
-        return self.read.without(self._changes())
+            return self.read.without(active_modes())
+        found = self.read if self.trial is None else self.trial.coverage(self.read, self.sites)
+        further = self._changes() if self.trial is None or found.basis else []
+        return found.without([*further, *active_modes()])
 
     def _changes(self) -> list[str]:
         around = Surroundings.of(self.model.places if self.model is not None else ())

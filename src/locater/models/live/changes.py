@@ -17,6 +17,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -50,9 +51,9 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
     found += [*_of_another_type(model), *_stabilised(modules), *_patched(path.values())]
     for name, module in path.items():
         found += _acting(name or type(module).__name__, module)
-    for name in sorted(inner):
-        if name in modules and name in reference:
-            found += _unlike(name, modules[name], reference[name])
+    for name in sorted(reference.keys() & path.keys()):
+        compare = _unlike if name in inner else _other_attributes
+        found += compare(name or type(model).__name__, modules[name], reference[name])
     return list(dict.fromkeys(found))
 
 
@@ -111,7 +112,7 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
     """Methods replaced in classes, functions in the modules that define these or in torch's, attention by own name."""
     classes = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     for kind in sorted(classes, key=str):
-        if kind is nn.Module or not _is_known(kind.__module__, KNOWN):
+        if not _is_known(kind.__module__, KNOWN):
             continue
         for name, value in vars(kind).items():
             if isinstance(value, FunctionType | functools.partial) and not _is_all_known(value):
@@ -130,6 +131,14 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
         if not _is_known(_home(hook), HOOKS):
             yield f"a hook on all modules ({_called(hook)})"
     yield from _own_attention(modules)
+
+
+def active_modes() -> list[str]:
+    """Modes of torch that stand around a pass and are not its own or this package's: they may change any call."""
+    stacks = (getattr(torch.overrides, "_get_current_function_mode_stack", list),
+              getattr(torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list))  # fmt: skip
+    modes = [type(mode) for stack in stacks for mode in stack()]
+    return [f"the mode {kind.__qualname__} around it" for kind in modes if not _is_known(kind.__module__, KNOWN)]
 
 
 def _own_attention(modules: Iterable[nn.Module]) -> Iterator[str]:
@@ -229,12 +238,16 @@ def _unlike(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]
         for key in sorted(shapes.keys() & others.keys()):
             if shapes[key] != others[key]:
                 yield f"`{name}.{key}` is of {[*shapes[key]]}, by the config of {[*others[key]]}"
+    yield from _other_attributes(name, module, reference)
+    yield from _other_buffers(name, module, reference)
+
+
+def _other_attributes(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:
     for key, value in vars(reference).items():
         own = vars(module).get(key, value)
         is_compared = not key.startswith("_") and key not in HARMLESS and _is_simple(value)
         if is_compared and _plain(own) != _plain(value):
             yield f"`{name}.{key}` is {own!r:.60}, by the config {value!r:.60}"
-    yield from _other_buffers(name, module, reference)
 
 
 def _other_buffers(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:

@@ -125,12 +125,22 @@ def adapted(weight: Tensor, adapter: Any) -> Tensor:
     if len(active) > 1 and any(name in magnitudes for name in active):
         raise refusal("one active adapter with DoRA", ", ".join(active), "merge them first")
     for name in active:
+        _check_plain(adapter, name)
         weight = weight + adapter.get_delta_weight(name)
         if name in magnitudes:
             across = 0 if getattr(adapter, "fan_in_fan_out", False) else 1
             lengths = torch.linalg.vector_norm(weight, dim=across).detach()
             weight = weight * (magnitudes[name].weight / lengths).unsqueeze(across)
     return weight
+
+
+def _check_plain(adapter: Any, name: str) -> None:
+    """Refuse LoRA that does more than add to a weight: in other variants than DoRA, or with a bias of its own."""
+    variant = type(dict(getattr(adapter, "lora_variant", {})).get(name)).__name__
+    if not variant.startswith(("Dora", "NoneType")):
+        raise refusal("an adapter of the kinds LoRA and DoRA", variant, "merge it first")
+    if getattr(adapter.lora_B[name], "bias", None) is not None:
+        raise refusal("an adapter that changes a weight alone", "one with lora_bias", "merge it first")
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -43,7 +43,7 @@ def qwen2_moe_slides(config: Config, layer: int) -> bool:
 
 @typed
 def smollm3_slides(config: Config, layer: int) -> bool:
-    return not smollm3_turns(config, layer)
+    return bool(config.get("use_sliding_window", False)) and not smollm3_turns(config, layer)
 
 
 cohere2_slides = all_but_every(4)
@@ -93,7 +93,7 @@ OLMO2 = replace(
 SMOLLM3 = replace(
     LLAMA,
     rotary=RotaryAt(base=entry("rope_theta", 2e6), only=smollm3_turns),
-    lookback=window(smollm3_slides, switch="use_sliding_window"),
+    lookback=window(smollm3_slides),
 )
 STABLELM = replace(
     LLAMA,
