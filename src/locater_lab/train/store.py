@@ -207,7 +207,7 @@ def _cause(reason: BaseException) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there, if anything; of a link only the link."""
+    """Remove a folder, a file or a link, if there is one; never what a link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
