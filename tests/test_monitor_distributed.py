@@ -6,3 +6,10 @@ def test_two_processes_report_what_one_does():
     """Data parallel, FSDP2 and tensor parallel; one collective call per report."""
     output = torchrun("monitored.py", num_processes=2)
     assert output.count("e-0") + output.count("0.00e+00") == 5, output
+
+
+@uses_torchrun
+def test_stages_of_a_pipeline_have_layers_of_their_own():
+    """Under torch's schedule: numbers over all stages, whichever names these have; context parallelism is refused."""
+    output = torchrun("pipelined.py", num_processes=2)
+    assert output.count("named globally") == 2 and "context parallelism refused: True" in output

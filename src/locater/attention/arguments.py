@@ -126,6 +126,11 @@ def _as_computed(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
+def is_share_of_tokens(part: Tensor) -> bool:
+    """Tell whether a process has some of the tokens of each text: context parallelism."""
+    return any(placement.is_shard(part.dim() - 2) for placement in getattr(part, "placements", ()))
+
+
 def with_four_dimensions(call: AttentionCall) -> AttentionCall:
     """The same call with one dimension of texts and one of heads."""
     if call.unreadable is None and (call.logits is not None or call.query.dim() == 4):

@@ -52,6 +52,7 @@ class AttentionCall:
     x: Float[Tensor, "texts tokens d_model"] | None = None  # what the innermost one's forward was given
     lengths: tuple[int, ...] = ()  # of that and of the other sequences that came with it, texts or tokens
     unreadable: Refusal | None = None
+    is_share: bool = False  # of the tokens of each text, the others being other processes'
 
     def changed(self, **parts: object) -> "AttentionCall":
         return replace(self, **parts)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 WRAPPER, FLEX = "compile_wrapper", "_flex_attention_hop_wrapper"  # torch's names of what surrounds compiled code
+INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of torch.distributed.pipelining, by version
 NUM_ARGUMENTS = 7  # of FlexAttention's operator as it is compiled; behind them stand what its functions close over
 
 
@@ -58,7 +59,7 @@ def run_compiled(kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
     As written, it holds every pair of queries and keys.
     """
-    context = next((one for one in contexts() if callable(one)), None)
+    context: Any = next((one for one in contexts() if callable(one)), None)
     if context is None or any(args[NUM_ARGUMENTS:]):
         return kernel(*args, **kwargs)
 
@@ -84,6 +85,16 @@ def contexts() -> Iterator[Any]:
 def in_compiled() -> bool:
     """Tell whether a function that `torch.compile` made is among this thread's callers."""
     return any(True for _ in contexts())
+
+
+def in_shape_inference() -> bool:
+    """Tell whether a pipeline asks a stage for the shapes of its output, by a pass over memory that holds no data."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in INFERENCE and "pipelining" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_full_graph(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import Refusal, refusal
+from .arguments import is_share_of_tokens
 from .calls import AttentionCall, attend
 from .compilation import run_compiled
 from .gates import Trails
@@ -65,6 +66,9 @@ class Interception(TorchFunctionMode):
             call = AttentionCall(nothing, nothing, nothing, through=name, unreadable=reason)
         if call is None:
             return func(*args, **kwargs)
+        if is_share_of_tokens(call.query):
+            share = f"a share of their tokens in a call of {call.through} (context parallelism)"
+            call = call.changed(unreadable=refusal("whole texts on each process", share), is_share=True)
         known = call.logits is None and call.unreadable is None
         modules, x, lengths = callers(call.query if known else None)
         output = self.handle(replace(call, modules=modules, x=x, lengths=lengths))

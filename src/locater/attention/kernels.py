@@ -20,6 +20,7 @@ from .flash import KNOWN, REMEDY, is_flash, pack, read_flash
 from .mask_kinds import read_given
 from .registered import KERNELS
 
+FUNCTION = functional.scaled_dot_product_attention  # torch replaces it in its module under context parallelism
 SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
 FUSED = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
 EFFICIENT = "aten::_efficient_attention_forward"
@@ -29,7 +30,7 @@ BACKWARD = re.compile(r"backward|bwd|combine|metadata|grad")
 
 def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bool) -> AttentionCall | None:
     """The call of a kernel, None where `func` is none; with `written_out` softmax over a last dimension is one too."""
-    if func is functional.scaled_dot_product_attention:
+    if func is FUNCTION or func is functional.scaled_dot_product_attention:
         return read_fused(*args, **kwargs)
     if func is attend:
         return args[0]

@@ -17,6 +17,7 @@ from ..models.live.modules import Found
 from .inputs import Inputs, WholeTensors
 from .places import call_name
 
+TRIES = 3  # passes, of which the first may show too little: over zeros, or a single token
 Place = tuple[str, int]  # a block and a layer's number
 
 
@@ -26,7 +27,7 @@ class FoundHeads:
     def __init__(self, model: nn.Module, sample: Sample | None, *, is_wanted: bool) -> None:
         self.tensors = WholeTensors(model)
         self.rows: dict[str, Found] = {}
-        self.was_told = False
+        self.was_told, self.num_tries = False, 0
         self.differences: dict[Place, str | None] = {}  # of layers whose heads were held against a call
         self.caps: dict[Place, float] = {}  # soft-caps that calls have and no table names
         self.finder = Finder(self.tensors) if is_wanted else None
@@ -50,7 +51,9 @@ class FoundHeads:
         with finder.recording():
             yield
         finder.watch.clear()
-        self.finder = None if self.rows else self.finder
+        self.num_tries += bool(self.rows)
+        is_found = all(not isinstance(found.row, Refusal) for found in self.rows.values())
+        self.finder = None if is_found or self.num_tries == TRIES else self.finder
 
     def add(self, site: Site, call: AttentionCall) -> None:
         """A call of a pass that is recorded."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
-from ..attention.compilation import Eagerly, in_compiled
+from ..attention.compilation import Eagerly, in_compiled, in_shape_inference
 from ..attention.gates import Trails
 from ..attention.interception import Interception
 from ..attention.outside import OutsideHook
@@ -153,7 +153,7 @@ class Hooks:
         run, passes = None, self._passes()
         if passes and module is not self.entry:  # an encoder within its model's own pass
             run = passes[-1]
-        elif not any(passes) and not in_backward() and self.observer.is_due() and not self._is_compiling():
+        elif not any(passes) and not in_backward() and self.observer.is_due() and not self._is_left_out():
             given = arguments(module, args, kwargs)
             run = Pass(given, has_cached_keys(given), mode_of(module))
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
@@ -164,10 +164,10 @@ class Hooks:
             self.num_passes += 1
         passes.append(run)
 
-    def _is_compiling(self) -> bool:
+    def _is_left_out(self) -> bool:
         """A model that is compiled around these hooks compiles in its first pass: run as written, it never would."""
         is_first, self.was_called = not self.was_called, True
-        return is_first and in_compiled()
+        return in_shape_inference() or (is_first and in_compiled())
 
     def _end_pass(self, own: Any, module: nn.Module, args: tuple, output: object) -> None:
         if own() is not module or not (passes := self._passes()):
@@ -245,7 +245,8 @@ class Hooks:
         inputs = run.running.get(name)
         if call.logits is not None and (inputs is None or inputs.was_seen):
             return  # some other softmax: a router's, a pooling's
-        if self.observer.by_call(self._site(run, name), call, inputs, run) and inputs is not None:
+        was_seen = self.observer.by_call(self._site(run, name), call, inputs, run)
+        if (was_seen or call.is_share) and inputs is not None:  # of a share, inputs would tell no more
             inputs.was_seen = True
 
 

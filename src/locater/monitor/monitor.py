@@ -24,9 +24,10 @@ from .hooks import Hooks
 from .host import part
 from .observation import Key, Observation
 from .places import outside, repeated, silent, written_out
+from .processes import exchange
 from .report import LayerReport, Report, make_notes, standing_bounds, unfollowed
 from .sinks import Sink
-from .tally import MODES, Mode, Tally, merge
+from .tally import MODES, Mode, Tally
 from .trends import GROWING, Awake, Trends
 from .weights import Weights
 
@@ -150,14 +151,15 @@ class AttentionMonitor:
 
         Fails where passes ran and nothing of their attention could be seen.
         """
-        self.seen.agree()
-        merged = dict(zip(self.seen.tallies, merge(list(self.seen.tallies.values()), self.group), strict=True))
+        merged = self.seen.merged()
         training, no_grad, evaluation = (self._layers(merged, mode) for mode in MODES)
         self._check_seen((*training, *no_grad, *evaluation))
         if training:
             training = tuple(self._with_weights(layer, evaluation) for layer in training)
         else:
             no_grad = tuple(self._with_weights(layer, evaluation) for layer in no_grad)
+        if self.seen.agreement.is_spread:
+            training, no_grad, evaluation = (exchange(part, self.group) for part in (training, no_grad, evaluation))
         self.trends.add(self.num_steps, training)
         training = tuple(self._with_growth(layer) for layer in training)
         alarms, notes = self._alarms(training, no_grad, evaluation), self._notes((*training, *no_grad, *evaluation))
@@ -226,17 +228,16 @@ class AttentionMonitor:
             self._try_actions(self.sample)
 
     def _layers(self, tallies: dict[Key, Tally], mode: Mode) -> tuple[LayerReport, ...]:
-        through, named = self.seen.through, self.seen.unknown is not None
         return tuple(
             LayerReport.of(
                 site.block,
-                site.number,
+                self.seen.number(index),
                 self.seen.indices(site),
                 tally,
-                through.get(index, ""),
-                site.query_name if named else site.owner,
+                self.seen.through.get(index, ""),
+                site.query_name if self.seen.unknown is not None else site.owner,
             )  # fmt: skip
-            for index, site in enumerate(self.seen.sites)
+            for index, site in ((index, self.seen.sites[index]) for index in self.seen.order)
             if (tally := tallies[index, mode]).has_seen_any
         )
 
@@ -244,9 +245,8 @@ class AttentionMonitor:
         """The layer with what its heads' weights say, where they are known."""
         if self.weights is None:
             return layer
-        index = next(
-            n for n, one in enumerate(self.seen.sites) if (one.block, one.number) == (layer.block, layer.layer)
-        )
+        if (index := self.seen.own_index(layer.block, layer.layer)) is None:
+            return layer
         heads = self.seen.found.heads(self.seen.sites[index])
         self.seen.shown |= {"QKNorm"} if any(head.query.norm is not None for head in heads) else set()
         now = Weights.of([head for head in heads if head.index in layer.heads])
@@ -290,7 +290,7 @@ class AttentionMonitor:
             )
         if self.seen.unknown is not None and seen:
             self.seen.refused.update(silent(self.seen.modules, self.seen.softmaxes, self.seen.calling))
-            self.seen.refused.update(repeated(self.seen.sites))
+            self.seen.refused.update(repeated(self.seen.own_sites))
             self.seen.refused.update(self.seen.found.unexplained())
 
     def _begin(self) -> None:

@@ -17,6 +17,7 @@ from ..attention.calls import AttentionCall
 from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, refusal
+from ..head import Block
 from ..models import spans
 from ..models.live import Sample, Site, sites
 from ..models.live.explicit import Explicit
@@ -24,9 +25,10 @@ from ..models.live.tensors import named_modules, unwrap
 from .finding import FoundHeads
 from .hooks import Pass
 from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
-from .places import discovered, module_name, named_site, whole_call
+from .places import discovered, module_name, whole_call
+from .processes import RENAMED, Agreement, has_others
 from .report import MODULE_INPUTS
-from .tally import MODES, Budget, Mode, Tally, keys_per_query
+from .tally import MODES, Budget, Mode, Tally, keys_per_query, merge
 
 RANK_TEXTS = 4  # texts of a batch whose representations are measured
 Key = tuple[int, Mode]  # a site's index, and what the pass was for
@@ -67,6 +69,7 @@ class Observation:
         self.found = FoundHeads(model, sample, is_wanted=self.unknown is not None and weights)
         self.generator = torch.Generator().manual_seed(0)
         self.lock = threading.Lock()  # passes of several threads add to one tally
+        self.agreement = Agreement(self.modules, group)
         self.begin()
 
     def begin(self) -> None:
@@ -219,7 +222,8 @@ class Observation:
 
     def _discover(self, call: AttentionCall, run: Pass) -> Site | None:
         """The layer of a module that no table names: by its name, and the index of this call."""
-        site = discovered(call, run, self.modules, self.sites)
+        known = [site for index, site in enumerate(self.sites) if self.agreement.may_be(index, site)]
+        site = discovered(call, run, self.modules, known)
         if site is not None:
             self.calling.add(site.query_name)
             self.found.add(site, call)
@@ -227,15 +231,40 @@ class Observation:
                 self._append(site)
         return site if site is not None and self._is_wanted(site) else None
 
-    def agree(self) -> None:
-        """Layers that were found by their calls are the same on all processes, also on one that made none yet."""
-        if self.unknown is None or not _has_others(self.group):
-            return
-        lists: list[Any] = [None] * dist.get_world_size(self.group)
-        own = [(site.block, site.number, site.num_heads, site.query_name) for site in self.sites]
-        dist.all_gather_object(lists, own, group=self.group)
-        for block, number, num_heads, name in max(lists, key=len)[len(own) :]:
-            self._append(named_site(block, number, num_heads, name))
+    def _agree(self) -> None:
+        """Make the layers the same on all processes, also on one that made no calls, or holds a stage of a pipeline."""
+        is_known = self.unknown is None and self.agreement.settled is not None
+        if has_others(self.group) and not is_known:
+            self.agreement.agree(self.sites, self._append)
+        if self.agreement.is_renamed:
+            self.refused.add(RENAMED)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The sites in an order that all processes share."""
+        return self.agreement.order(len(self.sites))
+
+    def number(self, index: int) -> int:
+        """The number of a site's layer over all processes."""
+        return self.agreement.numbers.get(index, self.sites[index].number)
+
+    def own_index(self, block: Block, number: int) -> int | None:
+        """The site of a layer that this process holds; None for one whose weights another measures."""
+        indices = (
+            index for index, site in enumerate(self.sites) if (site.block, self.number(index)) == (block, number)
+        )
+        index = next(indices)
+        return None if index in self.agreement.foreign and self.agreement.is_spread else index
+
+    @property
+    def own_sites(self) -> list[Site]:
+        return [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
+
+    def merged(self) -> dict[Key, Tally]:
+        """The tallies over all processes, which have agreed on their layers."""
+        self._agree()
+        keys: list[Key] = [(index, mode) for index in self.order for mode in MODES]
+        return dict(zip(keys, merge([self.tallies[key] for key in keys], self.group), strict=True))
 
     def _append(self, site: Site) -> None:
         self.sites.append(site)
@@ -264,10 +293,6 @@ class Observation:
                 valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
                 measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
         self.tallies[key].add(found, num_there=num_there, rank=measured)
-
-
-def _has_others(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
 def _fits(logits: Tensor, inputs: Inputs | None) -> bool:

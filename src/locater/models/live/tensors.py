@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from ...errors import refusal
 from ...records import Json
 
+NUM_ENTRIES = 64  # of a weight by which it is recognised
 # What compilation, checkpointing of activations and sharding put between a module and its name.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -149,6 +150,14 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules(remove_duplicate=False):
         named[".".join(part for part in name.split(".") if part not in WRAPPERS)] = module
     return named
+
+
+def entries_of(weight: Tensor | None) -> tuple[float, ...]:
+    """Some entries of a weight, by which its replicas on other processes are recognised; none of one that is spread."""
+    if weight is None or weight.is_meta or not weight.numel() or hasattr(weight, "placements"):
+        return ()
+    flat = weight.detach().flatten()
+    return tuple(flat[:: max(1, len(flat) // NUM_ENTRIES)][:NUM_ENTRIES].double().cpu().tolist())
 
 
 def settings(model: nn.Module) -> Json:

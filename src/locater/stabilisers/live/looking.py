@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ...attention.call_statistics import is_shifted
 from ...attention.calls import AttentionCall, in_backward
-from ...attention.compilation import Eagerly, in_compiled, is_full_graph
+from ...attention.compilation import Eagerly, in_compiled, in_shape_inference, is_full_graph
 from ...attention.kernels import packed
 from ...attention.outside import OutsideHook, in_full_graph
 from ...errors import Refusal, refusal
 from ...models.live.tensors import entry_of
 from ..base import Stabiliser
 from .interception import WAY_OUT, Slots
+from .maxima import num_heads
 from .pairs import Pair
 
 
@@ -36,8 +37,7 @@ class Looker(Stabiliser):
         self.has_looked, self.warned = False, set[str]()
         self.is_blind: bool | None = None  # None: not known yet
         self.local = threading.local()
-        num_heads = {pair.name: max(_num_heads(one) for one in pairs if one.name == pair.name) for pair in pairs}
-        self.slots = Slots(pairs, lambda name: Watcher(self, name, num_heads[name]))
+        self.slots = Slots(pairs, lambda name: Watcher(self, name, num_heads(pairs, name)))
         self.entry = entry = entry_of(model)
         begin, end = OutsideHook(entry, _weakly(self._begin_pass)), OutsideHook(entry, _weakly(self._end_pass))
         self.handles: list[Any] = [
@@ -116,7 +116,7 @@ class Watcher:
 
     def visit(self) -> "_Run | None":
         looker = self.looker()
-        if looker is None or not torch.is_grad_enabled() or not looker.is_due():
+        if looker is None or not torch.is_grad_enabled() or not looker.is_due() or in_shape_inference():
             return None
         return _Run(looker, self.name, self.num_heads)
 
@@ -185,7 +185,3 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             method(*given)
 
     return call
-
-
-def _num_heads(pair: Pair) -> int:
-    return pair.first + math.prod(pair.shape)

@@ -21,6 +21,7 @@ from ...models.live.write_check import WriteCheck
 from ...records import State, head_key, layer_key
 from ..live.find import find_pairs
 from ..live.looking import Looker
+from ..live.maxima import Maxima
 from ..live.pairs import Pair, check_stored
 
 BLOCK = 128  # queries whose logits exist at a time
@@ -30,8 +31,9 @@ class QKClip(Looker):
     """γ = threshold / max logit where that exceeds it: W_Q and W_K by √γ; with shared keys W_Q alone by γ.
 
     Biases are scaled alike, so every logit shrinks by γ exactly. `step()` uses the largest logit since the last one,
-    over all ranks of `group` (the data-parallel ones). Cost: the logits of each training pass once more, in blocks;
-    of every `every`-th step's passes only, if that is more than 1. `log_only` measures and changes nothing.
+    over all processes of `group`: replicas, shards of heads, stages of a pipeline. Cost: the logits of each training
+    pass once more, in blocks; of every `every`-th step's passes only, if that is more than 1. `log_only` measures and
+    changes nothing.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class QKClip(Looker):
         sides = [rows for pair in self.pairs for rows in pair.sides if not log_only]
         written = [one for rows in sides for one in (rows.weight.read(), rows.bias) if one is not None]
         self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
+        self.maxima = Maxima(self.pairs, group)
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.look(model, self.pairs)
@@ -83,10 +86,7 @@ class QKClip(Looker):
     def _clip(self) -> None:
         if not self.largest:
             self.warn_of_nothing()
-        for largest in self.largest.values():
-            if dist.is_initialized():
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        self.last, self.largest = self.largest, {}
+        self.last, self.largest = self.maxima.reduce(self.largest), {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
                 pair.clip(clip_factors(self._of(pair), self.threshold))
