@@ -233,8 +233,7 @@ class Observation:
 
     def _agree(self) -> None:
         """Make the layers the same on all processes, also on one that made no calls, or holds a stage of a pipeline."""
-        is_known = self.unknown is None and self.agreement.settled is not None
-        if has_others(self.group) and not is_known:
+        if has_others(self.group) and (self.unknown is not None or self.agreement.settled is None):
             self.agreement.agree(self.sites, self._append)
         if self.agreement.is_renamed:
             self.refused.add(RENAMED)
