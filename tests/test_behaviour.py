@@ -95,3 +95,10 @@ def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
     told = describe([("decoder", n, 0) for n in range(4)], attentions, source="x")
     assert [one.sentence for one in told] == ["4 of 4 heads look mostly at the 16 nearest tokens (x)."]
     assert len(told[0].heads) == 4 and MOST_HEADS == 3
+
+
+def test_results_and_heads_are_short_in_a_session():
+    found = made("near", "far")
+    assert repr(found).startswith("Prediction(model: 2 heads predicted") and len(repr(found)) < 250
+    weight = Projection(torch.zeros(4, 16))
+    assert repr(Head(3, 1, weight, weight, 0.5)) == "Head(decoder layer 3, head 1, 4 of 16, λ = 2)"

@@ -376,3 +376,10 @@ def test_real_runs(tmp_path, monkeypatch):
         assert arms(found)[arm]["curves"]["entropy"]["step"] == [2, 4]
     gap = ends["locater"]["perplexity"] - ends["none"]["perplexity"]
     assert arms(found)["locater"]["differences"]["perplexity"]["mean"] == pytest.approx(gap)
+
+
+def test_the_folder_of_a_sweep_is_as_good_as_that_of_its_runs(tmp_path):
+    write_run(tmp_path / "runs" / "none-seed0", [row(20, 100.0)])
+    assert "make some with locater train" in locater("runs", tmp_path).err
+    (tmp_path / "sweep.json").write_text("{}")
+    assert "1 runs in 1 arms" in locater("runs", tmp_path).out

@@ -53,6 +53,9 @@ class Head:
             with within(self.label):
                 raise
 
+    def __repr__(self) -> str:
+        return f"Head({self.label}, {self.d_head} of {self.d_model}, λ = {self.temperature:.4g})"
+
     @property
     def label(self) -> str:
         return label(self.block, self.layer, self.index)

@@ -154,7 +154,7 @@ def standing_bounds(
     return kept, [f"{words} {bounds[first]:.4g}; the bounds of {len(broken)} heads are withdrawn"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Shown):
     """`training`, `no_grad` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong."""
 

@@ -47,7 +47,7 @@ class HeadPrediction:
         return document | {"attention_profile": profiles, "logit_profile": logits}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction(Shown):
     """All heads of a model, and how well prediction and measurement agree."""
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FRAME_HEIGHT = 760
+LONGEST_REPR = 200
 MOST_CHARACTERS = 6_000_000  # of a page within a notebook's file
 
 
@@ -25,6 +26,10 @@ class Shown:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def __repr__(self) -> str:
+        """Name the kind and the first line of the summary: all fields would fill a session."""
+        return f"{type(self).__name__}({self.summary().partition(chr(10))[0][:LONGEST_REPR]})"
 
     def to_html(self, path: str | Path | None = None, *, title: str | None = None) -> str:
         """The page as text, also written to `path` if given."""

@@ -64,7 +64,7 @@ class Movement:
         return {name: value for name, value in document.items() if not isinstance(value, list)} | numbered
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """The scans compared, in order, and the movement of each head that all of them have."""
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # attention modules done, and in all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scan(Shown):
     """All heads of one model; `coverage` says whether any layer is missing, `refused` which heads could not be read."""
 

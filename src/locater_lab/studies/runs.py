@@ -14,6 +14,7 @@ from locater.errors import Refusal, refusal
 from locater.records import Json
 
 from ..train.metrics import METRICS, Row, read_rows
+from .sweep.folder import LIST, RUNS
 
 CONFIG = "config.json"
 
@@ -112,7 +113,8 @@ def compare_all(
 
 
 def read_runs(folder: Path) -> list[Run]:
-    """All runs directly in a folder, by arm and seed."""
+    """All runs directly in a folder, or in that of a sweep, by arm and seed."""
+    folder = folder / RUNS if (folder / LIST).is_file() else folder
     try:
         found = sorted(path for path in folder.iterdir() if (path / METRICS).is_file())
     except OSError as reason:
