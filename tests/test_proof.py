@@ -205,6 +205,16 @@ def test_a_file_that_names_code_of_its_own_is_not_called_complete(tmp_path):
     assert scan(tmp_path).coverage.startswith("PARTIAL: 3 of 3 layers, its own code was not looked at")
 
 
+@pytest.mark.parametrize("entry", [{"attn_logit_multiplier": 3.0}, {"nested": {"qk_clip_value": 2}}], ids=str)
+def test_a_file_with_settings_that_the_twin_does_not_know_is_not_called_complete(entry, tmp_path):
+    case = CASES[0]
+    case.save(case.build(), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entry))
+    found = scan(tmp_path).coverage
+    assert found.startswith("PARTIAL: 3 of 3 layers, not read in the config: ") and [*entry][0] in found
+
+
 def test_a_live_model_is_read_by_the_same_proof():
     model = CASES[0].build()
     found = scan(model)

@@ -49,7 +49,7 @@ def unread_settings(family: Family, config: Config, places: Sequence[Places]) ->
         _ask_all(replace(at, config=listening.within(at.row.config)))
     if any(at.row.rotary is not None for at in places):  # read where a layer turns at all
         asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
-    return sorted(path for path in _telling(config.values) if not _was_asked(path, asked))
+    return sorted(path for path in telling(config.values) if not _was_asked(path, asked))
 
 
 def _was_asked(path: str, asked: set[str]) -> bool:
@@ -58,10 +58,11 @@ def _was_asked(path: str, asked: set[str]) -> bool:
     return any(".".join(parts[: number + 1]) in asked for number in range(len(parts)))
 
 
-def _telling(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def telling(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield entries, nested ones by their path, that by their names may change a logit."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _telling(value, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
+            yield from telling(value, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and TELLING.search(key) and not HARMLESS.search(key) and not _is_nothing(value):
             yield f"{path}{key}"
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Refusal
 from ...records import Json, JsonMapping
 from ..schema import Config, Family
+from ..settings import telling
 from .recipes import row_of
 
 if TYPE_CHECKING:
@@ -213,6 +214,8 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
         if further
         else []
     )
+    unread = [path for path in telling(values) if not twin.known_entries(proof.model_type, values) & {*path.split(".")}]
+    notes += [f"not read in the config: `{path[:120]}`" for path in unread[:1]]
     left_out = ", ".join(notes) or None
     family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)
     return family, Config(expanded(twin.config_of(proof.model_type, values)))

@@ -21,6 +21,7 @@ from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
 
 NUM_TOKENS, BATCH, MOST_PARAMETERS, MOST_SECONDS = 12, 2, 12_000_000, 8.0
 NOT_TAKEN = ("model_type", "auto_map", "dtype", "torch_dtype", "quantization_config")
+OLDER_ROTATIONS = {"rope_theta", "rope_scaling", "rope_type", "partial_rotary_factor"}  # read into rope_parameters
 HOPELESS = ("ImportError", "can be made small")  # failures that other sizes do not mend
 AUTO_CLASSES = (
     "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "CTC",
@@ -38,6 +39,25 @@ def config_of(model_type: str, values: JsonMapping | None = None) -> Any:
     except Exception as reason:  # its own check of untrusted values, which fails in any way
         expected = f"a config that transformers reads as {model_type}"
         raise refusal(expected, first_line(reason), "correct config.json") from reason
+
+
+def known_entries(model_type: str, values: JsonMapping) -> set[str]:
+    """Names at any depth that transformers' class of this type knows, and the classes of the tables inside `values`."""
+    from transformers import CONFIG_MAPPING
+
+    config = config_of(model_type)
+    known = {*_names(config.to_dict()), *type(config).attribute_map}
+    known |= OLDER_ROTATIONS if "rope_parameters" in known else set()
+    for table in values.values():
+        if isinstance(table, dict) and table.get("model_type") in CONFIG_MAPPING:
+            known |= known_entries(table["model_type"], table)
+    return known
+
+
+def _names(values: JsonMapping) -> Iterator[str]:
+    for key, value in values.items():
+        yield key
+        yield from _names(value) if isinstance(value, dict) else ()
 
 
 def model_classes(config: Any) -> Iterator[type]:
