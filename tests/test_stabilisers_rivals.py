@@ -411,6 +411,21 @@ def test_attention_that_is_written_out_shows_the_same_logits(make):
     torch.testing.assert_close(found["eager"], found["sdpa"], rtol=1e-5, atol=1e-6)
 
 
+def test_qk_clip_by_weights_holds_every_logit_without_a_pass():
+    model = grown(llama)
+    clip = QKClip(model, threshold=2.0, by="weights")
+    clip.step()
+    assert min(clip.metrics(heads=True).values()) > 2.0, "something to clip"
+    clip.step()
+    assert max(abs(value - 2.0) for key, value in clip.metrics(heads=True).items() if "head" in key) < 1e-3
+    watch = QKClip(model, log_only=True)
+    model(input_ids=torch.randint(0, 32, (8, 16)))
+    watch.step()
+    assert 0 < max(watch.metrics().values()) <= 2.0
+    with pytest.raises(Refusal, match="whose weights bound their logits"):
+        QKClip(Encoder(), by="weights")
+
+
 def test_a_call_that_cannot_be_read_later_is_told_and_ends_nothing():
     model = grown(llama)
     clip = QKClip(model, log_only=True)

@@ -290,7 +290,7 @@ class AttentionMonitor:
             )
         if self.seen.unknown is not None and seen:
             self.seen.refused.update(silent(self.seen.modules, self.seen.softmaxes, self.seen.calling))
-            self.seen.refused.update(repeated(self.seen.own_sites))
+            self.seen.refused.update(repeated(self.seen.own_sites()))
             self.seen.refused.update(self.seen.found.unexplained())
 
     def _begin(self) -> None:

@@ -255,7 +255,6 @@ class Observation:
         index = next(indices)
         return None if index in self.agreement.foreign and self.agreement.is_spread else index
 
-    @property
     def own_sites(self) -> list[Site]:
         return [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
 

@@ -33,6 +33,9 @@ class Looker(Stabiliser):
     Where a full graph cannot be left for a look, passes that are looked at run as they were written.
     """
 
+    slots: Slots | None = None
+    handles: list[Any] = []
+
     def look(self, model: nn.Module, pairs: Sequence[Pair]) -> None:
         self.has_looked, self.warned = False, set[str]()
         self.is_blind: bool | None = None  # None: not known yet
@@ -40,7 +43,7 @@ class Looker(Stabiliser):
         self.slots = Slots(pairs, lambda name: Watcher(self, name, num_heads(pairs, name)))
         self.entry = entry = entry_of(model)
         begin, end = OutsideHook(entry, _weakly(self._begin_pass)), OutsideHook(entry, _weakly(self._end_pass))
-        self.handles: list[Any] = [
+        self.handles = [
             entry.register_forward_pre_hook(begin, with_kwargs=True),  # type: ignore[arg-type]
             entry.register_forward_hook(end, always_call=True),  # type: ignore[arg-type]
         ]
@@ -103,7 +106,8 @@ class Looker(Stabiliser):
         return self.local.passes
 
     def detach(self) -> None:
-        self.slots.remove()
+        if self.slots is not None:
+            self.slots.remove()
         while self.handles:
             self.handles.pop().remove()
 

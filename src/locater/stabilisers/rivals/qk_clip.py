@@ -5,6 +5,7 @@ Kimi Team 2025, "Kimi K2", arXiv 2507.20534: for latent attention as there, and 
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...models.live.write_check import WriteCheck
 from ...records import State, head_key, layer_key
+from ..live.bounded import Bounds
 from ..live.find import find_pairs
 from ..live.looking import Looker
 from ..live.maxima import Maxima
@@ -34,6 +36,9 @@ class QKClip(Looker):
     over all processes of `group`: replicas, shards of heads, stages of a pipeline. Cost: the logits of each training
     pass once more, in blocks; of every `every`-th step's passes only, if that is more than 1. `log_only` measures and
     changes nothing.
+
+    `by="weights"` goes by the bound on each head's logits that its weights give behind the norm before attention, and
+    needs no pass. No input reaches that bound in practice: logits stay far below a threshold that is held by it.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class QKClip(Looker):
         model: nn.Module,
         *,
         threshold: float = 100.0,
+        by: Literal["logits", "weights"] = "logits",
         every: int = 1,
         log_only: bool = False,
         heads: Sequence[Explicit] = (),
@@ -51,6 +57,8 @@ class QKClip(Looker):
             raise refusal("a positive, finite threshold", threshold)
         if every < 1:
             raise refusal("`every` of at least 1", every)
+        if by not in ("logits", "weights"):
+            raise refusal('by="logits" or by="weights"', by)
         self.threshold, self.every, self.log_only, self.group = threshold, every, log_only, group
         self.num_steps = 0
         self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
@@ -62,7 +70,9 @@ class QKClip(Looker):
         self.maxima = Maxima(self.pairs, group)
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
-        self.look(model, self.pairs)
+        self.bounds = Bounds(model, self.pairs, heads=heads, sample=sample) if by == "weights" else None
+        if self.bounds is None:
+            self.look(model, self.pairs)
         if not log_only:
             at_work.begin(model, self)
 
@@ -84,9 +94,10 @@ class QKClip(Looker):
         self.num_steps += 1
 
     def _clip(self) -> None:
-        if not self.largest:
+        if self.bounds is None and not self.largest:
             self.warn_of_nothing()
-        self.last, self.largest = self.maxima.reduce(self.largest), {}
+        self.last = self.maxima.reduce(self.largest) if self.bounds is None else self.bounds.read()
+        self.largest = {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
                 pair.clip(clip_factors(self._of(pair), self.threshold))
@@ -98,15 +109,16 @@ class QKClip(Looker):
         self.num_steps = state.get("num_steps", 0)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
-        """`qk/layer_03/max_logit` at the last step, and with `heads` each head's."""
+        """`qk/layer_03/max_logit` at the last step, and with `heads` each head's; `logit_bound` by weights."""
+        label = "max_logit" if self.bounds is None else "logit_bound"
         several = len({pair.block for pair in self.pairs}) > 1
         found: dict[str, float] = {}
         for pair in (pair for pair in self.pairs if pair.name in self.last):
             key = layer_key(pair.layer, block=pair.block if several else "")
             values = self._of(pair).flatten().tolist()
-            found[f"qk/{key}/max_logit"] = max(found.get(f"qk/{key}/max_logit", -math.inf), *values)
+            found[f"qk/{key}/{label}"] = max(found.get(f"qk/{key}/{label}", -math.inf), *values)
             for number, value in enumerate(values if heads else ()):
-                found[f"qk/{key}/{head_key(pair.first + number)}/max_logit"] = value
+                found[f"qk/{key}/{head_key(pair.first + number)}/{label}"] = value
         return found
 
     def _of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
