@@ -17,7 +17,7 @@ COMMANDS = (
     "--version",
     "doctor",
     "scan",
-    "scan gpt2 --parquet heads.parquet --csv heads.csv --json heads.json",
+    "scan gpt2 --table heads.parquet --json heads.json",
     "scan llama --heads",
     "scan model.gguf",
     "compare gpt2 other",

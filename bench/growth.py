@@ -50,7 +50,7 @@ def scanned(root: Path, **changed: int) -> Job:
     folder = root / "-".join(f"{name}{size}" for name, size in changed.items())
     layers = (models.llama_layer(config, layer) for layer in range(config["num_hidden_layers"]))
     models.write(folder, config, [models.merged(layers)])
-    return lambda: scan(folder, eigenvalues=True)
+    return lambda: scan(folder, details=["eigenvalues"])
 
 
 def watched(length: int) -> Job:

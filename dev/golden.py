@@ -67,7 +67,7 @@ def scan_stored(case: Any) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         case.save(case.build(), Path(directory))
         plain, raw = scan_rows(directory), scan_rows(directory, raw=True)
-        full = [summed(row) for row in scan_rows(directory, eigenvalues=True, curves=True)]
+        full = [summed(row) for row in scan_rows(directory, details=["eigenvalues", "curves"])]
     return [
         row | labelled("full", other, row) | labelled("raw", third, row)
         for row, other, third in zip(plain, full, raw, strict=True)
@@ -184,7 +184,9 @@ def predict(name: str) -> list[Row]:
 
     effort = Effort(window=predict_cases.LENGTH, calibration=6, test=2, texts=4)
     torch.manual_seed(0)
-    prediction = locater.predict(predict_cases.model(name), tokens=predict_cases.tokens(8), effort=effort)
+    from locater.prediction.predict import Tokens
+
+    prediction = locater.predict(predict_cases.model(name), text=Tokens(predict_cases.tokens(8)), effort=effort)
     rows = []
     for head in prediction.to_json()["heads"]:
         row = {key: head[key] for key in ("block", "layer", "head")}

@@ -40,7 +40,7 @@ ODD = (
 def unforeseen(folder, **options) -> str | None:
     """What the net had to catch, if anything."""
     try:
-        locater.scan(folder, length=16, **options)
+        locater.scan(locater.Stored(folder, **options), length=16)
     except Unforeseen as cause:
         return str(cause)
     except Refusal:

@@ -64,7 +64,7 @@ def test_the_plane_is_told_row_by_row():
     assert told == [(row + 1, len(DEVIATIONS)) for row in range(len(DEVIATIONS))]
 
 
-@pytest.mark.parametrize("arguments", [("scan", "--json"), ("scan", "--csv"), ("report", "-o"), ("theory", "--json")])
+@pytest.mark.parametrize("arguments", [("scan", "--json"), ("scan", "--table"), ("report", "-o"), ("theory", "--json")])
 def test_a_folder_that_is_made_for_a_result_is_named(tmp_path, arguments):
     command, option = arguments
     path = tmp_path / "new" / "folder" / "result"

@@ -50,8 +50,8 @@ def test_spare_columns_go_first():
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_terminals_that_lack_greek_letters_are_spoken_to_plainly(encoding):
-    command = [sys.executable, "-m", "locater.cli", "theory", "--trace", "1", "--trace-of-square", "1"]
-    command += ["--frobenius-squared", "1", "--temperature", "1", "--length", "4"]
+    command = [sys.executable, "-m", "locater.cli", "theory", "--moments", "1,1,1"]
+    command += ["--temperature", "1", "--length", "4"]
     environment = os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, env=environment, check=True)
     assert "xi = 1" in done.stdout.decode(encoding) and "?" not in done.stdout.decode(encoding)

@@ -31,7 +31,7 @@ def document(*arguments):
 
 
 def test_check_values(matrix):
-    found = document("--matrix", matrix, "--length", 24, "--method", "all", "--walks", 40_000)
+    found = document("--head", matrix, "--length", 24, "--method", "all")
     assert found["schema"] == "locater.theory/1"
     assert found["temperature"] == pytest.approx(6**0.5)
     profiles = found["profiles"]
@@ -48,9 +48,9 @@ def test_factors_moments_and_matrix_agree(matrix, tmp_path):
     a = np.load(matrix)
     np.save(tmp_path / "Q.npy", a)
     np.save(tmp_path / "K.npy", np.eye(6))
-    from_matrix = document("--matrix", matrix, "--length", 24)
-    from_factors = document("--query", tmp_path / "Q.npy", "--key", tmp_path / "K.npy", "--length", 24)
-    moments = ("--trace", np.trace(a), "--trace-of-square", np.trace(a @ a), "--frobenius-squared", (a * a).sum())
+    from_matrix = document("--head", matrix, "--length", 24)
+    from_factors = document("--head", f"{tmp_path / 'Q.npy'},{tmp_path / 'K.npy'}", "--length", 24)
+    moments = ("--moments", f"{np.trace(a)},{np.trace(a @ a)},{(a * a).sum()}")
     from_moments = document(*moments, "--temperature", 6**0.5, "--length", 24)
     assert from_factors == from_matrix
     assert from_moments["profiles"]["closed"] == pytest.approx(from_matrix["profiles"]["closed"], abs=1e-12)
@@ -61,27 +61,27 @@ def test_temperature_of_factors_is_the_root_of_the_head(tmp_path):
     generator = np.random.default_rng(0)
     for name in "QK":
         np.save(tmp_path / f"{name}.npy", generator.normal(size=(4, 9)))
-    assert document("--query", tmp_path / "Q.npy", "--key", tmp_path / "K.npy")["temperature"] == 2
+    assert document("--head", f"{tmp_path / 'Q.npy'},{tmp_path / 'K.npy'}")["temperature"] == 2
 
 
 def test_covariance_moves_into_the_matrix(matrix, tmp_path):
     np.save(tmp_path / "scaled.npy", 0.3 * np.load(matrix))
     np.save(tmp_path / "S.npy", 0.3 * np.eye(6))
-    scaled = document("--matrix", tmp_path / "scaled.npy", "--length", 9)
+    scaled = document("--head", tmp_path / "scaled.npy", "--length", 9)
     for covariance in ("0.3", tmp_path / "S.npy"):
-        found = document("--matrix", matrix, "--length", 9, "--covariance", covariance)
+        found = document("--head", matrix, "--length", 9, "--covariance", covariance)
         assert found["profiles"]["closed"] == pytest.approx(scaled["profiles"]["closed"], abs=1e-12)
 
 
 def test_limit_is_approached(matrix):
-    found = document("--matrix", matrix, "--length", 4000, "--limit")
+    found = document("--head", matrix, "--length", 4000, "--limit")
     theta, limit = found["limit"]["theta"], found["limit"]["closed"]
     for point, value in list(zip(theta, limit, strict=True))[1:]:
         assert found["profiles"]["closed"][round(point * 4000) - 1] == pytest.approx(value, abs=2e-3)
 
 
 def test_what_is_printed_fits_a_terminal_of_80_columns(matrix):
-    result = locater("theory", "--matrix", matrix, "--length", 24, "--method", "all", "--limit")
+    result = locater("theory", "--head", matrix, "--length", 24, "--method", "all", "--limit")
     assert result.code == 0
     assert max(map(len, result.out.splitlines())) <= 80
     assert result.out.startswith("late: recent tokens pass on their signal")
@@ -91,37 +91,37 @@ def test_what_is_printed_fits_a_terminal_of_80_columns(matrix):
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures(matrix, tmp_path, suffix):
     picture = tmp_path / f"deep/profile.{suffix}"
-    assert locater("theory", "--matrix", matrix, "--length", 24, "--limit", "--plot", picture).code == 0
+    assert locater("theory", "--head", matrix, "--length", 24, "--limit", "--plot", picture).code == 0
     start = picture.read_bytes()[:8]
     assert start == (b"\x89PNG\r\n\x1a\n" if suffix == "png" else b"<?xml ve")
 
 
-MOMENTS = ("--trace", 3, "--trace-of-square", 4, "--frobenius-squared", 5)
+MOMENTS = ("--moments", "3,4,5")
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (("--head", "gpt2"), 2, "--head expects MODEL:LAYER.HEAD"),
-        (("--matrix", "A", *MOMENTS), 2, "give one of --matrix"),
-        (("--query", "A"), 2, "both --query and --key"),
-        (MOMENTS[:4], 2, "all three"),
+        (("--head", "A", *MOMENTS), 2, "not both"),
+        (("--head", "A,B,C.npy"), 1, "NumPy file at A,B,C.npy"),
+        (("--moments", "3,4"), 2, "three numbers"),
         ((*MOMENTS, "--temperature", 2, "--method", "exact"), 2, "needs the weights"),
         ((*MOMENTS, "--temperature", 2, "--method", "monte-carlo"), 2, "needs the weights"),
         (MOMENTS, 2, "give --temperature"),
-        ((*MOMENTS[:4], "--frobenius-squared", 1, "--temperature", 2), 1, "at least |tr A²|"),
-        (("--matrix", "A", "--method", "guess"), 2, "guess"),
-        (("--matrix", "A", "--length", 0), 1, "length of at least 1"),
-        (("--matrix", "A", "--temperature", 0), 1, "temperature above 0"),
-        (("--matrix", "A", "--temperature", "nan"), 1, "temperature above 0"),
-        (("--matrix", "missing.npy"), 1, "NumPy file at missing.npy"),
-        (("--matrix", "text.npy"), 1, "NumPy file"),
-        (("--matrix", "oblong.npy"), 1, "square matrix"),
-        (("--matrix", "nan.npy"), 1, "finite numbers"),
-        (("--matrix", "words.npy"), 1, "real matrix"),
-        (("--matrix", "A", "--plot", "picture.gif"), 1, ".png"),
-        (("--matrix", "A", "--covariance", -1), 1, "variances of at least 0"),
-        (("--matrix", "A", "--json", "/proc/nowhere/x.json"), 1, "place to write"),
+        (("--moments", "3,4,1", "--temperature", 2), 1, "at least |tr A²|"),
+        (("--head", "A", "--method", "guess"), 2, "guess"),
+        (("--head", "A", "--length", 0), 1, "length of at least 1"),
+        (("--head", "A", "--temperature", 0), 1, "temperature above 0"),
+        (("--head", "A", "--temperature", "nan"), 1, "temperature above 0"),
+        (("--head", "missing.npy"), 1, "NumPy file at missing.npy"),
+        (("--head", "text.npy"), 1, "NumPy file"),
+        (("--head", "oblong.npy"), 1, "square matrix"),
+        (("--head", "nan.npy"), 1, "finite numbers"),
+        (("--head", "words.npy"), 1, "real matrix"),
+        (("--head", "A", "--plot", "picture.gif"), 1, ".png"),
+        (("--head", "A", "--covariance", -1), 1, "variances of at least 0"),
+        (("--head", "A", "--json", "/proc/nowhere/x.json"), 1, "place to write"),
     ],
     ids=lambda value: None if isinstance(value, tuple | int) else value,
 )
@@ -215,23 +215,23 @@ def test_a_head_that_is_not_there_is_refused(checkpoint):
 
 
 def test_the_true_softmax_stands_beside_the_clipped_one(matrix):
-    found = document("--matrix", matrix, "--length", 24)["softmax"]
+    found = document("--head", matrix, "--length", 24)["softmax"]
     assert found["variance"] == pytest.approx((np.load(matrix) ** 2).sum() / 6)
     assert found["border"] == pytest.approx(2 * np.log(24))
     logits = np.sqrt(found["variance"]) * np.random.default_rng(0).normal(size=(20_000, 24))
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     assert found["normalised_entropy"] == pytest.approx(-(p * np.log(p)).sum(-1).mean() / np.log(24), abs=0.005)
-    assert "True softmax over 24 independent tokens" in locater("theory", "--matrix", matrix, "--length", 24).out
+    assert "True softmax over 24 independent tokens" in locater("theory", "--head", matrix, "--length", 24).out
 
 
 def test_depth_follows_the_spectrum_through_layers(matrix):
-    found = document("--matrix", matrix, "--length", 24, "--depth", 3)["depth"]
+    found = document("--head", matrix, "--length", 24, "--depth", 3)["depth"]
     assert (found["layers"], len(found["attention alone"]["entropy"])) == (3, 3)
     assert found["trace"] == pytest.approx(np.trace(np.load(matrix)) / 6**0.5)
     # Averaging alone makes tokens alike; the stream beside it keeps them apart.
     assert found["residual and norm"]["residual"][-1] > 0.8
     assert all(0 < entropy < 1 for entropy in found["attention alone"]["entropy"])
-    shown = locater("theory", "--matrix", matrix, "--length", 24, "--depth", 3)
+    shown = locater("theory", "--head", matrix, "--length", 24, "--depth", 3)
     assert "Through 3 layers" in shown.out
     assert f"{found['residual and norm']['residual'][-1]:.3f}" in shown.out
 
@@ -240,7 +240,7 @@ def test_depth_follows_the_spectrum_through_layers(matrix):
     ("arguments", "words"),
     [
         (
-            ("--trace", 1, "--trace-of-square", 1, "--frobenius-squared", 1, "--temperature", 1),
+            ("--moments", "1,1,1", "--temperature", 1),
             "--depth needs the weights",
         ),
         ((), "1 to 128 layers"),

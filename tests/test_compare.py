@@ -101,7 +101,7 @@ def test_every_kind_of_file_that_scan_reads_is_a_checkpoint_of_a_run(tmp_path, s
 
 def test_a_table_and_names_that_differ(run, tmp_path):
     first, last = run / "checkpoint-3", run / "checkpoint-100"
-    result = locater("compare", first, last, "--csv", tmp_path / "moved.csv")
+    result = locater("compare", first, last, "--table", tmp_path / "moved.csv")
     assert result.code == 0 and result.out.startswith("checkpoint-3 → checkpoint-100\n")
     frame = library.compare([first, last]).to_frame()
     with (tmp_path / "moved.csv").open() as file:

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from family_cases import CASES
-from locater import checkpoints, scan
+from locater import Live, Stored, checkpoints, scan
 from locater.errors import Refusal
 from locater.models import Config, open_model
 from test_checkpoints_quantised import FILES, stored, write
@@ -101,7 +101,8 @@ def set_config(folder, **entries):
 
 def line(folder, **options):
     try:
-        return scan(folder, length=16, **options).coverage
+        kind = Live if isinstance(folder, torch.nn.Module) else Stored
+        return scan(kind(folder, **options), length=16).coverage
     except Refusal as reason:
         return f"refused: {reason}"
 
@@ -286,11 +287,11 @@ def test_what_only_resembles_nanogpt_is_refused_with_a_layout(what, lost, more, 
         (row,) = yaml.safe_load(layout.read_text())["attention"]
         assert {"rotary", "input_norm", "d_head", "heads"} <= set(row) and row["heads"] == 2
         with pytest.raises(Refusal, match="input_norm"):
-            scan(tmp_path, layout=layout)
+            scan(Stored(tmp_path, layout=layout))
         answers = {"input_norm": {"kind": "rms", "name": "transformer.h.{layer}.ln_1"}, "rotary": {"base": 100.0}}
         answers |= {"d_head": WIDTH // 2} | {name: None for name in ("query_norm", "key_norm") if name in row}
         layout.write_text(yaml.safe_dump({"attention": [row | answers]}))
-        assert len(scan(tmp_path, layout=layout).heads) == 4
+        assert len(scan(Stored(tmp_path, layout=layout)).heads) == 4
 
 
 @pytest.mark.parametrize("name", [None, "nanogpt"])

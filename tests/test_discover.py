@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import hand_written as own
 from hand_written import HEADS, SIZE, TOKENS, WIDTH, decoder
-from locater import LocAteR, scan
+from locater import Live, LocAteR, scan
 from locater.errors import Refusal
 from locater.models.live import layers
 from locater.scanning.source import heads
@@ -128,7 +128,7 @@ def test_what_cannot_be_explained_is_refused_by_name(attention, message):
     for layer in layers(decoder(attention), sample=TOKENS):
         assert not layer.heads
     with pytest.raises(Refusal, match=message):
-        scan(decoder(attention), sample=TOKENS)
+        scan(Live(decoder(attention), sample=TOKENS))
 
 
 def test_a_float_mask_of_another_kind_is_refused():
@@ -217,7 +217,7 @@ def test_adapters_are_part_of_the_weights(attention, dora, monkeypatch):
 def test_the_penalty_is_the_dense_sum(attention):
     model = decoder(attention)
     expected = 0.0
-    for head in heads(model, sample=TOKENS):
+    for head in heads(Live(model, sample=TOKENS)):
         dense = head.key.weight.mT @ head.query.weight
         expected += ((dense @ dense).trace() + 2 * dense.square().sum()) / 3
     penalty = LocAteR(model, strength=0.5, sample=TOKENS).penalty()
@@ -237,5 +237,5 @@ def test_stabilisers_act_on_heads_that_were_found():
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert moved and all("qkv" in name for name in moved)
     SpectralInitialisation(model, xi=2.0, eta=1.5, sample=TOKENS)
-    for row in scan(model, sample=TOKENS, raw=True).heads:
+    for row in scan(Live(model, sample=TOKENS), raw=True).heads:
         assert row.xi == pytest.approx(2.0, abs=1e-3) and row.eta == pytest.approx(1.5 * row.temperature, rel=1e-3)

@@ -151,7 +151,7 @@ def a_monitor(folder: Path) -> Path:
 
 def results(folder: Path) -> Path:
     """A scan with everything, and its document of runs, beside each other."""
-    assert locater("scan", "--json", folder / "scan.json", "--eigenvalues").code == 0
+    assert locater("scan", "--json", folder / "scan.json", "--spectrum", "eigenvalues").code == 0
     assert locater("runs", some_runs(folder), "--json", folder / "runs.json").code == 0
     assert locater("sweep", "--resume", a_sweep(folder), "--json", folder / "rows.json").code == 0
     return folder

@@ -14,7 +14,7 @@ from command import locater as command
 from locater import budget
 from locater.errors import Refusal, Unforeseen, callers_own, net
 from locater.packaged import EXAMPLE
-from locater.prediction.probe import probe
+from locater.prediction.predict import Tokens
 from locater.scanning.compare import compare, in_processes
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.shape import Shape
@@ -57,14 +57,14 @@ def hub(monkeypatch):
 
 
 LIBRARY = {
-    "scan": lambda source: locater.scan(source, timeout=SHORT),
-    "heads": lambda source: list(locater.heads(source, timeout=SHORT)),
+    "scan": lambda source: locater.scan(locater.Stored(source, timeout=SHORT)),
+    "heads": lambda source: list(locater.heads(locater.Stored(source, timeout=SHORT))),
     "compare": lambda source: compare([source, source], timeout=SHORT),
 }
 OF_THE_HUB = {
     **LIBRARY,
-    "predict": lambda source: locater.predict(source, timeout=SHORT),
-    "probe": lambda source: probe(source, timeout=SHORT),
+    "predict": lambda source: locater.predict(locater.Stored(source, timeout=SHORT)),
+    "random": lambda source: locater.predict(locater.Stored(source, timeout=SHORT), text="random"),
 }
 COMMANDS = {
     "scan": ["scan", "{}"],
@@ -74,9 +74,8 @@ COMMANDS = {
 }
 COMMANDS_OF_THE_HUB = {
     **COMMANDS,
-    "probe": ["scan", "{}", "--probe"],
     "predict": ["predict", "{}"],
-    "no-text": ["predict", "{}", "--no-text"],
+    "random": ["predict", "{}", "--text", "random"],
     "study": ["study", "real-data", "--model", "{}"],
 }
 
@@ -138,8 +137,8 @@ def test_what_is_late_is_refused_and_what_fails_fails_as_it_did():
 
 def test_heads_leave_no_limit_behind(tmp_path):
     """The limit is in force while a layer is read, not while the caller works with what he was given."""
-    first = locater.heads(write(tmp_path), timeout=100)
-    second = locater.heads(tmp_path, timeout=50)
+    first = locater.heads(locater.Stored(write(tmp_path), timeout=100))
+    second = locater.heads(locater.Stored(tmp_path, timeout=50))
     next(first), next(second), next(first)
     assert budget.budget() is budget.DEFAULT
     assert len([*first, *second]) == 13 and budget.budget() is budget.DEFAULT
@@ -147,12 +146,14 @@ def test_heads_leave_no_limit_behind(tmp_path):
 
 def test_files_on_disk_have_no_limit(tmp_path):
     write(tmp_path)
-    assert locater.scan(tmp_path, timeout=1e-9).heads and list(locater.heads(tmp_path, timeout=1e-9))
+    assert locater.scan(locater.Stored(tmp_path, timeout=1e-9)).heads and list(
+        locater.heads(locater.Stored(tmp_path, timeout=1e-9))
+    )
 
 
 NETS = {
     "predict": ("locater.prediction.predict.load_model", lambda folder: locater.predict(folder)),
-    "probe": ("locater.prediction.probe.probe_stored", lambda folder: probe(folder)),
+    "random": ("locater.prediction.predict.streamed", lambda folder: locater.predict(folder, text="random")),
     "compare": ("locater.scanning.compare.follow", lambda folder: compare([folder, folder])),
     "heads": ("locater.scanning.source.open_model", lambda folder: list(locater.heads(folder))),
 }
@@ -192,7 +193,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize("key, value", DAMAGES)
 def test_values_of_the_wrong_kind_are_the_documents(key, value, tmp_path):
-    document = locater.scan(write(tmp_path / "model"), length=24, eigenvalues=True, curves=True).to_json()
+    document = locater.scan(write(tmp_path / "model"), length=24, details=["eigenvalues", "curves"]).to_json()
     document["heads"][1][key] = value
     (tmp_path / "scan.json").write_text(json.dumps(document))
     found = command("report", tmp_path / "scan.json", "-o", tmp_path / "page.html")
@@ -201,8 +202,7 @@ def test_values_of_the_wrong_kind_are_the_documents(key, value, tmp_path):
 
 @pytest.mark.parametrize("moments", [("nan", "1", "1"), ("1", "nan", "1"), ("1", "1", "inf"), ("1", "1", "1e308")])
 def test_moments_that_are_no_numbers(moments):
-    options = zip(("--trace", "--trace-of-square", "--frobenius-squared"), moments, strict=True)
-    found = command("theory", *(part for pair in options for part in pair), "--temperature", 1)
+    found = command("theory", "--moments", ",".join(moments), "--temperature", 1)
     assert found.code == 1 and "three finite moments" in found.err
 
 
@@ -218,11 +218,11 @@ def test_errors_of_the_callers_own_code_are_his():
     with pytest.raises(Stop), net("x"), callers_own():
         stop()
     with pytest.raises(Stop):
-        locater.predict(EXAMPLE, tokens=torch.randint(400, (8, 96)), progress=stop)
+        locater.predict(EXAMPLE, text=Tokens(torch.randint(400, (8, 96))), progress=stop)
     model = LanguageModel(Shape(vocab_size=9, d_model=16))
     model.register_forward_pre_hook(stop)
     with pytest.raises(Stop):
-        locater.predict(model, tokens=torch.randint(9, (8, 80)))
+        locater.predict(model, text=Tokens(torch.randint(9, (8, 80))))
 
 
 @pytest.mark.slow

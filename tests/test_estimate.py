@@ -274,20 +274,6 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     assert findings.behaviour([unknown]) == []
 
 
-def test_what_was_measured_on_random_ids_goes_before_an_estimate():
-    (row, *_) = scan(model("llama")).heads
-    row = replace(row, estimated_near_mass=0.9, estimated_near_mass_interval=(0.6, 1.0))
-    measured = [replace(row, head=n, probed_near_mass_beyond_first=mass) for n, mass in enumerate((0.1, 0.5, 0.8))]
-    assert [findings.looks(one) for one in (*measured, row)] == ["far", None, "near", "near"]
-    assert findings.behaviour([*measured, row]) == [
-        "measured on random ids: of 3 heads, 1 looks mostly at the 16 nearest tokens; "
-        "1 looks mostly beyond the 16 nearest tokens; 1 unclear",
-        "estimated from the weights: of 1 head, 1 looks mostly at the 16 nearest tokens",
-    ]
-    said = [one.sentence for one in findings.outstanding(measured) if "looks" in one.sentence]
-    assert said and all("on random ids" in sentence and "probably" not in sentence for sentence in said)
-
-
 def test_layers_that_share_their_weights_are_one_finding():
     (near, *_) = scan(model("llama")).heads
     rows = [replace(near, layer=n, estimated_near_mass=0.9, estimated_near_mass_interval=(0.0, 1.0)) for n in range(4)]

@@ -98,7 +98,7 @@ def test_the_file_scans_as_the_model(name, tmp_path):
     model = make(name)
     model.save_pretrained(tmp_path / "saved")
     write(name, model, tmp_path / "x.gguf")
-    found, expected = (scan(tmp_path / name, length=64, eigenvalues=True) for name in ("x.gguf", "saved"))
+    found, expected = (scan(tmp_path / name, length=64, details=["eigenvalues"]) for name in ("x.gguf", "saved"))
     assert found.coverage.split(":")[0].split(",")[0] == expected.coverage.split(":")[0].split(",")[0]
     assert by_place(found).keys() == by_place(expected).keys()
     for place, row in by_place(found).items():

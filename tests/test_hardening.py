@@ -278,14 +278,14 @@ def test_a_layout_cannot_ask_for_more_than_a_name(change, said, tmp_path):
     (tmp_path / "l.yaml").write_text(json.dumps({"attention": [LAYOUT | change]}))
     save_file({"l.0.q.weight": torch.ones(2, 2), "l.0.k.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(Refusal, match=said):
-        locater.scan(tmp_path, layout=tmp_path / "l.yaml")
+        locater.scan(locater.Stored(tmp_path, layout=tmp_path / "l.yaml"))
 
 
 def test_aliases_of_aliases(tmp_path):
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
     (tmp_path / "l.yaml").write_text("\n".join([*lines, "attention: *a59"]))
     with pytest.raises(Refusal, match="every value written out"):
-        locater.scan(tmp_path, layout=tmp_path / "l.yaml")
+        locater.scan(locater.Stored(tmp_path, layout=tmp_path / "l.yaml"))
 
 
 def test_a_sparse_file_whose_columns_are_not_the_models(tmp_path):
@@ -362,7 +362,7 @@ def test_what_a_stranger_wrote_is_made_visible_and_cut(text, tmp_path):
 
 
 def test_a_full_disk_under_standard_output():
-    shell = f"{shlex.quote(sys.executable)} -m locater.cli theory --trace 1 --trace-of-square 1 --frobenius-squared 1"
+    shell = f"{shlex.quote(sys.executable)} -m locater.cli theory --moments 1,1,1"
     shell += " --temperature 1 > /dev/full"
     result = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr

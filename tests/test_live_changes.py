@@ -376,7 +376,7 @@ def is_right(model, inputs, layers) -> bool:
 def say(model, inputs, sample) -> tuple[str, list]:
     """The coverage line and the layers; a refusal is a line of its own."""
     try:
-        line = locater.scan(model, sample=sample, length=16).coverage
+        line = locater.scan(locater.Live(model, sample=sample), length=16).coverage
         return line, list(locater.models.live.layers(model, sample=sample))
     except Refusal as reason:
         return f"refused: {reason}", []

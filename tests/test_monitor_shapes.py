@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from locater import scan
+from locater import Live, scan
 from locater.attention.call_statistics import statistics_of_call
 from locater.attention.calls import AttentionCall
 from locater.attention.flash import labels
@@ -317,7 +317,7 @@ def test_an_operator_of_several_outputs_is_not_replaced():
 @pytest.mark.parametrize("sample", [TOKENS, None], ids=["on a sample", "in the first pass"])
 @pytest.mark.parametrize("kind", [Separate, Fused, Grouped], ids=lambda kind: kind.__name__)
 def test_weights_of_unknown_models_are_measured_once_their_heads_are_found(kind, sample):
-    model, rows = Net(kind), scan(Net(kind), sample=TOKENS).heads
+    model, rows = Net(kind), scan(Live(Net(kind), sample=TOKENS)).heads
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with AttentionMonitor(model, every=1, near=4, sample=sample) as monitor:
         model(TOKENS).square().sum().backward()

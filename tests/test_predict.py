@@ -15,8 +15,7 @@ from locater.cli.program import app
 from locater.errors import Refusal
 from locater.prediction.language_model import run, self_attention
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
-from locater.prediction.predict import Effort, Terms, predict
-from locater.prediction.probe import probe
+from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
 from locater.prediction.windows import given
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
@@ -86,7 +85,7 @@ def assert_measured(row, logits, distance):
 def test_measured_is_what_the_model_itself_does(name):
     """Against `output_attentions`, on the windows that predict measures; every family runs, whatever its positions."""
     net, ids = model(name), tokens(8)
-    found = predict(net, tokens=ids, effort=QUICK)
+    found = predict(net, text=Tokens(ids), effort=QUICK)
     test = ids[[3, 7]]
     with torch.no_grad():
         arguments = {"decoder_input_ids": test} if name == "t5" else {}
@@ -103,7 +102,7 @@ def test_measured_is_what_the_model_itself_does(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "qwen3"])
 def test_prediction_meets_measurement_on_random_models(name):
     """Random heads on random tokens: single tokens say nearly all there is to say."""
-    found = predict(model(name), tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
+    found = predict(model(name), text=Tokens(tokens(24)), effort=Effort(window=LENGTH, calibration=16, test=8))
     for number in ("near_mass_beyond_first", "normalised_entropy"):
         predicted, measured = found.pairs(number)
         assert found.calibration_error[number] < 0.15 * (max(measured) - min(measured))
@@ -113,7 +112,7 @@ def test_prediction_meets_measurement_on_random_models(name):
 
 def test_terms_matter_where_positions_do():
     """GPT-2's heads see absolute positions: without means by position and lags, near mass is predicted worse."""
-    options = dict(tokens=tokens(24), effort=Effort(window=LENGTH, calibration=16, test=8))
+    options = dict(text=Tokens(tokens(24)), effort=Effort(window=LENGTH, calibration=16, test=8))
     net = model("gpt2")
     errors = [
         predict(net, **options, terms=terms).calibration_error["near_mass_beyond_first"]
@@ -145,7 +144,7 @@ def sinks_inside(*, strength: float, bunched: bool = False):
     rate = rate[torch.randperm(64)]
     ids = torch.where(torch.rand(64, LENGTH) < rate, SINK, torch.randint(8, VOCABULARY, (64, LENGTH)))
     ids[:, 0] = 8
-    return net, dict(tokens=ids, effort=Effort(window=LENGTH, calibration=32, test=32, texts=32))
+    return net, dict(text=Tokens(ids), effort=Effort(window=LENGTH, calibration=32, test=32, texts=32))
 
 
 @pytest.mark.parametrize("strength", [6.0, 0.0, -6.0], ids=["sinks", "outliers that no head reads", "avoided"])
@@ -174,14 +173,14 @@ def test_sinks_that_few_windows_have_stay_in_them():
 
 def test_prediction_is_reproducible_and_leaves_the_model_as_it_was():
     net = model("llama").train()
-    first, second = (predict(net, tokens=tokens(8), effort=QUICK).to_json() for _ in range(2))
+    first, second = (predict(net, text=Tokens(tokens(8)), effort=QUICK).to_json() for _ in range(2))
     assert first == second
     assert net.training
     assert not any(module._forward_pre_hooks for module in net.modules())
 
 
 def test_a_rank_bounds_what_is_kept_of_lags():
-    options = dict(tokens=tokens(8))
+    options = dict(text=Tokens(tokens(8)))
     whole = predict(model("llama"), **options, effort=QUICK)
     cheap = predict(model("llama"), **options, effort=Effort(window=LENGTH, calibration=6, test=2, texts=4, lag_rank=8))
     assert [head.measured for head in whole.heads] == [head.measured for head in cheap.heads]
@@ -201,33 +200,33 @@ def test_short_texts_are_counted_from_their_middle():
     sizes = dict(n_layer=1, n_head=2, n_embd=32, n_positions=40, vocab_size=64, bos_token_id=0, eos_token_id=0)
     net = GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager")).eval()
     ids = torch.randint(64, (6, 40))
-    found = predict(net, tokens=ids, effort=Effort(calibration=4, test=2, texts=2))
+    found = predict(net, text=Tokens(ids), effort=Effort(calibration=4, test=2, texts=2))
     assert found.to_json()["first_query"] == 20
     with torch.no_grad():
         p = net(given(ids, num_test=2).test, output_attentions=True).attentions[0][:, 0, 20:]
     assert found.heads[0].measured.sink_mass == pytest.approx(float(p[..., 0].mean()), abs=1e-5)
-    probed = probe(net)
-    assert probed.length == 40 and all(row.numbers.sink_mass > 0 for row in probed.heads)
+    drawn = predict(net, text="random", effort=Effort(calibration=3, test=1))
+    assert drawn.length == 40 and all(row.measured.sink_mass > 0 for row in drawn.heads)
 
 
 def test_refusals():
     net = model("llama")
     with pytest.raises(Refusal, match="at least two windows of tokens, got 1"):
-        predict(net, tokens=tokens(1))
+        predict(net, text=Tokens(tokens(1)))
     with pytest.raises(Refusal, match="a tokenizer for a live model"):
         predict(net)
     with pytest.raises(Refusal, match="layers among 0-1, all that this model has, got 7"):
-        predict(net, tokens=tokens(4), layers=[7])
+        predict(net, text=Tokens(tokens(4)), layers=[7])
     with pytest.raises(Refusal, match="windows of at least 32 tokens, got 31"):
         Effort(window=31)
     with pytest.raises(Refusal, match="windows of at least 32 tokens, got 16"):
-        predict(net, tokens=tokens(4, length=16))
+        predict(net, text=Tokens(tokens(4, length=16)))
     with pytest.raises(Refusal, match="at least one window"):
         Effort(test=0)
     with pytest.raises(Refusal, match="a rank of at least 1"):
         Effort(lag_rank=0)
     with pytest.raises(Refusal, match="at most 128 tokens, the model's longest, got 200"):
-        predict(net, tokens=tokens(4, length=200))
+        predict(net, text=Tokens(tokens(4, length=200)))
 
 
 @pytest.fixture(scope="module")
@@ -313,14 +312,14 @@ def test_command_refuses(folder, text, tmp_path):
 def test_tokenizer_from_elsewhere(folder, text, tmp_path):
     model("llama").save_pretrained(tmp_path)
     effort = Effort(window=LENGTH, calibration=3, test=1, texts=1)
-    found = predict(tmp_path, text=text, tokenizer=str(folder), effort=effort)
+    found = predict(tmp_path, text=Text(text, tokenizer=str(folder)), effort=effort)
     assert len(found.heads) == 8
     assert "8 heads predicted from 288 tokens" in found.summary()
 
 
 def test_frame():
     pytest.importorskip("pandas")
-    frame = predict(model("llama"), tokens=tokens(8), effort=QUICK).to_frame()
+    frame = predict(model("llama"), text=Tokens(tokens(8)), effort=QUICK).to_frame()
     assert len(frame) == 8
     assert {"layer", "head", "predicted_near_mass_beyond_first", "measured_sink_mass"} <= set(frame.columns)
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from locater import Live
 from locater.errors import Refusal
 from locater.prediction.numbers import first_query
-from locater.prediction.predict import Effort, predict
-from locater.prediction.probe import probe
+from locater.prediction.predict import Effort, Tokens, predict
 from locater.prediction.windows import given
 from test_predict import assert_measured
 from written_models import (
@@ -47,7 +47,7 @@ def assert_all_measured(net, found):
 @pytest.mark.parametrize("kind", [Separate, Fused, Interleaved, Grouped, NormThenRotary, NotCausal, Window, Own])
 def test_own_attention_is_found_on_the_windows(kind):
     net = Net(kind)
-    found = predict(net, tokens=tokens(), effort=QUICK)
+    found = predict(net, text=Tokens(tokens()), effort=QUICK)
     assert_all_measured(net, found)
     for name in ("normalised_entropy", "sink_mass"):
         assert found.calibration_error[name] < 0.1
@@ -59,11 +59,11 @@ def test_named_projections(kind):
     """Attention that calls no kernel, or not even softmax: what it is cannot be seen, so it is said."""
     net = Net(kind)
     with pytest.raises(Refusal, match="name the projections by heads="):
-        predict(net, tokens=tokens(), effort=QUICK)
+        predict(net, text=Tokens(tokens()), effort=QUICK)
     named = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", HEADS, HEADS) for n in range(2)]
     with pytest.raises(Refusal, match="causal=True or causal=False beside heads="):
-        predict(net, tokens=tokens(), heads=named, effort=QUICK)
-    found = predict(net, tokens=tokens(), heads=named, causal=True, effort=QUICK)
+        predict(Live(net, heads=named), text=Tokens(tokens()), effort=QUICK)
+    found = predict(Live(net, heads=named, causal=True), text=Tokens(tokens()), effort=QUICK)
     assert_all_measured(net, found)
     assert any("without positions" in note for note in found.left_out)
 
@@ -73,7 +73,7 @@ def test_projections_are_not_named_where_a_kernel_shows_more(kind):
     """By hand a rotary model would be measured without its rotation."""
     named = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", HEADS, HEADS) for n in range(2)]
     with pytest.raises(Refusal, match="a call of scaled_dot_product_attention; leave heads=… out"):
-        predict(Net(kind), tokens=tokens(), heads=named, causal=True, effort=QUICK)
+        predict(Live(Net(kind), heads=named, causal=True), text=Tokens(tokens()), effort=QUICK)
 
 
 def test_torch_layers_with_the_batch_second():
@@ -91,7 +91,7 @@ def test_torch_layers_with_the_batch_second():
             return self.layer(self.embed(ids).transpose(0, 1), src_mask=mask, is_causal=True)
 
     net = Second().eval()
-    found = predict(net, tokens=tokens(), effort=QUICK)
+    found = predict(net, text=Tokens(tokens()), effort=QUICK)
     x = net.embed(given(tokens(), num_test=2).test).transpose(0, 1)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH)
     _, p = net.layer.self_attn(x, x, x, attn_mask=mask, average_attn_weights=False)
@@ -99,9 +99,9 @@ def test_torch_layers_with_the_batch_second():
     assert [row.measured.sink_mass for row in found.heads] == pytest.approx(expected, abs=1e-6)
 
 
-def test_probe_of_an_own_module():
+def test_random_ids_through_an_own_module():
     net = Net(Fused)
-    with pytest.raises(Refusal, match="a table of embeddings that ids look up, got none; use `predict` with tokens="):
-        probe(net)
+    with pytest.raises(Refusal, match="a table of embeddings that ids look up, got none; give windows as Tokens"):
+        predict(net, text="random")
     net.get_input_embeddings = lambda: net.embed
-    assert len(probe(net, effort=Effort(window=LENGTH)).heads) == 2 * HEADS
+    assert len(predict(net, text="random", effort=QUICK).heads) == 2 * HEADS

@@ -11,7 +11,7 @@ import transformers
 
 from command import locater
 from family_cases.base import Case
-from locater import attention, checkpoints
+from locater import Live, attention, checkpoints
 from locater.errors import Refusal
 from locater.models import Config, open_model
 from locater.models.proof import cache, prove, twin
@@ -221,7 +221,7 @@ def test_a_live_model_is_read_by_the_same_proof():
     assert len(found.heads) == 18
     assert found.coverage.startswith("by the table, not run, by the row ")
     model.set_attn_implementation("sdpa")
-    ran = scan(model, sample=CASES[0].inputs(model.config))
+    ran = scan(Live(model, sample=CASES[0].inputs(model.config)))
     assert ran.coverage == "COMPLETE" and len(ran.heads) == 18
 
 

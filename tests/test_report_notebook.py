@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 
 CELLS = (
     "%matplotlib inline\nfrom locater import compare, scan\n"
-    "found = scan({folder!r}, layers=[0, 1], eigenvalues=True, curves=True)\nfound",
+    "found = scan({folder!r}, layers=[0, 1], details=['eigenvalues', 'curves'])\nfound",
     "found.plot('localisation')",
     "found.plot(head=(1, 2))",
     "from locater.scanning.compare import follow\nfollow([found, found])",

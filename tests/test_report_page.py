@@ -76,8 +76,6 @@ def test_an_estimate_of_what_was_measured_is_not_on_the_page():
     scan, _, other = views_of([scanned(head(0, 0, **guess)), steps, scanned(head(0, 1, **guess), source="other")])
     assert "estimated_near_mass" not in scan.columns and "estimated_sink_mass" in scan.columns
     assert "estimated_near_mass" in other.columns
-    (probed,) = views_of([scanned(head(0, 0, **guess, probed_near_mass_beyond_first=0.8))])
-    assert "estimated_near_mass" not in probed.columns and "probed_near_mass_beyond_first" in probed.columns
 
 
 def test_a_model_of_the_same_shape_keeps_its_estimates():

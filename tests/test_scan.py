@@ -68,7 +68,7 @@ def dense(model, layer, head, *, folded):
 @pytest.mark.parametrize("raw", [False, True])
 def test_moments_are_those_of_the_dense_matrix(llama, raw):
     model, folder = llama
-    found = scan(folder, raw=raw, eigenvalues=True)
+    found = scan(folder, raw=raw, details=["eigenvalues"])
     assert found.coverage == "COMPLETE" and len(found.heads) == 8
     for row in found.heads:
         w = dense(model, row.layer, row.head, folded=not raw)
@@ -91,7 +91,7 @@ def test_eigenvalues_are_computed_where_they_are_asked_for(llama, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.linalg, "eigvals", lambda *_: pytest.fail("eigenvalues that nobody asked for"))
         plain = scan(folder)
-    asked = scan(folder, eigenvalues=True)
+    asked = scan(folder, details=["eigenvalues"])
     for row, full in zip(plain.heads, asked.heads, strict=True):
         assert row.spread is None and row.eigenvalues is None and full.spread > 0
         assert row.to_record() == {
@@ -102,7 +102,7 @@ def test_eigenvalues_are_computed_where_they_are_asked_for(llama, monkeypatch):
 
 def test_the_json_is_as_promised(llama):
     _, folder = llama
-    result = locater("scan", folder, "--eigenvalues", "--json", "-")
+    result = locater("scan", folder, "--spectrum", "eigenvalues", "--json", "-")
     document = json.loads(result.out)
     assert document["schema"] == "locater.scan/1"
     assert {"source", "family", "format", "coverage", "heads"} <= set(document)
@@ -176,12 +176,12 @@ def test_a_damaged_head_is_named_and_the_rest_is_scanned(llama):
 
 def test_options(llama, tmp_path):
     _, folder = llama
-    result = locater("scan", folder, "--layers", "1", "--heads", "--csv", tmp_path / "a.csv")
+    result = locater("scan", folder, "--layers", "1", "--heads", "--table", tmp_path / "a.csv")
     assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
     with (tmp_path / "a.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["layer"] for row in rows} == {"1"} and len(rows) == 4
-    assert locater("scan", folder, "--parquet", tmp_path / "a.parquet").code == 0
+    assert locater("scan", folder, "--table", tmp_path / "a.parquet").code == 0
     import pandas
 
     frame = pandas.read_parquet(tmp_path / "a.parquet")

@@ -34,9 +34,9 @@ def assert_same(found, expected, *, settings: bool = True):
 @pytest.mark.parametrize("name", READABLE)
 def test_the_scan_is_that_of_transformers_loader(name, tmp_path):
     write_model(name, tmp_path / "x.gguf")
-    found = scan(tmp_path / "x.gguf", length=64, eigenvalues=True)
+    found = scan(tmp_path / "x.gguf", length=64, details=["eigenvalues"])
     assert found.format == "gguf"
-    assert_same(found, scan(load(name, tmp_path), length=64, eigenvalues=True))
+    assert_same(found, scan(load(name, tmp_path), length=64, details=["eigenvalues"]))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -44,7 +44,7 @@ def test_the_scan_is_that_of_the_model_written(name, tmp_path):
     """Architectures that the loader does not read; the file's settings are not the model's, so only moments count."""
     model, _ = write_model(name, tmp_path / "x.gguf")
     model.save_pretrained(tmp_path / "saved")
-    assert_same(*(scan(tmp_path / name, eigenvalues=True) for name in ("x.gguf", "saved")), settings=False)
+    assert_same(*(scan(tmp_path / name, details=["eigenvalues"]) for name in ("x.gguf", "saved")), settings=False)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from locater import Live
 from locater.scanning.scan import scan
 from saved_models import by_place, case_named
 
@@ -89,7 +90,7 @@ def test_a_layout_describes_a_live_module(tmp_path):
     row = "{block: decoder, query: 'stack.{layer}.wq', key: 'stack.{layer}.wk', layers: 2, heads: 2, d_head: 4}"
     layout.write_text(f"attention: [{row}]")
     model = Unknown()
-    found = scan(model, layout=layout)
+    found = scan(Live(model, layout=layout))
     query, key = (side.weight.detach()[4:] for side in (model.stack[1]["wq"], model.stack[1]["wk"]))
     assert len(found.heads) == 4
     assert found.heads[3].trace == pytest.approx(float((query * key).sum()), rel=1e-5, abs=1e-6)

@@ -57,7 +57,7 @@ def dense_form(head, *, raw):
 @pytest.mark.parametrize("raw", [False, True], ids=["folded", "raw"])
 @pytest.mark.parametrize("name", DENSE)
 def test_moments_and_eigenvalues_are_those_of_dense_matrices(name, raw, saved):
-    heads, rows = heads_of(saved(name)), by_place(scan(saved(name), raw=raw, eigenvalues=True))
+    heads, rows = heads_of(saved(name)), by_place(scan(saved(name), raw=raw, details=["eigenvalues"]))
     assert list(rows) == list(heads)
     for place, head in heads.items():
         dense, row = dense_form(head, raw=raw), rows[place]
@@ -185,7 +185,7 @@ def test_the_document_has_the_keys_of_its_schema(saved):
     assert document["schema"] == "locater.scan/1" and document["source"] == str(saved("llama"))
     assert (document["family"], document["format"], document["coverage"]) == ("llama", "safetensors", "COMPLETE")
     assert all(list(head) == DEFAULT_KEYS for head in document["heads"])
-    kept = scan(saved("llama"), layers=[0], eigenvalues=True).to_json()["heads"]
+    kept = scan(saved("llama"), layers=[0], details=["eigenvalues"]).to_json()["heads"]
     assert all(list(head) == [*HEAD_KEYS, "eigenvalues"] for head in kept)
     assert all(len(head["eigenvalues"]) == head["d_head"] for head in kept)
     assert json.loads(json.dumps(document, allow_nan=False))["heads"][0]["layer"] == 0

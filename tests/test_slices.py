@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import stabiliser_models as models
 from family_cases import CASES
-from locater import checkpoints, head_rows, heads
+from locater import Live, checkpoints, head_rows, heads
 from saved_models import case_named
 
 # The module that takes all heads' outputs side by side, in layer 0.
@@ -73,8 +73,8 @@ def test_rows_of_modules_without_a_family(name):
 
 def test_rows_of_a_named_and_of_a_found_projection():
     model = nn.Sequential(models.OwnAttention())
-    named = head_rows(model, heads=model[0].heads)
-    assert named == head_rows(model, sample=torch.randn(2, 5, 16))
+    named = head_rows(Live(model, heads=model[0].heads))
+    assert named == head_rows(Live(model, sample=torch.randn(2, 5, 16)))
     assert [(one.query.first, one.key.first) for one in named] == [(0, 0), (4, 0), (8, 4), (12, 4)]
     assert {one.value for one in named} == {None}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hand_written as own
-from locater import heads
+from locater import Live, heads
 from locater.models.registry import is_in_tables
 from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, SoftCap, ZLoss
 from locater_lab.rivals import AlphaDecay, MimeticInitialisation, SpectralInitialisation, SpectralNorm
@@ -70,7 +70,7 @@ def test_the_penalty_is_the_dense_sum(kind, adapted):
     model, how = grown(kind, adapted=adapted)
     total = 0.0
     with torch.no_grad():
-        for head in heads(model, **how):
+        for head in heads(Live(model, **how)):
             full = head.key.weight.double().mT @ head.query.weight.double()
             total += float((full * full.mT).sum() + 2 * full.square().sum()) / 3
     found = float(LocAteR(model, strength=1.0, **how).penalty().detach())

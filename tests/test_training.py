@@ -17,7 +17,7 @@ from command import locater
 from locater.errors import Refusal
 from locater.models.live import layers
 from locater.prediction.language_model import load_tokenizer
-from locater.prediction.probe import probe
+from locater.prediction.predict import Effort, predict
 from locater_lab.data.sources import open_data
 from locater_lab.train import loop, run, validation
 from locater_lab.train.checksums import seal
@@ -219,9 +219,10 @@ def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     again = json.loads(locater("scan", checkpoint, "--json", "-", "--length", 16).out)
     assert (again["format"], again["heads"]) == ("distributed", found["heads"])
-    assert len(probe(model).heads) == 4
-    assert [head.numbers for head in probe(checkpoint).heads] == [head.numbers for head in probe(model).heads]
-    with pytest.raises(Refusal, match=r"got neither; .* go without a text \(--no-text\)"):
+    effort = Effort(calibration=3, test=1)
+    ran, again = (predict(source, text="random", effort=effort).heads for source in (model, checkpoint))
+    assert len(ran) == 4 and [head.measured for head in ran] == [head.measured for head in again]
+    with pytest.raises(Refusal, match=r"got neither; .* go without a text \(--text random\)"):
         load_tokenizer(checkpoint)
     logged = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]["heads"]
     for row, head in zip(logged, found["heads"], strict=True):

@@ -21,7 +21,7 @@ def locater(*, eigenvalues: bool = False) -> Callable[[Path], int]:
     from locater.scanning.scan import scan
 
     torch.set_num_threads(1)
-    return lambda folder: len(scan(folder, eigenvalues=eigenvalues).heads)
+    return lambda folder: len(scan(folder, details=["eigenvalues"] if eigenvalues else []).heads)
 
 
 def as_trained() -> Callable[[Path], int]:

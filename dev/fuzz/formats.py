@@ -63,8 +63,8 @@ def read_and_scan(folder: Path) -> Any:
     return tensors, scan(folder)
 
 
-def scan(folder: Path, **options: Any) -> Any:
-    found = locater.scan(folder, length=LENGTH, **options)
+def scan(source: Any) -> Any:
+    found = locater.scan(source, length=LENGTH)
     json.dumps(found.to_json(), allow_nan=False)
     return found
 
@@ -221,7 +221,7 @@ def spoil_adapter(folder: Path, chance: random.Random) -> str:
 
 
 def run_adapter(folder: Path) -> Any:
-    return None, scan(folder / "base", adapter=folder / "adapter")
+    return None, scan(locater.Stored(folder / "base", adapter=folder / "adapter"))
 
 
 def check_adapter(folder: Path, result: Any, whole: Any) -> str | None:
@@ -423,13 +423,26 @@ def check_tokens(folder: Path, result: Any, whole: Any) -> str | None:
     return None if result == whole else "other tokens than those of the text"
 
 
-MOMENTS = {"--trace": "1", "--trace-of-square": "2", "--frobenius-squared": "9", "--temperature": "2"}
+MOMENTS = {"--moments": "1,2,9", "--temperature": "2"}
 OPTIONS = {
-    "theory": (*MOMENTS, "--length", "--walks", "--seed", "--method", "--covariance"),
-    "scan": ("--length", "--layers", "--temperature", "--fail-on", "--timeout", "--adapter", "--layout"),
+    "theory": (*MOMENTS, "--length", "--method", "--covariance"),
+    "scan": ("--length", "--layers", "--spectrum", "--fail-on", "--timeout", "--adapter", "--layout"),
 }
 VALUES = ("nan", "inf", "-inf", "1e308", "0", "-1", "1", "3.5", "x", "", "1e-320", "9" * 400, "64", "[/x]", "exact")
-VALUES += ("0-1", "1-0", "0-999999999999", "xi<0.5", "eta>", "xi<nan", "\x1b[31m\u202e", "..", "http://", "a" * 5000)
+VALUES += (
+    "0-1",
+    "1-0",
+    "0-999999999999",
+    "3,1,2",
+    "raw,exact",
+    "xi<0.5",
+    "eta>",
+    "xi<nan",
+    "\x1b[31m\u202e",
+    "..",
+    "http://",
+    "a" * 5000,
+)
 
 
 def spoil_arguments(folder: Path, chance: random.Random) -> str:
@@ -457,7 +470,10 @@ def check_arguments(folder: Path, result: str, whole: Any) -> str | None:
     document = json.loads(result, parse_constant=lambda word: 1 / 0)
     if verb == "theory":
         named = (document["trace"], document["trace_of_square"], document["frobenius_squared"], document["temperature"])
-        if given.get("--covariance", "1") == "1" and list(named) != [float(given[name]) for name in MOMENTS]:
+        if given.get("--covariance", "1") == "1" and list(named) != [
+            *map(float, given["--moments"].split(",")),
+            float(given["--temperature"]),
+        ]:
             return "other moments than those given"
         profiles = document["profiles"].values()
         is_right = all(len(one) == int(given["--length"]) and 0 <= min(one) <= max(one) <= 1 for one in profiles)
@@ -480,7 +496,7 @@ FORMATS = {
     "layout": Format(
         "layout",
         spoil_layout,
-        lambda folder: scan(folder / "own.safetensors", layout=folder / "layout.yaml"),
+        lambda folder: scan(locater.Stored(folder / "own.safetensors", layout=folder / "layout.yaml")),
         check_layout,
     ),
     "quantised": Format("", spoil_one("quantised"), scan, check_one),

@@ -187,7 +187,7 @@ def write_documents(folder: Path) -> None:
     from locater.scanning.scan import scan
 
     write_safetensors(folder / "model")
-    found = scan(folder / "model", length=24, eigenvalues=True, curves=True)
+    found = scan(folder / "model", length=24, details=["eigenvalues", "curves"])
     write_json(found.to_json(), folder / "scan.json")
     write_json(follow([found, found]).to_json(), folder / "compare.json")
 

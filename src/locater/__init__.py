@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOMES` says the same, later
     from . import stabilisers, theory
     from .head import Head
+    from .models.sources import Live, Stored
     from .monitor.monitor import AttentionMonitor
     from .prediction.predict import predict
     from .projections import Projection
@@ -18,9 +19,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionMonitor",
     "Head",
+    "Live",
     "LocAteR",
     "Projection",
     "Scan",
+    "Stored",
     "compare",
     "head_rows",
     "heads",
@@ -34,9 +37,11 @@ __all__ = [
 _HOMES = {
     "AttentionMonitor": "monitor.monitor",
     "Head": "head",
+    "Live": "models.sources",
     "LocAteR": "stabilisers.locater",
     "Projection": "projections",
     "Scan": "scanning.scan",
+    "Stored": "models.sources",
     "compare": "scanning.compare",
     "head_rows": "scanning.source",
     "heads": "scanning.source",

@@ -1,16 +1,17 @@
 """`locater compare`: which heads moved between checkpoints, or along a run."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
 from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
-from .options import AllowPickle, CsvPath, HtmlPath, JsonPath, Layers, Layout, Length, Raw, Timeout
-from .output import FittedTable, console_for, parse_spans, table
+from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
+from .output import FittedTable, console_for, parse_spans
+from .output import table as fitted
 from .pages import save_html
-from .scans import raise_refused
+from .scans import raise_refused, save_rows
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison
@@ -28,11 +29,11 @@ def compare(
     jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
-    csv: CsvPath = None,
+    table: TablePath = None,
     html: HtmlPath = None,
 ) -> None:
     """Compare checkpoints: how fine-tuning, or a training run, changed each head's spectrum."""
-    from ..records import write_csv, write_json
+    from ..models.sources import Stored
     from ..report.terminal import HeatMap
     from ..scanning import compare as library
 
@@ -41,18 +42,15 @@ def compare(
     if ray is not None and jobs > 1:
         raise BadArguments("give --jobs or --ray, not both")
     run = library.on_ray(ray) if ray else library.in_processes(jobs) if jobs > 1 else None
-    options: dict[str, Any] = dict(length=length, raw=raw, layout=layout, allow_pickle=allow_pickle, timeout=timeout)
-    console = console_for(json)
+    stored = [Stored(source, layout=layout, allow_pickle=allow_pickle) for source in sources]
+    chosen, console = parse_spans(layers, "--layers"), console_for(json)
     with console.status("scanning …"):
-        found = library.compare(sources, run=run, layers=parse_spans(layers, "--layers"), **options)
+        found = library.compare(stored, layers=chosen, length=length, raw=raw, run=run, timeout=timeout)
     console.print(_heading(found))
     console.print()
     console.print(_table(found, most))
     console.print(HeatMap.of(found.to_json(), "moved"))
-    if json:
-        write_json(found.to_json(), json)
-    if csv:
-        write_csv([movement.to_record() for movement in found.heads], csv)
+    save_rows(found.to_json(), (movement.to_record() for movement in found.heads), json=json, table=table)
     if html:
         save_html([found.to_json()], html)
     raise_refused(found.refused)
@@ -88,4 +86,4 @@ def _table(found: "Comparison", most: int) -> FittedTable:
                 regime,
             ]
         )
-    return table(["head", "moved", "ξ", "η/λ", "localisation", "regime"], body, words=["head", "regime"])
+    return fitted(["head", "moved", "ξ", "η/λ", "localisation", "regime"], body, words=["head", "regime"])

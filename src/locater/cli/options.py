@@ -24,8 +24,7 @@ def _written(*names: str, metavar: str = "PATH", help: str) -> Any:
 
 JsonPath = Annotated[Path | None, _written("--json", help="Write JSON there (- = standard output).")]
 HtmlPath = Annotated[Path | None, _written("--html", help="Write a page to look at there.")]
-CsvPath = Annotated[Path | None, _written("--csv", help="Write a table as CSV.")]
-ParquetPath = Annotated[Path | None, _written("--parquet", help="Write a table as Parquet.")]
+TablePath = Annotated[Path | None, _written("--table", metavar="FILE", help="Write a table (.csv or .parquet).")]
 MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the table as Markdown.")]
 PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
 PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="Where the page goes.")]

@@ -13,13 +13,19 @@ from ..errors import BadArguments, counted, shown
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, parse_spans, table
 from .pages import save_html
-from .probe import COLUMNS, print_probe, probe_with_progress
 from .progress import progress
 
 if TYPE_CHECKING:
+    from ..models.sources import Stored
     from ..prediction.numbers import Numbers
     from ..prediction.predict import HeadPrediction, Prediction
 
+COLUMNS = {
+    "near_mass_beyond_first": "near",
+    "normalised_entropy": "entropy",
+    "sink_mass": "sink",
+    "mean_distance": "distance",
+}
 MEANINGS = {
     "near_mass_beyond_first": "share of the near keys in the mass beyond the first token",
     "normalised_entropy": "entropy over log n, all keys",
@@ -30,8 +36,9 @@ MEANINGS = {
 
 def predict(
     source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A text; by default Python's docstrings.")] = None,
-    no_text: Annotated[bool, typer.Option("--no-text", help="Random ids instead, in one pass.")] = False,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text, or random: ids; by default Python's docstrings.")
+    ] = None,
     by_line: Annotated[bool, typer.Option("--by-line", help="Every line of the text is a text of its own.")] = False,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
     calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
@@ -40,49 +47,35 @@ def predict(
     timeout: Timeout = None,
     heads: Heads = False,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the texts that are drawn.")] = 0,
     plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,
 ) -> None:
     """Predict where each head looks from its weights and single tokens, and measure it on other text."""
     from ..errors import Refusal
-    from ..prediction.predict import Effort
+    from ..models.sources import Stored
+    from ..prediction.predict import RANDOM, Effort, Text
 
     try:
-        effort = Effort(window=window, calibration=calibration, test=test, seed=seed)
+        effort = Effort(window=window, calibration=calibration, test=test)
     except Refusal as reason:
         raise BadArguments(str(reason)) from None
     console = console_for(json)
-    shared = dict(layers=parse_spans(layers, "--layers"), effort=effort, timeout=timeout)
-    if no_text:
-        if text or by_line or tokenizer or plot or html:
-            raise BadArguments("--no-text goes without --text, --by-line, --tokenizer, --plot and --html")
-        _probe(console, source, shared, heads=heads, json=json)
-        return
-    found = _with_progress(source, shared | dict(text=text, by_line=by_line, tokenizer=tokenizer))
+    if text == Path(RANDOM) and (by_line or tokenizer):
+        raise BadArguments("--text random goes without --by-line and --tokenizer")
+    named = Text(RANDOM if text == Path(RANDOM) else text, tokenizer, by_line)
+    chosen = parse_spans(layers, "--layers")
+    found = _with_progress(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)
     if html:
         save_html([found.to_json()], html)
 
 
-def _probe(console: Console, source: str, options: dict[str, Any], *, heads: bool, json: Path | None) -> None:
-    """Show behaviour on random ids, as a table and a document."""
-    from ..records import write_json
-
-    found = probe_with_progress(source, options)
-    console.print(f"[bold]{escape(shown(found.source))}[/bold], {counted(len(found.heads), 'head')}", soft_wrap=True)
-    console.print()
-    print_probe(console, found, heads=heads)
-    if json:
-        write_json(found.to_json(), json)
-
-
-def _with_progress(source: str, options: dict[str, Any]) -> "Prediction":
+def _with_progress(source: "Stored", **options: Any) -> "Prediction":
     from ..prediction.predict import predict as run
 
-    with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
+    with progress(f"predicting {source.place}", steps="windows and layers", long=True) as tell:
         return run(source, progress=tell, **options)
 
 

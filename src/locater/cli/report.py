@@ -86,4 +86,6 @@ def _read(source: str) -> Json:
         return document if reader is None else reader.load()(document)
     if path.suffix == ".html":
         raise refusal("results or a model", source, "the page itself goes after -o")
-    return scan_with_progress(source, {"eigenvalues": True, "curves": True}).to_json()
+    from ..models.sources import Stored
+
+    return scan_with_progress(Stored(source), details=("eigenvalues", "curves")).to_json()

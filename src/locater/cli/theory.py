@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_ROWS = 12
+WALKS = 20_000
 
 
 class Method(StrEnum):
@@ -29,22 +30,18 @@ class Method(StrEnum):
     all = "all"
 
 
-Matrix = Annotated[Path | None, typer.Option(metavar="A.npy", help="The d×d matrix A.")]
-Query = Annotated[Path | None, typer.Option(metavar="Q.npy", help="Query weights, d_h×d.")]
-Key = Annotated[Path | None, typer.Option(metavar="K.npy", help="Key weights, d_h×d.")]
 HeadOf = Annotated[
     str | None,
-    typer.Option("--head", metavar="MODEL:LAYER.HEAD", help="A head of a checkpoint, its norm's gain folded in."),
+    typer.Option("--head", metavar="PLACE", help="MODEL:LAYER.HEAD of a checkpoint; Q.npy,K.npy (d_h×d); or A.npy."),
 ]
-Trace = Annotated[float | None, typer.Option(help="tr A, instead of weights.")]
-TraceOfSquare = Annotated[float | None, typer.Option(help="tr A².")]
-FrobeniusSquared = Annotated[float | None, typer.Option(help="‖A‖² (Frobenius).")]
+Moments = Annotated[
+    str | None, typer.Option(metavar="A,B,C", help="tr A, tr A² and ‖A‖² (Frobenius), instead of weights.")
+]
 Length = Annotated[int, typer.Option(help="T, the number of tokens.")]
 Temperature = Annotated[
-    float | None, typer.Option(help="λ, which divides the logits; √d_h (√d for --matrix) unless given.")
+    float | None, typer.Option(help="λ, which divides the logits; √d_h (√d for A.npy) unless given.")
 ]
 Covariance = Annotated[str, typer.Option(metavar="S", help="Σ of the steps: a number, or a .npy of (d) or (d, d).")]
-Walks = Annotated[int, typer.Option(min=1, help="Random walks for Monte Carlo.")]
 Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")]
 Depth = Annotated[
     int | None,
@@ -56,19 +53,12 @@ PhaseDiagram = Annotated[
 
 
 def theory(
-    matrix: Matrix = None,
-    query: Query = None,
-    key: Key = None,
     head: HeadOf = None,
-    trace: Trace = None,
-    trace_of_square: TraceOfSquare = None,
-    frobenius_squared: FrobeniusSquared = None,
+    moments: Moments = None,
     length: Length = 128,
     temperature: Temperature = None,
     covariance: Covariance = "1",
     method: Annotated[Method, typer.Option(metavar="NAME", help="closed, exact, monte-carlo or all.")] = Method.closed,
-    walks: Walks = 20_000,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     limit: Limit = False,
     depth: Depth = None,
     phase_diagram: PhaseDiagram = False,
@@ -80,21 +70,18 @@ def theory(
     if phase_diagram:
         from .phase_diagram import run
 
-        return run(seed=seed, plot=plot, json=json)
-    moments = (trace, trace_of_square, frobenius_squared)
-    by_moments = any(moment is not None for moment in moments)
-    ways = (matrix is not None) + (query is not None or key is not None) + (head is not None) + by_moments
-    if ways > 1:
-        raise BadArguments("give one of --matrix, --query with --key, --head, or three moments (or --phase-diagram)")
+        return run(plot=plot, json=json)
+    if head is not None and moments is not None:
+        raise BadArguments("give --head or --moments, not both")
     options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
-    if by_moments:
+    if moments is not None:
         if depth is not None:
-            raise BadArguments("--depth needs the weights: three moments do not tell d; give --matrix, --query, --head")
+            raise BadArguments("--depth needs the weights: three moments do not tell d; give --head")
         document = _of_moments(moments, method, options)
     else:
         with limited(seconds=timeout):
-            weights = _weights(matrix, query, key, head, options)
-        options |= dict(covariance=_covariance(covariance), num_walks=walks, seed=seed)
+            weights = _weights(head, options)
+        options |= dict(covariance=_covariance(covariance), num_walks=WALKS, seed=0)
         document = _of_weights(weights, method, options)
         if depth is not None:
             from .depth import depth_document
@@ -103,20 +90,21 @@ def theory(
     return _show(document, plot, json)
 
 
-def _of_moments(moments: tuple[float | None, ...], method: Method, options: dict[str, Any]) -> Json:
+def _of_moments(moments: str, method: Method, options: dict[str, Any]) -> Json:
     from ..theory.document import profile_of_moments
 
-    given = [moment for moment in moments if moment is not None]
-    if len(given) < 3:
-        raise BadArguments("give all three of --trace, --trace-of-square and --frobenius-squared")
+    try:
+        trace, trace_of_square, frobenius_squared = map(float, moments.split(","))
+    except ValueError:
+        raise BadArguments(f"--moments expects three numbers, tr A, tr A² and ‖A‖², got {moments!r}") from None
     if method is not Method.closed:
         raise BadArguments(
             f"--method {method.value} needs the weights: three moments fix the closed form only; "
-            "give --matrix or --query with --key, or use --method closed"
+            "give --head, or use --method closed"
         )
     if options["temperature"] is None:
         raise BadArguments("three moments do not tell d_h, so give --temperature (λ, as a rule √d_h)")
-    return profile_of_moments(*given, **options)
+    return profile_of_moments(trace, trace_of_square, frobenius_squared, **options)
 
 
 def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> Json:
@@ -126,20 +114,17 @@ def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[
     return profile_of_weights(*weights, methods=methods, **options)
 
 
-def _weights(
-    matrix: Path | None, query: Path | None, key: Path | None, head: str | None, options: dict[str, Any]
-) -> "tuple[Tensor, Tensor]":
+def _weights(head: str | None, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
     """Query and key weights by whichever way they were named; a head also brings its own λ."""
-    if matrix:
-        return _load_matrix(matrix)
-    if head is not None:
-        return _load_head(head, options)
-    if query is None and key is None:
+    if head is None:
         from ..theory.document import example_head
 
         aside("no weights were named, so this is a built-in example: --head MODEL:LAYER.HEAD takes a real one")
         return example_head()
-    return _load_pair(query, key)
+    if not head.endswith(".npy"):
+        return _load_head(head, options)
+    query, *key = map(Path, head.split(","))
+    return (_load(query), _load(key[0])) if len(key) == 1 else _load_matrix(Path(head))
 
 
 def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
@@ -147,7 +132,7 @@ def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
 
     matched = re.fullmatch(r"(.+):(\d+)\.(\d+)", place)
     if matched is None:
-        raise BadArguments(f"--head expects MODEL:LAYER.HEAD, such as gpt2:5.1, got {place!r}")
+        raise BadArguments(f"--head expects MODEL:LAYER.HEAD, such as gpt2:5.1, or .npy files, got {place!r}")
     source, layer, index = matched[1], int(matched[2]), int(matched[3])
     chosen = next((head.folded() for head in heads(source, layers=[layer]) if head.index == index), None)
     if chosen is None:
@@ -166,14 +151,10 @@ def _load_matrix(path: Path) -> "tuple[Tensor, Tensor]":
 
     loaded = _load(path)
     if loaded.dim() != 2 or loaded.shape[0] != loaded.shape[1]:
-        raise refusal(f"a square matrix in {path}", f"shape {tuple(loaded.shape)}", "use --query and --key for factors")
+        raise refusal(
+            f"a square matrix in {path}", f"shape {tuple(loaded.shape)}", "name two factors as --head Q.npy,K.npy"
+        )
     return loaded, torch.eye(len(loaded), dtype=loaded.dtype)
-
-
-def _load_pair(query: Path | None, key: Path | None) -> "tuple[Tensor, Tensor]":
-    if query is None or key is None:
-        raise BadArguments("give both --query and --key")
-    return _load(query), _load(key)
 
 
 def _load(path: Path) -> "Tensor":

@@ -1,7 +1,7 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from os import PathLike, fspath
 from pathlib import Path
@@ -14,11 +14,11 @@ from torch.nn.functional import cross_entropy
 
 from .. import checkpoints
 from ..attention.capture import Take, inputs_of
-from ..budget import door, timed
+from ..budget import timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder
 from ..checkpoints.document import read_config
 from ..checkpoints.gguf.header import read_header
-from ..errors import Refusal, masked, refusal
+from ..errors import Refusal, refusal
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules
@@ -30,11 +30,6 @@ from .windows import Tokenizer
 
 INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
-
-
-def at_door(source: Source, timeout: float | None) -> AbstractContextManager[None]:
-    """For whatever is done with a stored model; what a live one raises is its owner's."""
-    return nullcontext() if isinstance(source, nn.Module) else door(masked(fspath(source)), seconds=timeout)
 
 
 def load_model(source: Source) -> nn.Module:
@@ -130,7 +125,7 @@ def load_tokenizer(source: Source) -> Tokenizer:
         except Refusal:
             raise
         except Exception as reason:
-            remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --no-text"
+            remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --text random"
             raise refusal(f"a tokenizer in {source}", first_line(reason), remedy) from None
     if "gguf_file" in options and begins_with_bos(Path(source)):
         tokenizer.add_bos_token = True

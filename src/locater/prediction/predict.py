@@ -1,77 +1,135 @@
 """`predict`: what each head will do, from its weights and single tokens of its inputs, held against what it does."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..errors import callers_own, masked, refusal
+from ..budget import door
+from ..errors import callers_own, refusal
 from ..models import Layer, wanted_layers
-from ..models.live.explicit import Explicit
+from ..models.sources import Live, Source, Stored, as_source
 from ..packaged import packaged
 from ..texts import embedded_text
 from .inputs import Inputs, InputsCollector, kept_windows
-from .language_model import Source, at_door, load_model, load_tokenizer, next_token_losses, run, self_attention
+from .language_model import load_model, load_tokenizer, next_token_losses, run, self_attention
 from .model_type import note
 from .numbers import Gatherer
+from .random_ids import num_embeddings, random_ids
 from .result import HeadPrediction, Prediction
 from .sampling import predict_layer
 from .settings import Effort, Terms, check_window
-from .windows import Tokenizer, Windows, check_vocabulary, cut, cut_lines, given, longest, vocabulary_size
+from .streamed import CannotStream, streamed
+from .windows import Text, Tokens, Windows, check_vocabulary, cut, cut_lines, given, longest, vocabulary_size
 
-__all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "predict"]
+__all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "Text", "Tokens", "predict"]
 
 Progress = Callable[[int, int], None]  # steps done, and in all
 Step = Callable[[int], None]  # told how many steps were done
-EMBEDDED = "embedded text"
+EMBEDDED, RANDOM_IDS = "embedded text", "random ids"
+RANDOM = "random"  # instead of the name of a file
 MOST_LOGITS = 2**27  # numbers of an output layer that are held at once
 
 
 def predict(
     source: Source,
     *,
-    text: str | PathLike[str] | None = None,
-    tokens: Int[Tensor, "windows tokens"] | None = None,
-    special: Sequence[int] = (),
-    tokenizer: Tokenizer = None,
-    by_line: bool = False,
+    text: str | PathLike[str] | Text | Tokens | None = None,
     layers: Iterable[int] | None = None,
-    heads: Sequence[Explicit] = (),
-    causal: bool | None = None,
     effort: Effort | None = None,
     terms: Terms | None = None,
-    timeout: float | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict every head's attention from its inputs on one part of a text, taken apart; measure it on the other.
 
-    `text` is a file, by default the embedded text, and with `by_line` every line of it is a text of its own, of which
-    the first tokens are a window; `tokens` are windows that were cut already, of which a share is
-    measured, with special tokens at the positions `special` (from the end where
-    negative). The heads of a live module that no table knows are found in one pass over a window; where it calls no
-    attention kernel, `heads` names their projections, as for `locater.heads`, without positions, and `causal` must be
-    said. `timeout` is the number of seconds after which files from elsewhere are given up. Cost: one forward pass per
-    window, and a few drawn texts per head; memory per layer: a few windows of its inputs.
+    `text` is a file, by default the embedded text; `Text` names a tokenizer beside it, `Tokens` are windows that were
+    cut already, of which a share is measured. "random" draws ids by Zipf's law: no text, no tokenizer; a stored model
+    is then run from its file where that is possible, and never held as a whole. The heads of a live module that no
+    table knows are found in one pass over a window; where it calls no attention kernel, `Live(module, heads=…,
+    causal=…)` names their projections, without positions. Cost: one forward pass per window, and a few drawn texts per
+    head; memory per layer: a few windows of its inputs.
     """
-    effort, terms, source = effort or Effort(), terms or Terms(), packaged(source)
-    with at_door(source, timeout):
-        model = load_model(source)
-        effort = _fitted(effort, model)
-        windows, text_name = _windows(
-            source, model, text=text, tokens=(tokens, special), tokenizer=tokenizer, by_line=by_line, effort=effort
-        )
+    effort, terms, source = effort or Effort(), terms or Terms(), as_source(source)
+    text = text if isinstance(text, Text | Tokens) else Text(text)
+    layers = None if layers is None else set(layers)
+    _check_options(source)
+    if isinstance(source, Live):
+        return _predict_whole(source, text, layers, effort, terms, progress)
+    source = replace(source, place=packaged(source.place))
+    with door(source.name, seconds=source.timeout):
+        if isinstance(text, Text) and text.path == RANDOM:
+            with suppress(CannotStream):
+                return _predict_streamed(source, layers, effort, terms, progress)
+        return _predict_whole(source, text, layers, effort, terms, progress)
+
+
+def _check_options(source: Stored | Live) -> None:
+    """Refuse options of reading that running a model would pass over."""
+    unused = ("adapter", "layout", "allow_pickle") if isinstance(source, Stored) else ("sample", "layout")
+    for name in unused:
+        if getattr(source, name) not in (None, False):
+            raise refusal(f"a model without {name}=…, for running it", "one", "load it yourself and give the module")
+
+
+def _predict_whole(
+    source: Stored | Live,
+    text: Text | Tokens,
+    layers: Iterable[int] | None,
+    effort: Effort,
+    terms: Terms,
+    progress: Progress | None,
+) -> Prediction:
+    """The model held in memory: a live one, or as transformers loads it."""
+    place = source.module if isinstance(source, Live) else source.place
+    model = load_model(place)
+    effort = _fitted(effort, model)
+    options: dict[str, Any] = dict(heads=source.heads, causal=source.causal) if isinstance(source, Live) else {}
+    if isinstance(text, Text) and text.path == RANDOM:
+        sample = torch.arange(effort.window)[None] % num_embeddings(model)
+        found, left_out = self_attention(model, sample, **options)
+        windows, text_name = random_ids(place, model, effort, causal=_is_causal(found)), RANDOM_IDS
+    else:
+        windows, text_name = _windows(place, model, text, effort)
         _check_fits(model, windows)
-        found, left_out = self_attention(model, windows.test[:1], heads=heads, causal=causal)
-        chosen = chosen_of(found, layers)
-        rows, loss = _compute(model, chosen, windows, effort=effort, terms=terms, progress=progress)
-        left_out += [] if isinstance(source, nn.Module) else note(source)
-    name = type(source).__name__ if isinstance(source, nn.Module) else masked(fspath(source))
+        found, left_out = self_attention(model, windows.test[:1], **options)
+    rows, loss = _compute(model, chosen_of(found, layers), windows, effort=effort, terms=terms, progress=progress)
+    left_out += [] if isinstance(source, Live) else note(source.place)
     counts = len(windows.calibration), len(windows.test)
-    return Prediction(name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
+    return Prediction(source.name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
+
+
+def _predict_streamed(
+    source: Stored, layers: Iterable[int] | None, effort: Effort, terms: Terms, progress: Progress | None
+) -> Prediction:
+    """The model run from its file, one layer's weights at a time; `CannotStream` where that is not possible."""
+    rows: list[HeadPrediction] = []
+    left_out: list[str] = []
+    with streamed(source.place) as model:
+        chosen = model.wanted(layers)
+        effort = _fitted(effort, model.module)
+        windows = random_ids(source.place, model.module, effort, causal=_is_causal([model.read(chosen[0])]))
+        step = _Steps(progress, len(chosen))
+
+        def take(number: int, x: Tensor) -> None:
+            layer = model.read(chosen[number])
+            collector = collector_of(layer, windows, effort=effort, terms=terms)
+            for part in x[: len(windows.calibration)].split(effort.batch):
+                collector.add(part)
+            gatherers = gatherers_of(layer, windows.length)
+            gather(gatherers, layer, x[len(windows.calibration) :])
+            rows.extend(_rows(layer, collector.inputs(), gatherers, effort=effort, terms=terms))
+            left_out.extend(layer.refused)
+            step(1)
+
+        model.run(chosen, torch.cat([windows.calibration, windows.test]), take)
+    counts = len(windows.calibration), len(windows.test)
+    return Prediction(source.name, RANDOM_IDS, windows.length, *counts, tuple(rows), tuple(left_out), None)
 
 
 def _compute(
@@ -94,27 +152,41 @@ def _compute(
         model.train(was_training)
     rows: list[HeadPrediction] = []
     for layer, inputs, gatherers in zip(chosen, collected, gathered, strict=True):
-        predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
-        for head, one, own in zip(layer.heads, predicted, gatherers, strict=True):
-            rows.append(HeadPrediction(layer.block, layer.number, head.index, one, own.numbers(), own.halves()))
+        rows += _rows(layer, inputs, gatherers, effort=effort, terms=terms)
         step(1)
     return rows, loss
+
+
+def _rows(
+    layer: Layer, inputs: Inputs, gatherers: Sequence[Gatherer], *, effort: Effort, terms: Terms
+) -> list[HeadPrediction]:
+    predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
+    return [
+        HeadPrediction(layer.block, layer.number, head.index, numbers, measured.numbers(), measured.halves())
+        for head, numbers, measured in zip(layer.heads, predicted, gatherers, strict=True)
+    ]
+
+
+def _is_causal(layers: Sequence[Layer]) -> bool:
+    return all(head.lookahead == 0 for layer in layers for head in layer.heads)
 
 
 def calibrate(
     model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
 ) -> list[Inputs]:
     """Gather the inputs of every layer over the calibration windows."""
-    length, num_windows = windows.length, len(windows.calibration)
-    kept = kept_windows(num_windows, length=length, texts=effort.texts)
-    ranks = (effort.lag_rank_of(layer.heads[0].d_model, num_windows) for layer in layers)
-    collectors = [
-        InputsCollector(alone=windows.alone, terms=terms, lag_rank=rank, length=length, kept=kept) for rank in ranks
-    ]
+    collectors = [collector_of(layer, windows, effort=effort, terms=terms) for layer in layers]
     for ids in windows.calibration.split(effort.batch):
         run(model, layers, ids, lambda number, x: collectors[number].add(x))
         step(len(ids))
     return [collector.inputs() for collector in collectors]
+
+
+def collector_of(layer: Layer, windows: Windows, *, effort: Effort, terms: Terms) -> InputsCollector:
+    length, num_windows = windows.length, len(windows.calibration)
+    kept = kept_windows(num_windows, length=length, texts=effort.texts)
+    rank = effort.lag_rank_of(layer.heads[0].d_model, num_windows)
+    return InputsCollector(alone=windows.alone, terms=terms, lag_rank=rank, length=length, kept=kept)
 
 
 def measure(
@@ -171,23 +243,16 @@ def _fitted(effort: Effort, model: nn.Module) -> Effort:
 
 
 def _windows(
-    source: Source,
-    model: nn.Module,
-    *,
-    text: str | PathLike[str] | None,
-    tokens: tuple[Tensor | None, Sequence[int]],
-    tokenizer: Tokenizer,
-    by_line: bool,
-    effort: Effort,
+    place: str | PathLike[str] | nn.Module, model: nn.Module, text: Text | Tokens, effort: Effort
 ) -> tuple[Windows, str]:
-    if tokens[0] is not None:
-        return _given(tokens[0], tokens[1], effort), "tokens"
-    named = tokenizer is not None
-    if _is_name(tokenizer):
-        tokenizer = load_tokenizer(tokenizer if named else source)
+    if isinstance(text, Tokens):
+        return _given(text.ids, text.special, effort), "tokens"
+    tokenizer, named = text.tokenizer, text.tokenizer is not None
+    if tokenizer is None or isinstance(tokenizer, str | PathLike):
+        tokenizer = load_tokenizer(place if tokenizer is None else tokenizer)
     check_vocabulary(tokenizer, model, named=named)
-    content, name = (embedded_text(), EMBEDDED) if text is None else (_read(text), fspath(text))
-    if by_line:
+    content, name = (embedded_text(), EMBEDDED) if text.path is None else (_read(text.path), fspath(text.path))
+    if text.by_line:
         most = effort.calibration + effort.test
         return _given(*cut_lines(content, tokenizer, length=effort.window, most=most), effort), name
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
@@ -200,10 +265,6 @@ def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
         raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
     num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
     return given(tokens, num_test=num_test, special=special)
-
-
-def _is_name(tokenizer: Tokenizer) -> bool:
-    return tokenizer is None or isinstance(tokenizer, str | PathLike)
 
 
 def _read(text: str | PathLike[str]) -> str:

@@ -1,8 +1,8 @@
 """A text cut into windows of tokens, those for calibration apart from those that are measured."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -17,8 +17,27 @@ Tokenizer = Any
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
 MOST_UNKNOWN = 0.1  # of a text's tokens
 SMALLEST_SHARE = 0.25  # of the model's rows that a tokenizer found beside it must know
-BLANKS = " \t\r\n▁ĠĊĉ"  # and how tokenizers write them
-ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text file, or with "random" ids drawn from the vocabulary; None is the embedded text.
+
+    `tokenizer` is one of transformers, or the place of one; by default that of the model. With `by_line` every line is
+    a text of its own, of which the first tokens are a window.
+    """
+
+    path: str | PathLike[str] | None = None
+    tokenizer: Tokenizer = None
+    by_line: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Windows of token ids that were cut already; `special` are positions of special tokens, negative from the end."""
+
+    ids: Int[Tensor, "windows tokens"]
+    special: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +142,7 @@ def check_known(windows: Sequence[Sequence[int]], tokenizer: Tokenizer) -> None:
     total = sum(map(len, windows))
     share = sum(sum(one == unknown for one in ids) for ids in windows) / max(1, total)
     if unknown is not None and share > MOST_UNKNOWN:
-        remedy = "give a text of its alphabet, name another tokenizer with --tokenizer, or use --no-text"
+        remedy = "give a text of its alphabet, name another tokenizer with --tokenizer, or use --text random"
         raise refusal(f"a text with at most {MOST_UNKNOWN:.0%} unknown tokens", f"{share:.0%}", remedy)
 
 
@@ -133,7 +152,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: nn.Module, *, named: bool) -> 
     One that was `named` may be smaller than the model's vocabulary, never larger.
     """
     size, rows = len(tokenizer), vocabulary_size(model)
-    remedy = "name the model's own with --tokenizer, or use --no-text"
+    remedy = "name the model's own with --tokenizer, or use --text random"
     if rows is None:
         return
     # Some models pad their vocabulary, and some tokenizers count added tokens that no row stands for.
@@ -153,54 +172,6 @@ def longest(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
     return most if isinstance(most, int) and most > 0 else None
-
-
-def random_windows(
-    num_rows: int,
-    *,
-    count: int,
-    length: int,
-    ends: tuple[list[int], list[int]] = ([], []),
-    leave_out: Iterable[int] = (),
-    evenly: bool = False,
-    seed: int = 0,
-) -> Int[Tensor, "count tokens"]:
-    """Ids drawn by Zipf's law, P(id of rank r) ∝ 1/(r + 2.7), or evenly, between special tokens.
-
-    Vocabularies are mostly ordered by frequency, so ranks are ids without those that are left out.
-    """
-    before, after = ends
-    ordinary = torch.ones(num_rows, dtype=torch.bool)
-    ordinary[[number for number in leave_out if 0 <= number < num_rows]] = False
-    ids = ordinary.nonzero()[:, 0]
-    rank = torch.arange(len(ids), dtype=torch.float64)
-    weight = torch.ones_like(rank) if evenly else 1 / (rank + ZIPF_SHIFT)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = ids[torch.multinomial(weight, count * length, replacement=True, generator=generator)]
-    windows = drawn.reshape(count, length)
-    windows[:, : len(before)] = torch.tensor(before, dtype=torch.long)
-    if after:
-        windows[:, -len(after) :] = torch.tensor(after, dtype=torch.long)
-    return windows
-
-
-def not_words(tokens: Sequence[str | None]) -> tuple[list[int], bool]:
-    """Ids that are no words of a text: names in brackets, single characters, blanks; and whether it is an alphabet.
-
-    Vocabularies begin with them, whatever their frequency. In an alphabet (amino acids) single characters are all there
-    is, in no order of frequency.
-
-    >>> not_words(["<s>", "a", "b", "Ġthe", "ing", "ĠĠ"])
-    ([0, 1, 2, 5], False)
-    >>> not_words(["[CLS]", "A", "C", "D"])
-    ([0], True)
-    """
-    named = [number for number, token in enumerate(tokens) if token is None or re.fullmatch(r"[<\[].*[>\]]", token)]
-    blank = [number for number, token in enumerate(tokens) if token is not None and not token.strip(BLANKS)]
-    single = [number for number, token in enumerate(tokens) if token is not None and len(token) == 1]
-    if len({*named, *blank, *single}) == len(tokens):
-        return sorted({*named, *blank}), True
-    return sorted({*named, *blank, *single}), False
 
 
 def _some_tokens(stretch: str, tokenizer: Tokenizer, count: int) -> list[int]:

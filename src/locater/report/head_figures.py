@@ -59,7 +59,7 @@ def _check_heads(views: list[View], heads: Heads) -> None:
         raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
     drawable = {head for view in views for head in _drawable(view)}
     if not drawable.issuperset(heads or ()) or (heads is None and not drawable):
-        remedy = "give the model instead, or make the file with scan --eigenvalues"
+        remedy = "give the model instead, or make the file with scan --spectrum eigenvalues"
         raise refusal("results with eigenvalues or curves, to draw single heads", "numbers only", remedy)
 
 

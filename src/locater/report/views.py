@@ -60,7 +60,7 @@ def _drop_estimates(view: View, measured: set[str]) -> None:
     """Drop the estimates of numbers that were measured of the same heads of the same model."""
     for name in filter(_is_estimate, [*view.columns]):
         plain = name.removeprefix(ESTIMATED)
-        if measured & {side + plain + rest for side in ("", "measured_", "probed_") for rest in ("", "_beyond_first")}:
+        if measured & {side + plain + rest for side in ("", "measured_") for rest in ("", "_beyond_first")}:
             del view.columns[name]
 
 

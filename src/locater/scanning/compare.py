@@ -3,16 +3,20 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from os import fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import counted, net, refusal
+from ..models.sources import Stored
 from ..records import Json, data_frame
 from ..report.shown import Shown
+from . import DEFAULT_LENGTH
 from .rows import HeadRow
 from .scan import Scan, scan
 
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
 
 Key = tuple[str, int, int]
 MOST_TOLD = 3  # heads in a summary
-Run = Callable[[Sequence[str], dict[str, Any]], list[Scan]]
+Scanner = Callable[[Stored], Scan]
+Run = Callable[[Scanner, Sequence[Stored]], list[Scan]]
 
 
 @dataclass(frozen=True)
@@ -108,21 +113,32 @@ class Comparison(Shown):
 
 
 def compare(
-    sources: Iterable[str | Path], *, run: Run | None = None, timeout: float | None = None, **options: object
+    sources: Iterable[str | Path | Stored],
+    *,
+    layers: Iterable[int] | None = None,
+    length: int = DEFAULT_LENGTH,
+    raw: bool = False,
+    run: Run | None = None,
+    timeout: float | None = None,
 ) -> Comparison:
     """Scan every source (a run's folder stands for its checkpoints, by step) and follow each head through them.
 
     `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`. `timeout` is
     the number of seconds for all files from elsewhere, or for those of each scan where these are made apart.
     """
-    sources = list(sources)
-    with net(" ".join(map(str, sources))):
-        expanded = [name for source in sources for name in checkpoints_in(source)]
+    stored = [source if isinstance(source, Stored) else Stored(source) for source in sources]
+    names = " ".join(source.name for source in stored)
+    with net(names):
+        expanded = [replace(one, place=place) for one in stored for place in checkpoints_in(fspath(one.place))]
     if len(expanded) < 2:
-        raise refusal("at least two checkpoints", expanded or "none", "name another, or a folder with several")
+        got = [fspath(one.place) for one in expanded] or "none"
+        raise refusal("at least two checkpoints", got, "name another, or a folder with several")
+    if timeout is not None:
+        expanded = [replace(one, timeout=timeout) for one in expanded]
+    one_scan = partial(scan, layers=None if layers is None else list(layers), length=length, raw=raw)
     with limited(seconds=timeout):
-        scans = (run or one_by_one)(expanded, options | {"timeout": timeout})
-    with net(" ".join(map(str, sources))):
+        scans = (run or one_by_one)(one_scan, expanded)
+    with net(names):
         return follow(scans)
 
 
@@ -169,21 +185,20 @@ def _holds_weights(entry: Path) -> bool:
     return entry.suffix in WEIGHTS and not sharded and not OTHER.match(entry.name)
 
 
-def one_by_one(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+def one_by_one(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
     """In this process."""
-    return [scan(source, **options) for source in sources]
+    return [one_scan(source) for source in sources]
 
 
 def in_processes(jobs: int) -> Run:
     """Several at a time on this machine, each with its own memory."""
 
-    def run(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+    def run(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
         import multiprocessing
 
         # Forking a process that has started torch's threads may hang; a fresh one never does.
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            futures = [pool.submit(scan, source, **options) for source in sources]
-            return [future.result() for future in futures]
+            return list(pool.map(one_scan, sources))
 
     return run
 
@@ -191,14 +206,18 @@ def in_processes(jobs: int) -> Run:
 def on_ray(address: str) -> Run:
     """On a Ray cluster, a task per checkpoint."""
 
-    def run(sources: Sequence[str], options: dict[str, Any]) -> list[Scan]:
+    def run(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
         try:
             import ray
         except ImportError:
             raise refusal("Ray, for --ray", "none", 'install it with: pip install "locater[ray]"') from None
         ray.init(address=address, ignore_reinit_error=True)
-        task = ray.remote(scan)
-        return ray.get([task.remote(source, **options) for source in sources])
+
+        def scan_one(source: Stored) -> Scan:
+            return one_scan(source)
+
+        task = ray.remote(scan_one)
+        return ray.get([task.remote(source) for source in sources])
 
     return run
 

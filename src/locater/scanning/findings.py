@@ -1,7 +1,7 @@
 """A scan in plain words, of two kinds that are never mixed.
 
-Behaviour is said as measured on random ids, or else from the estimate, with the record in docs/evidence.md. Spectra and
-regimes are of the paper's random-walk theory, come last, and say so.
+Behaviour is said from the estimate, with the record in docs/evidence.md. Spectra and regimes are of the paper's
+random-walk theory, come last, and say so.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ THEORY = "in the paper's theory (a random walk: its words are not what heads do)
 RANDOM = "the weights look random, not trained: no head's tr W is larger than chance makes it"
 NORMALISED = (
     "queries or keys are normalised: tr W, η, ξ describe W after that norm, so the scale of the weights cancels "
-    "(--raw: as stored)"
+    "(--spectrum raw: as stored)"
 )
 
 
@@ -59,23 +59,18 @@ def looks(row: HeadRow) -> str | None:
 
 
 def _near_mass(row: HeadRow) -> float | None:
-    """Near mass as measured on random ids; else as estimated, where a model with such positions was measured."""
-    if row.probed_near_mass_beyond_first is not None:
-        return row.probed_near_mass_beyond_first
+    """Near mass as estimated, where a model with such positions was measured."""
     return None if row.estimated_near_mass_interval is None else row.estimated_near_mass
 
 
 def behaviour(rows: Iterable[HeadRow]) -> list[str]:
-    """Count the heads that look near and far: those that were measured, and those that could only be estimated.
+    """Count the heads that probably look near and far.
 
     >>> behaviour([])
     []
     """
     known = [row for row in rows if _near_mass(row) is not None]
-    measured = [row for row in known if row.probed_near_mass_beyond_first is not None]
-    estimated = [row for row in known if row.probed_near_mass_beyond_first is None]
-    kinds = {"measured on random ids": measured, "estimated from the weights": estimated}
-    return [f"{kind}: {_where(of_kind)}" for kind, of_kind in kinds.items() if of_kind]
+    return [f"estimated from the weights: {_where(known)}"] if known else []
 
 
 def _where(rows: Sequence[HeadRow]) -> str:
@@ -122,9 +117,6 @@ def _shared(finding: Finding, layers: list[int]) -> Finding:
 
 def _looking(row: HeadRow) -> Finding:
     where = LOOKS[looks(row) or "far"]
-    if row.probed_near_mass_beyond_first is not None:
-        sentence = f"looks {where} on random ids (near mass {row.probed_near_mass_beyond_first:.2f})"
-        return Finding(row, sentence)
     low, high = row.estimated_near_mass_interval or (0.0, 1.0)
     sentence = f"probably looks {where} (estimated near mass {row.estimated_near_mass:.2f}, {low:.2f} to {high:.2f})"
     return Finding(row, sentence)

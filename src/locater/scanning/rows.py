@@ -10,7 +10,7 @@ from ..records import Json
 if TYPE_CHECKING:
     from ..head import Head
 
-ON_REQUEST = ("eigenvalues", "spread", "probed_")
+ON_REQUEST = ("eigenvalues", "spread")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class HeadRow:
     `spread` and `eigenvalues` are there where eigenvalues were asked for: they take as long as all else.
     `sigma` is the largest singular value of W, `logit_bound` what no logit can exceed (None where nothing bounds it).
     `localisation` and `regime` are of the random-walk theory; what a head does is estimated: the share of its mass, the
-    first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds. What begins with
-    `probed` was measured on random ids, where that was asked for.
+    first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds.
     """
 
     block: str
@@ -48,9 +47,6 @@ class HeadRow:
     logit_bound: float | None = None
     estimated_near_mass: float | None = None
     estimated_near_mass_interval: tuple[float, float] | None = None
-    probed_near_mass_beyond_first: float | None = None
-    probed_normalised_entropy: float | None = None
-    probed_sink_mass: float | None = None
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
 

@@ -1,12 +1,12 @@
 """`scan`: every head of a model, stored or live, with its spectrum, regime and localisation, one layer at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, get_args
 
-from ..errors import Refusal, net
+from ..errors import Refusal, net, refusal
 from ..models import Layer
+from ..models.sources import Source, as_source
 from ..records import Json, data_frame
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
@@ -15,16 +15,13 @@ from .curves import distances
 from .direct import direct_of
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow, in_order
-from .source import Opened, Source, open_source
+from .source import Opened, open_source
 
 if TYPE_CHECKING:
     import pandas
 
-    from ..models import live
-    from ..models.live.explicit import Explicit
-
-
 Progress = Callable[[int, int], None]  # attention modules done, and in all
+Detail = Literal["eigenvalues", "curves", "exact"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,31 +71,23 @@ def scan(
     length: int = DEFAULT_LENGTH,
     temperature: float | None = None,
     raw: bool = False,
-    eigenvalues: bool = False,
-    curves: bool = False,
-    exact: bool = False,
-    adapter: str | PathLike[str] | None = None,
-    layout: str | PathLike[str] | None = None,
-    allow_pickle: bool = False,
-    sample: "live.Sample | None" = None,
-    heads: "Sequence[Explicit]" = (),
-    timeout: float | None = None,
+    details: Collection[Detail] = (),
     progress: Progress | None = None,
 ) -> Scan:
     """Scan a checkpoint (directory, file, hub id, address) or a live module, holding one layer's weights at a time.
 
-    `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. A live module of no
-    known family is run once on `sample`, or its projections are named by `heads`: see `locater.heads`. Cost: three
-    d_h×d×d_h products per head. `eigenvalues` adds those of one d_h×d_h matrix, and their `spread`. `curves` keeps ρ
-    and the expected logit of every head for pictures; `exact` adds ρ without the Gaussian approximation, which is slow
-    (docs/report.md).
-    `timeout` is the number of seconds after which files from elsewhere are given up.
+    Options of reading go with the source: `Stored(place, adapter=…)`, `Live(module, sample=…)`; see `locater.heads`.
+    `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. Cost: three
+    d_h×d×d_h products per head. Of the `details`, "eigenvalues" adds those of one d_h×d_h matrix, and their `spread`;
+    "curves" keeps ρ and the expected logit of every head for pictures; "exact" adds ρ without the Gaussian
+    approximation to these, which is slow (docs/report.md).
     """
-    settings = Settings(check_length(length), _checked(temperature), raw, eigenvalues, curves, exact)
-    options: dict[str, Any] = dict(
-        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads, timeout=timeout
-    )
-    with open_source(source, **options) as opened:
+    if unknown := {*details} - {*get_args(Detail)}:
+        raise refusal(f"details among {', '.join(get_args(Detail))}", ", ".join(sorted(unknown)))
+    exact = "exact" in details
+    kept = "eigenvalues" in details, exact or "curves" in details, exact
+    settings = Settings(check_length(length), _checked(temperature), raw, *kept)
+    with open_source(as_source(source)) as opened:
         settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
             settings = replace(settings, direct=direct_of(opened.tensors, opened.config))

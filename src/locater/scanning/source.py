@@ -1,26 +1,18 @@
 """A model before anything of it is read: a stored checkpoint or a live module, opened to its layers; and its heads."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from os import fspath
 
 from .. import checkpoints
 from ..budget import end_of, limited
-from ..errors import Refusal, masked, net, refusal
+from ..errors import Refusal, net, refusal
 from ..head import Head
 from ..models import Config, Family, HeadRows, Layer, Model, Slices, open_model, read_layout, wanted_layers
 from ..models.coverage import Coverage
+from ..models.sources import Live, Source, Stored, as_source
 from .direct import Tensors
-
-if TYPE_CHECKING:  # stored models are read without what finds heads in live ones
-    from ..models import live
-    from ..models.live.explicit import Explicit
-
-Source = str | PathLike[str] | nn.Module
 
 
 @dataclass(frozen=True)
@@ -44,65 +36,42 @@ class Opened:
 
 
 @contextmanager
-def open_source(
-    source: Source,
-    *,
-    adapter: str | PathLike[str] | None = None,
-    layout: str | PathLike[str] | None = None,
-    allow_pickle: bool = False,
-    sample: "live.Sample | None" = None,
-    heads: "Sequence[Explicit]" = (),
-    timeout: float | None = None,
-) -> Iterator[Opened]:
-    """`adapter`, `allow_pickle` and `timeout` are for files; `sample` and `heads` for modules: see `locater.heads`."""
-    with net(fspath(layout or "")):
-        family = None if layout is None else read_layout(layout)
-    if isinstance(source, nn.Module):
-        yield _open_live(source, family, sample, heads)
+def open_source(source: Stored | Live) -> Iterator[Opened]:
+    """Open a model to its layers, by the options of its kind."""
+    if isinstance(source, Live) and source.causal is not None:
+        raise refusal("no causal=… but for `predict`", source.causal, "weights do not depend on the mask")
+    with net(fspath(source.layout or "")):
+        family = None if source.layout is None else read_layout(source.layout)
+    if isinstance(source, Live):
+        yield _open_live(source, family)
         return
-    if sample is not None or heads:
-        raise refusal("a live module with sample=… or heads=…", "a stored one", "describe it with layout=…")
-    place = masked(fspath(source))
-    with nullcontext() if timeout is None else limited(seconds=timeout):
-        with net(place):
-            checkpoint = checkpoints.open(source, adapter=adapter, allow_pickle=allow_pickle)
+    with nullcontext() if source.timeout is None else limited(seconds=source.timeout):
+        with net(source.name):
+            checkpoint = checkpoints.open(source.place, adapter=source.adapter, allow_pickle=source.allow_pickle)
         with checkpoint:
-            with net(place):
+            with net(source.name):
                 config = Config(checkpoint.config)
-                opened = _of_model(open_model(config, checkpoint, family=family), place)
+                opened = _of_model(open_model(config, checkpoint, family=family), source.name)
             yield replace(opened, format=checkpoint.format, tensors=checkpoint, config=config)
 
 
-def heads(
-    source: Source,
-    *,
-    layers: Iterable[int] | None = None,
-    adapter: str | PathLike[str] | None = None,
-    layout: str | PathLike[str] | None = None,
-    allow_pickle: bool = False,
-    sample: "live.Sample | None" = None,
-    heads: "Sequence[Explicit]" = (),
-    timeout: float | None = None,
-) -> Iterator[Head]:
+def heads(source: Source, *, layers: Iterable[int] | None = None) -> Iterator[Head]:
     """Every head of a checkpoint (directory, file, hub id, address) or a live module, one layer's weights at a time.
 
-    Heads of a live module are views of its parameters. A module of no known family is run once on `sample`, a batch as
-    it takes them, and its heads are found by what its attention is given; or its projections are named by `heads`, one
-    entry per layer: (query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads). `timeout` is the
-    number of seconds after which files from elsewhere are given up.
+    Heads of a live module are views of its parameters. Options of reading go with the source: `locater.Stored` for
+    files, `locater.Live` for modules, such as `heads(Live(model, sample=batch))` of a module of no known family.
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
     >>> [head.label for head in heads(layer)]
     ['encoder layer 0, head 0', 'encoder layer 0, head 1']
     """
-    options: dict[str, Any] = dict(
-        adapter=adapter, layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads
-    )
-    end = end_of(timeout)
+    source = as_source(source)
+    end = end_of(source.timeout) if isinstance(source, Stored) else None
+    source = replace(source, timeout=None) if isinstance(source, Stored) else source
     with ExitStack() as stack:
         with limited(deadline=end):
-            opened = stack.enter_context(open_source(source, **options))
+            opened = stack.enter_context(open_source(source))
             read = opened.read(opened.wanted(layers))
         while True:
             with net(opened.source), limited(deadline=end):  # not in force while the caller is at work
@@ -115,21 +84,12 @@ def heads(
             del layer  # one layer's weights at a time
 
 
-def head_rows(
-    source: Source,
-    *,
-    layers: Iterable[int] | None = None,
-    layout: str | PathLike[str] | None = None,
-    allow_pickle: bool = False,
-    sample: "live.Sample | None" = None,
-    heads: "Sequence[Explicit]" = (),
-    timeout: float | None = None,
-) -> list[HeadRows]:
-    """List the rows of the parameters that are each head's query, key and value; no weight is read.
+def head_rows(source: Source, *, layers: Iterable[int] | None = None) -> list[HeadRows]:
+    """Which rows of which parameter are each head's query, key and value; no weight is read.
 
     Names are those of the model's `state_dict` without what wrappers (compilation, DDP, FSDP) put before them; rows are
-    those of a weight stored as (out, in), and columns where `transposed`. Sources and options are those of
-    `locater.heads`. An optimiser that treats heads one by one takes its blocks from here, whatever the layout:
+    those of a weight stored as (out, in), and columns where `transposed`. Sources are those of `locater.heads`. An
+    optimiser that treats heads one by one takes its blocks from here, whatever the layout:
 
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 32)
@@ -139,17 +99,14 @@ def head_rows(
     >>> key.parameter, key.of(layer.get_parameter(key.parameter)).shape
     ('self_attn.in_proj_weight', torch.Size([8, 16]))
     """
-    options: dict[str, Any] = dict(layout=layout, allow_pickle=allow_pickle, sample=sample, heads=heads)
-    with open_source(source, timeout=timeout, **options) as opened, net(opened.source):
+    with open_source(as_source(source)) as opened, net(opened.source):
         return [rows for module in opened.slices(opened.wanted(layers)) for rows in module.heads]
 
 
-def _open_live(
-    module: nn.Module, family: Family | None, sample: "live.Sample | None", heads: "Sequence[Explicit]"
-) -> Opened:
-    from ..models import live
+def _open_live(source: Live, family: Family | None) -> Opened:
+    from ..models import live  # stored models are read without what finds heads in live ones
 
-    opened = live.open_live(module, family=family, sample=sample, heads=heads)
+    opened = live.open_live(source.module, family=family, sample=source.sample, heads=source.heads)
 
     def read(wanted: frozenset[int]) -> Iterator[Layer]:
         return (site.build() for site in opened.sites if site.number in wanted)
@@ -160,7 +117,7 @@ def _open_live(
                 raise Refusal(site.build().refused[0])
             yield site.slices()
 
-    facts = type(module).__name__, opened.family, "module", opened.coverage
+    facts = source.name, opened.family, "module", opened.coverage
     numbers, tensors = [site.number for site in opened.sites], None if opened.model is None else opened.tensors
     return Opened(*facts, numbers, opened.num_layers, read, slices, tensors, opened.config)
 

@@ -107,7 +107,7 @@ def _save_page(out: Path, path: Path) -> None:
     runs = [out / "without", out / "with"]
     # As long as the texts of these models: the usual length would be beyond their context.
     length = read_config(runs[0]).shape.context
-    scans = [scan(run / "model", length=length, eigenvalues=True, curves=True).to_json() for run in runs]
+    scans = [scan(run / "model", length=length, details=["eigenvalues", "curves"]).to_json() for run in runs]
     save_html([*scans, *map(read_record, runs)], path, title="Two small models, without and with LocAteR")
 
 

@@ -114,7 +114,7 @@ def compare(out: Path) -> Json:
 def _model(folder: Path, texts: Int[Tensor, "batch tokens"], example: int) -> Json:
     """One run: its validations, the scan of its file, and its attention on the texts."""
     rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
-    (row,) = scan(folder / MODEL, length=texts.shape[1], eigenvalues=True).heads
+    (row,) = scan(folder / MODEL, length=texts.shape[1], details=["eigenvalues"]).heads
     maps = attention(_load(folder), texts)
     mean = maps.mean(0)
     return {

@@ -9,8 +9,7 @@ from typing import Any
 
 from locater.documents import as_written, read_json
 from locater.head import Head
-from locater.prediction.predict import predict
-from locater.prediction.probe import probe
+from locater.prediction.predict import RANDOM, Text, predict
 from locater.prediction.result import mean_absolute_error, spearman
 from locater.prediction.settings import Effort
 from locater.records import Json, write_json
@@ -46,10 +45,10 @@ class Reading:
         return Effort(self.window, *(max(1, count) for count in counts))
 
     def predict(self, source: str) -> Json:
-        return predict(source, text=self.text, by_line=self.by_line, effort=self.effort).to_json()
+        return predict(source, text=Text(self.text, by_line=self.by_line), effort=self.effort).to_json()
 
-    def probe(self, source: str) -> Json:
-        return probe(source, effort=self.effort).to_json()
+    def run_on_random_ids(self, source: str) -> Json:
+        return predict(source, text=RANDOM, effort=self.effort).to_json()
 
 
 def name_of(source: str) -> str:
@@ -69,7 +68,7 @@ def evidence(source: str, folder: Path, reading: Reading) -> Json:
     """
     place = folder / name_of(source)
     predicted = _kept(place / "predict.json", lambda: reading.predict(source))
-    probed = _kept(place / "probe.json", lambda: reading.probe(source))
+    probed = _kept(place / "random.json", lambda: reading.run_on_random_ids(source))
     first = next(heads(source))
     found = scan(source).heads
     rows = {(row.block, row.layer, row.head): _of_length(row, reading.window, first) for row in found}
@@ -82,7 +81,7 @@ def evidence(source: str, folder: Path, reading: Reading) -> Json:
 
 def _joined(name: str, rows: dict[tuple[str, int, int], HeadRow], predicted: Json, probed: Json) -> Json:
     """The row of one model: a scan held against what was measured and probed."""
-    own = {_place(head): head["probed"] for head in probed["heads"]}
+    own = {_place(head): head["measured"] for head in probed["heads"]}
     places = [_place(head) for head in predicted["heads"]]
     result = compared(
         name,

@@ -41,7 +41,7 @@ SPECTRUM = (
 @torch.no_grad()
 def spectra(model: nn.Module, *, length: int) -> list[Json]:
     """A row per head, from the weights; gains of norms folded in, as a scan does."""
-    rows = scan(model, length=length, eigenvalues=True).heads
+    rows = scan(model, length=length, details=["eigenvalues"]).heads
     return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
 
 

@@ -22,7 +22,7 @@ class App {
     const named = (tone) => this.data.sentences.find((one) => (!tone || one.tone === tone) && one.view === this.number && one.heads.length)?.heads[0];
     this.selected = named("warning") ?? (this.view.is_pair ? named() : null) ?? this.mostPronounced();
     // What heads do comes first: measured, on random ids, estimated; then the theory.
-    const near = ["measured_near_mass_beyond_first", "near_mass", "probed_near_mass_beyond_first", "estimated_near_mass"];
+    const near = ["measured_near_mass_beyond_first", "near_mass", "estimated_near_mass"];
     const wanted = this.view.is_pair ? ["eta_over_temperature"] : [...near, "normalised_entropy", "xi"];
     this.choose(wanted.find((name) => this.view.columns[name]) ?? this.shownQuantities()[0]?.name ?? "regime");
     this.map = new HeadMap(this, document.getElementById("map-figure"));

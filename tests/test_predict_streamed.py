@@ -9,10 +9,9 @@ import torch
 import transformers
 
 from command import locater
-from locater import scan
 from locater.prediction import streamed
 from locater.prediction.numbers import NAMES
-from locater.prediction.probe import probe, probe_stored, probe_whole
+from locater.prediction.predict import predict
 from locater.prediction.settings import Effort
 
 VOCABULARY = 120
@@ -31,7 +30,20 @@ FAMILIES = {
     "gpt2": ("GPT2", GPT2),
     "gpt_neox": ("GPTNeoX", SIZES),
 }
-EFFORT = Effort(window=96)
+EFFORT = Effort(window=96, calibration=4, test=4, texts=2)
+
+
+def run(folder, monkeypatch=None):
+    """Run from the file; or as a whole, where nothing can be streamed."""
+    if monkeypatch is None:
+        return predict(folder, text="random", effort=EFFORT)
+    with monkeypatch.context() as patched:
+        patched.setattr("locater.prediction.predict.streamed", refuse)
+        return predict(folder, text="random", effort=EFFORT)
+
+
+def refuse(place):
+    raise streamed.CannotStream("not now")
 
 
 def save(folder, name: str) -> None:
@@ -47,15 +59,20 @@ def save(folder, name: str) -> None:
 
 def numbers(found) -> dict:
     return {
-        (head.block, head.layer, head.head): [getattr(head.numbers, name) for name in NAMES] for head in found.heads
+        (head.block, head.layer, head.head): [
+            getattr(side, name) for side in (head.measured, head.predicted) for name in NAMES
+        ]
+        for head in found.heads
     }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_streamed_pass_is_the_whole_model_s(tmp_path, name):
+def test_streamed_pass_is_the_whole_model_s(tmp_path, name, monkeypatch):
     save(tmp_path, name)
-    one, other = (run(tmp_path, layers=None, effort=EFFORT) for run in (probe_stored, probe_whole))
-    own, whole = numbers(one), numbers(other)
+    with monkeypatch.context() as patched:  # streamed it must be
+        patched.setattr("locater.prediction.predict.load_model", None)
+        own = numbers(run(tmp_path))
+    whole = numbers(run(tmp_path, monkeypatch))
     assert own.keys() == whole.keys() and len(own) == 12
     for place, values in own.items():
         assert values == pytest.approx(whole[place], abs=1e-4)
@@ -77,7 +94,7 @@ def test_only_one_layer_is_held(tmp_path):
 
 def test_large_tables_are_read_by_their_rows(tmp_path, monkeypatch):
     save(tmp_path, "llama")
-    whole = numbers(probe_stored(tmp_path, layers=None, effort=EFFORT))
+    whole = numbers(run(tmp_path))
     monkeypatch.setattr(streamed, "LARGE", 1)
     read, plain = [], streamed.Weights.read
 
@@ -86,17 +103,17 @@ def test_large_tables_are_read_by_their_rows(tmp_path, monkeypatch):
         return plain(self, name, rows)
 
     monkeypatch.setattr(streamed.Weights, "read", reading)
-    assert numbers(probe_stored(tmp_path, layers=None, effort=EFFORT)) == whole
+    assert numbers(run(tmp_path)) == whole
     rows = [rows for name, rows in read if name == "embed_tokens.weight"]
     assert rows and all(rows is not None and rows[1] - rows[0] == 1 for rows in rows)
 
 
-def test_what_the_file_does_not_hold_goes_through_transformers(tmp_path):
+def test_what_the_file_does_not_hold_goes_through_transformers(tmp_path, monkeypatch):
     config = transformers.BertConfig(**SIZES)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path)  # transformers adds a pooler to it
-    with pytest.raises(streamed.CannotStream, match="pooler"):
-        probe_stored(tmp_path, layers=None, effort=EFFORT)
-    assert numbers(probe(tmp_path, effort=EFFORT)) == numbers(probe_whole(tmp_path, layers=None, effort=EFFORT))
+    with pytest.raises(streamed.CannotStream, match="pooler"), streamed.streamed(tmp_path):
+        pass
+    assert numbers(run(tmp_path)) == numbers(run(tmp_path, monkeypatch))
 
 
 def test_left_over_tensors_are_not_streamed_over(tmp_path):
@@ -107,40 +124,24 @@ def test_left_over_tensors_are_not_streamed_over(tmp_path):
     tensors = load_file(path)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(streamed.CannotStream, match=r"q_proj\.bias"):
-        probe_stored(tmp_path, layers=None, effort=EFFORT)
-
-
-def test_scan_takes_the_columns_over(tmp_path):
-    save(tmp_path, "llama")
-    found = probe(tmp_path, effort=EFFORT).onto(scan(tmp_path))
-    own = numbers(probe_whole(tmp_path, layers=None, effort=EFFORT))
-    for row in found.heads:
-        values = own[row.block, row.layer, row.head]
-        assert [row.probed_near_mass_beyond_first, row.probed_normalised_entropy, row.probed_sink_mass] == values[:3]
-    assert "probed_sink_mass" not in scan(tmp_path).heads[0].to_record()
+    with pytest.raises(streamed.CannotStream, match=r"q_proj\.bias"), streamed.streamed(tmp_path):
+        pass
 
 
 def test_command(tmp_path):
     model, out = tmp_path / "model", tmp_path / "out.json"
     save(model, "qwen3")
-    shown = locater("scan", model, "--probe", "--layers", "1", "--json", out)
-    assert shown.code == 0 and "random ids, not on text" in shown.out
-    assert "measured on random ids: " in shown.out and "near?" not in shown.out and "estimated" not in shown.out
+    fast = ("--window", 96, "--calibration", 3, "--test", 1)
+    shown = locater("predict", model, "--text", "random", "--layers", "1", *fast, "--json", out)
+    assert shown.code == 0 and "random ids" in shown.out and "loss" not in shown.out
     heads = json.loads(out.read_text())["heads"]
-    assert len(heads) == 4 and all(0 < head["probed_normalised_entropy"] < 1 for head in heads)
-    refused = locater("scan", model, "--fail-on", "probed_sink_mass>0.1")
-    assert refused.code == 2 and "needs --probe" in refused.err
-    assert locater("scan", model, "--probe", "--fail-on", "probed_sink_mass>=0").code == 3
-    refused = locater("scan", model, "--probe", "--adapter", "x")
-    assert refused.code == 2 and "--probe goes without" in refused.err
+    assert len(heads) == 4 and all(0 < head["measured"]["normalised_entropy"] < 1 for head in heads)
 
 
 PEAK = """
 import sys
-from locater.prediction.probe import probe_stored
-from locater.prediction.settings import Effort
-probe_stored(sys.argv[1], layers=None, effort=Effort(window=96))
+from locater.prediction.predict import Effort, predict
+predict(sys.argv[1], text="random", effort=Effort(window=96, calibration=3, test=1, texts=2))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
