@@ -21,9 +21,9 @@ from transformers import Trainer as HuggingFaceTrainer
 
 from locater_lab.data.batches import Windows
 from locater_lab.data.cache import Tokens
-from locater_lab.data.options import DataOptions
 from locater_lab.data.sources import Data, open_data
 from locater_lab.data.vocabulary import Words
+from locater_lab.fields import DataOptions
 from locater_lab.train.config import Config, make_config
 from locater_lab.train.loop import Trainer
 from locater_lab.train.model import LanguageModel

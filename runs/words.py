@@ -3,7 +3,7 @@
 python runs/words.py rows.json MODEL --text FILE [--by-line] [--window 256]
 
 Adds the model to the rows: a list of numbers per head, in the order of `locater.behaviour.NUMBERS`, measured on two
-halves of the windows of a text, and on random ids; then its η/λ. Costs a forward pass over 12 windows, no prediction.
+halves of the windows of a text, and on random ids; then its η/λ. Costs two forward passes over the windows.
 """
 
 import argparse
@@ -12,22 +12,20 @@ from pathlib import Path
 
 from locater.behaviour import numbers_of
 from locater.prediction.language_model import load_model, self_attention
-from locater.prediction.predict import _fitted, _windows, measure
-from locater.prediction.probe import probe
-from locater.prediction.settings import Effort
+from locater.prediction.predict import RANDOM, Effort, Text, _fitted, _windows, measure, predict
 from locater.scanning.scan import scan
 
 
 def measured(source: str, text: str, *, by_line: bool, window: int) -> dict:
     model = load_model(source)
     effort = _fitted(Effort(window=window, calibration=1, test=8), model)
-    given = dict(text=text, tokens=(None, ()), tokenizer=None, by_line=by_line)
     if by_line:
         effort = Effort(window=window, calibration=1, test=16)
-    windows, _ = _windows(source, model, effort=effort, **given)
+    windows, _ = _windows(source, model, Text(text, by_line=by_line), effort)
     layers, _ = self_attention(model, windows.test[:1])
     gathered, _ = measure(model.eval(), layers, windows.test, batch=effort.batch, step=lambda count: None)
-    on_ids = {(one.block, one.layer, one.head): one.numbers for one in probe(source, effort=effort).heads}
+    random = predict(source, text=RANDOM, effort=effort)
+    on_ids = {(head.block, head.layer, head.head): head.measured for head in random.heads}
     scales = {(row.block, row.layer, row.head): row.eta / row.temperature for row in scan(source).heads}
     rows = []
     for layer, of_layer in zip(layers, gathered, strict=True):

@@ -15,7 +15,7 @@ from locater_lab.cli.demo_models import conclusions
 from locater_lab.demo import two_models
 from locater_lab.train import loop
 from locater_lab.train.config import make_config
-from locater_lab.train.export import load
+from locater_lab.train.loader import load
 from locater_lab.train.metrics import read_rows
 from locater_lab.train.run import start
 from training_cases import TINY, assert_same_run, write_text

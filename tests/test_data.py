@@ -12,10 +12,10 @@ import torch
 from locater.errors import Refusal
 from locater_lab.data import cache, sources
 from locater_lab.data.batches import Walks, Windows
-from locater_lab.data.options import DataOptions
 from locater_lab.data.sources import open_data
 from locater_lab.data.text import Corpus, download, held_out, read_corpus
 from locater_lab.data.vocabulary import BytePairs, Words, load
+from locater_lab.fields import DataOptions
 
 TEXT = "".join(f" line {n} tells of {n * n} things \n" for n in range(200))
 WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2"

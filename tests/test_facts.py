@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from locater.cli.program import VERBS
+
 SOURCE = Path(__file__).parents[1] / "src"
 TEXTS = {
     path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8")
@@ -45,7 +47,7 @@ def test_everything_that_is_defined_is_used():
     """Every constant, function and class of the source is named again: there, in a test, a script or an entry point."""
     root = SOURCE.parent
     points = re.findall(r'= "locater[\w.]*:(\w+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
-    used, defined = set(points), {}
+    used, defined = {*points, *VERBS}, {}
     for path in (path for folder in ("src", "tests", "bench", "runs", "dev") for path in (root / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):

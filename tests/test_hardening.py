@@ -515,8 +515,8 @@ def test_a_second_interrupt_during_a_save_is_an_interrupt(run, tmp_path, monkeyp
 
 def test_a_token_changed_in_place_is_not_trained_on(tmp_path, monkeypatch):
     from locater_lab.data.cache import tokenise
-    from locater_lab.data.options import DataOptions
     from locater_lab.data.text import Corpus
+    from locater_lab.fields import DataOptions
 
     monkeypatch.setenv("LOCATER_CACHE", str(tmp_path))
     corpus, options = Corpus("x", "a b c d " * 50, "a b "), DataOptions(tokenizer="words")

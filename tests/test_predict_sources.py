@@ -16,7 +16,7 @@ from locater.prediction.predict import Effort, Text, Tokens, predict
 from locater.prediction.random_ids import Alphabet, random_windows
 from locater.prediction.windows import given, special_tokens
 from locater_lab.data.vocabulary import Words
-from locater_lab.train.export import export
+from locater_lab.train.loader import export
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.shape import Shape
 from predict_cases import GROUPED, LENGTH, VOCABULARY, WORDS, model, save_with_tokenizer, tokens

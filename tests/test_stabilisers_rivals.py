@@ -342,7 +342,7 @@ def test_mimetic_heads_look_like_the_identity():
 
 
 def test_mimetic_factors_are_the_best_of_their_rank():
-    from locater_lab.rivals.initialisation import factors, noisy_identity
+    from locater_lab.rivals import factors, noisy_identity
 
     wanted = noisy_identity(1, 12, 0.7, 0.7).double()
     query, key = factors(wanted, 5)

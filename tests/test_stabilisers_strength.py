@@ -8,8 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from locater.stabilisers import Auto, LocAteR
 from locater.stabilisers.strength import SHARE, STEPS
-from locater_lab.rivals import AlphaDecay
-from locater_lab.rivals.alpha_decay import tail_index
+from locater_lab.rivals import AlphaDecay, tail_index
 
 pytestmark = pytest.mark.quick
 

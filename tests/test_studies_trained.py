@@ -15,7 +15,6 @@ from locater.stabilisers import Stabiliser
 from locater.stabilisers.base import Stabiliser as Base
 from locater.stabilisers.rivals.attention_losses import AttentionLoss
 from locater_lab.studies import (
-    alarm_limits,
     depth,
     early_warning,
     interventions,
@@ -250,9 +249,9 @@ def test_the_monitors_limits_are_judged_by_its_own_thresholds():
     rows, limit = warned("largest logit", leads=True), Thresholds().logit_explosion * math.lgamma(33) / 32
     for row in rows:  # 5 becomes 1.5 times the monitor's limit for texts of 32 tokens
         row["courses"]["largest logit"] = [value * 0.3 * limit for value in row["courses"]["largest logit"]]
-    judged = alarm_limits.around(lambda name, threshold: early_warning.judged(rows, name, threshold))
+    judged = small.around(lambda name, threshold: early_warning.judged(rows, name, threshold))
     found = {(one["limit"], one["factor"]): one for one in judged}
-    assert [found["logit_explosion", factor]["caught"] for factor in alarm_limits.FACTORS] == [12, 12, 12, 0, 0]
+    assert [found["logit_explosion", factor]["caught"] for factor in small.FACTORS] == [12, 12, 12, 0, 0]
     answer = early_warning.conclude(rows)
     assert "0 to 12 are caught and 0 healthy runs" in answer.second and len(answer.table.rows) == 13 + 15
 

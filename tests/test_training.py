@@ -19,10 +19,10 @@ from locater.models.live import layers
 from locater.prediction.language_model import load_tokenizer
 from locater.prediction.predict import Effort, predict
 from locater_lab.data.sources import open_data
-from locater_lab.train import loop, run, validation
+from locater_lab.train import loop, observe, run
 from locater_lab.train.checksums import seal
 from locater_lab.train.config import Config, OptimiserOptions, make_config
-from locater_lab.train.export import load
+from locater_lab.train.loader import load
 from locater_lab.train.metrics import Metrics, read_rows
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.parts import learning_rate
@@ -239,7 +239,7 @@ def test_validation_is_what_it_says(text, tmp_path):
     with torch.no_grad():
         logs = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
         assert row["perplexity"] == pytest.approx(float(logs.mean().neg().exp()), rel=1e-5)
-        x = model.embed(tokens[: validation.TOKENS_OBSERVED // 16])
+        x = model.embed(tokens[: observe.TOKENS_OBSERVED // 16])
         probabilities = [head.attention(x, x) for head in next(layers(model)).heads]
     entropies = [-(p * p.clamp(min=1e-30).log()).sum(-1)[:, 1:] / torch.arange(2, 17).log() for p in probabilities]
     found = [head["normalised_entropy"] for head in row["heads"][:2]]

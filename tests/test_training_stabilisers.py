@@ -15,7 +15,7 @@ from locater_lab.data.sources import open_data
 from locater_lab.train import loop, run
 from locater_lab.train.config import GROUPS, PRESETS, Config, StabiliserOptions, make_config
 from locater_lab.train.config_file import read_file, read_pairs, to_yaml
-from locater_lab.train.export import load
+from locater_lab.train.loader import load
 from locater_lab.train.methods import METHODS
 from locater_lab.train.metrics import read_rows
 from locater_lab.train.model import LanguageModel

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from locater.errors import BadArguments, Refusal
-from locater_lab.train.alarm_options import read_actions
+from locater_lab.train.methods import read_actions
 from locater_lab.train.metrics import read_rows
 from locater_lab.train.run import resume, start
 from training_cases import tiny, weights, write_text

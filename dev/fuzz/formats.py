@@ -410,8 +410,8 @@ def spoil_tokens(folder: Path, chance: random.Random) -> str:
 
 def read_tokens(folder: Path) -> Any:
     from locater_lab.data.cache import tokenise
-    from locater_lab.data.options import DataOptions
     from locater_lab.data.text import Corpus
+    from locater_lab.fields import DataOptions
 
     words = "the cat and the dog and one owl make seven " * 20
     with mock.patch.dict(os.environ, LOCATER_CACHE=str(folder / "cache")):

@@ -24,7 +24,7 @@ from locater.stabilisers import (
     ZLoss,
 )
 from locater_lab.rivals import AlphaDecay, SpectralNorm
-from locater_lab.train.muon import MuonWithAdamW
+from locater_lab.train.parts import MuonWithAdamW
 
 STEPS, TOLERANCE = 3, 1e-9
 Make = Callable[..., Stabiliser]

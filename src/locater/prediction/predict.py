@@ -100,6 +100,7 @@ def _predict_whole(
         found, left_out = self_attention(model, windows.test[:1], **options)
     rows, loss = _compute(model, chosen_of(found, layers), windows, effort=effort, terms=terms, progress=progress)
     left_out += [] if isinstance(source, Live) else note(source.place)
+    loss = None if text_name == RANDOM_IDS else loss  # random ids cannot be foretold
     counts = len(windows.calibration), len(windows.test)
     return Prediction(source.name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
 

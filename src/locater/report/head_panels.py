@@ -28,7 +28,7 @@ def head_figure(view: View, head: tuple[int, int]) -> "Figure":
     record = view.records[number]
     panels = [draw for name, draw in PANELS.items() if record.get(name)]
     if not panels:
-        raise refusal("a scan with eigenvalues or curves", "neither", "scan with eigenvalues=True, curves=True")
+        raise refusal("a scan with eigenvalues or curves", "neither", "scan with details=['eigenvalues', 'curves']")
     # Five would be drawn in two rows: logits of a text join those of the weights.
     panels = list(dict.fromkeys(panels))
     figure, axes = canvas(

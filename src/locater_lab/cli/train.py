@@ -17,7 +17,7 @@ from locater.cli.output import FittedTable, aside, console_for, table
 from locater.errors import BadArguments
 from locater.records import Json
 
-from ..data.options import WALK
+from ..fields import WALK
 from ..train.config import PRESETS, Config, make_config
 from ..train.shape import Shape
 

@@ -11,8 +11,8 @@ import numpy
 from locater.errors import refusal
 from locater.records import cache_folder
 
+from ..fields import DataOptions
 from . import vocabulary
-from .options import DataOptions
 from .text import Corpus
 from .vocabulary import BytePairs, Vocabulary, Words
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from locater.errors import Refusal
 from locater.records import write
 
+from ..fields import WALK, DataOptions
 from .batches import Batches, Walks, Windows
 from .cache import Tokens, cache_folder, tokenise
-from .options import WALK, DataOptions
 from .text import WIKITEXT, Corpus, download, held_out, read_corpus, read_text
 
 EMBEDDED = "embedded"

@@ -20,7 +20,7 @@ from locater.scanning.scan import scan
 
 from ..data.sources import Data, open_data
 from ..train.config import Config, make_config
-from ..train.export import load
+from ..train.loader import load
 from ..train.metrics import read_rows
 from ..train.model import LanguageModel
 from ..train.run import CONFIG, MODEL, Outcome, Say, read_config, resume, start

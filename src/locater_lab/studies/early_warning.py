@@ -11,8 +11,7 @@ from locater.records import Json
 from locater.stabilisers import Stabiliser
 
 from ..train.model import LanguageModel
-from .alarm_limits import around, said
-from .small import tiny, train
+from .small import around, said, tiny, train
 from .statistics import capital, wilson
 from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point

@@ -12,7 +12,7 @@ from locater.records import Json, JsonMapping
 
 from ..train import run
 from ..train.config import make_config
-from ..train.export import load
+from ..train.loader import load
 from ..train.metrics import METRICS, read_rows
 from ..train.model import LanguageModel, WalkModel
 from .runs import QUANTITIES

@@ -6,11 +6,9 @@ from typing import Any, Literal
 from locater.errors import BadArguments, refusal
 from locater.records import Json
 
-from ..data.options import DataOptions
-from ..fields import check_fields, option
-from .alarm_options import ACTIONS, ATTACH_QK_CLIP, read_actions
+from ..fields import DataOptions, check_fields, option
 from .checksums import digest_of
-from .methods import LOCATER, NONE, QK_DECAY, Method, method_of, read_settings
+from .methods import ACTIONS, ATTACH_QK_CLIP, LOCATER, NONE, QK_DECAY, Method, method_of, read_actions, read_settings
 from .shape import SHAPES, Shape
 
 

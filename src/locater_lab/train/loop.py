@@ -16,15 +16,13 @@ from locater.records import Json, State
 
 from ..data.sources import Data
 from .config import Config
-from .export import model_settings
-from .health import diagnose
+from .loader import model_settings
 from .metrics import Metrics, rows_of_run
-from .observe import finite
+from .observe import finite, plain_copy, validate
 from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser, release
 from .processes import Processes, made_by, spread, unsynchronised, uses_bf16
 from .store import Store, optimiser_state, tensors_of
-from .validation import plain_copy, validate
-from .watch import Watch
+from .watch import Watch, diagnose
 
 CHECKPOINTS = "checkpoints"
 Tell = Callable[[int, float, float], None]  # step, loss, tokens per second

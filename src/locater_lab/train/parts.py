@@ -1,15 +1,17 @@
 """From a config to the things that a loop moves: model, optimiser and its learning rate, stabiliser."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Muon, Optimizer
 
 from locater import stabilisers
 from locater.errors import refusal
+from locater.records import State
 from locater.stabilisers import Constant, Free, Initial, LocAteR, Penalised, Projected, Stabiliser, Until, WarmUp
 
 from .. import rivals
@@ -17,7 +19,36 @@ from ..data.sources import Data
 from .config import Config, OptimiserOptions, StabiliserOptions
 from .methods import LOCATER, NONE
 from .model import LanguageModel, WalkModel, WalkShape
-from .muon import MuonWithAdamW, hidden_matrices
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's own Muon on `matrices`, AdamW on `others`: one list of groups, one state.
+
+    Muon's steps are scaled to the size of AdamW's ("match_rms_adamw"), so that both share a learning rate.
+    """
+
+    def __init__(
+        self, matrices: list[Tensor], others: list[State], *, momentum: float, weight_decay: float, **adamw: Any
+    ):
+        rate = adamw["lr"]
+        muon = Muon(matrices, lr=rate, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self.parts = [muon, AdamW(others, **adamw)]
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        # The same dictionaries, not copies: who sets a learning rate here sets it there.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        self.state = defaultdict(dict)
+        for part in self.parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """The matrices inside the layers: no embedding, no output layer, nothing of one dimension."""
+    layers = getattr(model, "layers", nn.ModuleList())
+    return [one for one in layers.parameters() if one.requires_grad and one.dim() == 2]
 
 
 def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:

@@ -18,11 +18,11 @@ from ..data.sources import open_data
 from ..data.text import would_read
 from .checksums import seal, unseal
 from .config import Config
-from .export import export
+from .loader import export
 from .loop import Trainer, Validated
 from .metrics import METRICS, bar, read_rows
+from .observe import plain_copy
 from .processes import Processes, has_bf16, process_group
-from .validation import plain_copy
 
 try:
     import fcntl
