@@ -1,7 +1,7 @@
 """Better LocAteRs and two rivals of this year: `python runs/candidates.py [OUT]`, rows in runs/measured/candidates.
 
 The setting of the studies at 3,000 steps. Every arm is tuned on seed 100, which is not judged: its strength at the
-middle rate, then its rate; then five seeds. A candidate survives if its paired interval leaves out 0 against `none` and
+middle rate, then its rate with half steps; then five seeds. A candidate survives if its paired interval leaves out 0 against `none` and
 against `held`. Stop it at any time and start it again: what is measured is kept.
 """
 
@@ -208,10 +208,12 @@ def measure(out: Path, arm: str, strength: float, rate: float, seed: int) -> dic
 
 
 def tuned(out: Path, arm: str) -> tuple[float, float]:
-    """The strength at the middle rate, then the rate; on the seed that is not judged."""
+    """The strength at the middle rate, then the rate, then half steps of it; on the seed that is not judged."""
     loss = lambda strength, rate: measure(out, arm, strength, rate, TUNING_SEED)["best_loss"]  # noqa: E731
     strength = min(ARMS[arm].strengths, key=lambda strength: loss(strength, RATES[1]))
-    return strength, min(RATES, key=lambda rate: loss(strength, rate))
+    best = min(RATES, key=lambda rate: loss(strength, rate))
+    half_steps = [float(f"{best * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
+    return strength, min([best, *half_steps], key=lambda rate: loss(strength, rate))
 
 
 def judged(out: Path) -> Iterator[tuple[str, dict[int, float]]]:
