@@ -1,14 +1,14 @@
-"""Better LocAteRs and two rivals of this year: `python runs/candidates.py [OUT]`, rows in runs/measured/candidates.
+"""Better LocAteRs and two rivals of this year: `python runs/candidates.py [--out OUT] [--steps N] [--arms A,B,…]`.
 
-The setting of the studies at 3,000 steps. Every arm is tuned on seed 100, which is not judged: its strength at the
+The setting of the studies at 3,000 steps; rows are kept in runs/measured/candidates. Every arm is tuned on seed 100, which is not judged: its strength at the
 middle rate, then its rate, with half steps; then five seeds. A candidate survives if its paired interval leaves out 0
 against `none` and against `held`. Stop it at any time and start it again: what is measured is kept.
 """
 
+import argparse
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from locater_lab.studies.small import nothing, result, train, trained
 from locater_lab.studies.statistics import paired
 
 KEPT = Path(__file__).parent / "measured" / "candidates"
-STEPS, TUNING_SEED, SEEDS = 3000, 100, range(5)
+TUNING_SEED, SEEDS = 100, range(5)
 RATES = (2.5e-3, 5e-3, 1e-2)
 
 
@@ -50,11 +50,13 @@ def moments(attention: Any) -> tuple[Tensor, Tensor]:
 class Released(Stabiliser):
     """LocAteR whose κ falls to 0 by a quarter of the run."""
 
+    length = 750  # steps
+
     def __init__(self, model: nn.Module, strength: float) -> None:
         self.inner, self.first, self.count = LocAteR(model, strength=strength), strength, 0
 
     def penalty(self) -> Tensor:
-        self.inner.strength = self.first * max(0.0, 1 - self.count / (STEPS / 4))
+        self.inner.strength = self.first * max(0.0, 1 - self.count / self.length)
         return self.inner.penalty() if self.inner.strength else torch.zeros(())
 
     def step(self) -> None:
@@ -196,41 +198,67 @@ ARMS = {
 }
 
 
-def measure(out: Path, arm: str, strength: float, rate: float, seed: int) -> dict[str, float]:
-    path = out / f"{arm.replace(' ', '-')}-{strength:g}-{rate:g}-seed{seed}.json"
-    if not path.exists():
-        kind = ARMS[arm]
-        config = trained(seed, STEPS, learning_rate=rate, optimizer=kind.optimizer)
-        found = result(train(config, lambda *parts: kind.make(*parts, strength), late=kind.late))
-        path.write_text(json.dumps({name: float(f"{value:.6g}") for name, value in found.items()}) + "\n")
-        print(f"{path.stem}: {found['best_loss']:.4f}", flush=True)
-    return json.loads(path.read_text())
+class Runs:
+    """Measures what is asked for, and keeps it."""
 
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps = out, steps
+        out.mkdir(parents=True, exist_ok=True)
+        Released.length = steps // 4
 
-def tuned(out: Path, arm: str) -> tuple[float, float]:
-    """The strength at the middle rate, then the rate, then half steps of it; on the seed that is not judged."""
-    loss = lambda strength, rate: measure(out, arm, strength, rate, TUNING_SEED)["best_loss"]  # noqa: E731
-    strength = min(ARMS[arm].strengths, key=lambda strength: loss(strength, RATES[1]))
-    best = min(RATES, key=lambda rate: loss(strength, rate))
-    half_steps = [float(f"{best * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
-    return strength, min([best, *half_steps], key=lambda rate: loss(strength, rate))
+    def loss(self, arm: str, strength: float, rate: float, seed: int) -> float:
+        path = self.out / f"{arm.replace(' ', '-')}-{strength:g}-{rate:g}-seed{seed}.json"
+        if not path.exists():
+            kind = ARMS[arm]
+            config = trained(seed, self.steps, learning_rate=rate, optimizer=kind.optimizer)
+            found = result(train(config, lambda *parts: kind.make(*parts, strength), late=kind.late))
+            path.write_text(json.dumps({name: float(f"{value:.6g}") for name, value in found.items()}) + "\n")
+            print(f"{path.stem}: {found['best_loss']:.4f}", flush=True)
+        return json.loads(path.read_text())["best_loss"]
 
+    def tuned(self, arm: str) -> tuple[float, float]:
+        """The strength at the middle rate, then the rate, then half steps of it; on the seed that is not judged."""
 
-def judged(out: Path) -> Iterator[tuple[str, dict[int, float]]]:
-    for arm in ARMS:
-        strength, rate = tuned(out, arm)
-        losses = {seed: measure(out, arm, strength, rate, seed)["best_loss"] for seed in SEEDS}
+        def loss(strength: float, rate: float) -> float:
+            return self.loss(arm, strength, rate, TUNING_SEED)
+
+        strength = lowest(ARMS[arm].strengths, lambda strength: loss(strength, RATES[1]))
+        best = lowest(RATES, lambda rate: loss(strength, rate))
+        half_steps = [float(f"{best * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
+        return strength, min([best, *half_steps], key=lambda rate: loss(strength, rate))
+
+    def judged(self, arm: str) -> dict[int, float]:
+        strength, rate = self.tuned(arm)
+        losses = {seed: self.loss(arm, strength, rate, seed) for seed in SEEDS}
         print(f"{arm}: strength {strength:g}, rate {rate:g}, {sum(losses.values()) / len(losses):.4f}", flush=True)
-        yield arm, losses
+        return losses
 
 
-def main(out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    losses = dict(judged(out))
+def lowest(values: tuple[float, ...], loss: Callable[[float], float]) -> float:
+    """The value of the least loss; a winner at an edge widens the grid, twice at most."""
+    losses = {value: loss(value) for value in values}
+    for _ in range(2 if len(values) > 1 else 0):
+        best, ordered = min(losses, key=losses.__getitem__), sorted(losses)
+        if best not in (ordered[0], ordered[-1]):
+            break
+        beyond = best * ordered[1] / ordered[0] if best == ordered[-1] else best * ordered[0] / ordered[1]
+        beyond = float(f"{beyond:.4g}")
+        losses[beyond] = loss(beyond)
+    return min(losses, key=losses.__getitem__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=KEPT)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    given = parser.parse_args()
+    runs = Runs(given.out, given.steps)
+    losses = {arm: runs.judged(arm) for arm in given.arms.split(",")}
     for arm in losses:
-        against = {other: str(paired(losses[arm], losses[other])) for other in ("none", "held") if other != arm}
-        print(f"{arm}: " + "; ".join(f"against {other} {words}" for other, words in against.items()))
+        against = {other: paired(losses[arm], losses[other]) for other in ("none", "held") if other in losses}
+        print(f"{arm}: " + "; ".join(f"against {other} {one}" for other, one in against.items() if other != arm))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else KEPT)
+    main()
