@@ -1,8 +1,9 @@
 """Better LocAteRs and two rivals of this year: `python runs/candidates.py [--out OUT] [--steps N] [--arms A,B,…]`.
 
-The setting of the studies at 3,000 steps; rows are kept in runs/measured/candidates. Every arm is tuned on seed 100, which is not judged: its strength at the
-middle rate, then its rate, with half steps; then five seeds. A candidate survives if its paired interval leaves out 0
-against `none` and against `held`. Stop it at any time and start it again: what is measured is kept.
+The setting of the studies at 3,000 steps; rows are kept in runs/measured/candidates. Every arm is tuned on seed 100,
+which is not judged: its strength at the middle rate, then its rate, with half steps; then five seeds. A candidate
+survives if its paired interval leaves out 0 against `none` and against `held`. Stop it at any time and start it again:
+what is measured is kept.
 """
 
 import argparse
