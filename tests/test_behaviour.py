@@ -1,5 +1,8 @@
 """Words for what heads do: held against attention that is written down pair by pair."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,9 +13,12 @@ from locater.prediction.result import HeadPrediction, Prediction
 from locater.projections import Projection
 from locater.report.headline import headline
 from locater.report.views import views_of
+from locater_lab.studies import words
 
 pytestmark = pytest.mark.quick
 LENGTH = 256
+ROOT = Path(__file__).parents[1]
+ROWS = json.loads((ROOT / "runs" / "studies" / "words.json").read_text(encoding="utf-8"))
 
 
 def numbers(probabilities: torch.Tensor):
@@ -74,7 +80,10 @@ def test_sentences_count_heads_say_their_layers_and_where_to_look_first():
     found = made(*["broad"] * 6, "first token", "first token", "first token", "itself")
     sentences = [told.sentence for told in found.behaviour()]
     assert "3 of 10 heads rest on the first token, from layer 6 on (on the text measured)." in sentences
-    assert "1 of 10 heads looks at itself, in layer 9 (on the text measured)." in sentences
+    assert any(
+        sentence.startswith("1 of 10 heads looks at itself, in layer 9 (on the text measured; too rare")
+        for sentence in sentences
+    )
     assert sentences[-1].startswith("Look first at decoder 9.0, which looks at itself (")
     assert all(sentence in found.summary() for sentence in sentences)
     assert found.to_json()["behaviour"] == sentences
@@ -88,6 +97,37 @@ def test_a_page_says_the_same_with_the_accuracy_next_to_it():
         text for text in said if text.endswith(").") or "Look" in text
     ]
     assert any(text.startswith("Rank correlation (Spearman)") for text in said)
+
+
+def test_words_are_said_as_the_kept_rows_allow():
+    """A word without enough held-out heads is said of the measured text alone; near and far also from random ids."""
+    models = words.read(ROWS)
+    for word in VOCABULARY:
+        assert word.is_rare != words.may_be_said(words.left_out(word, models, "text"), fewest=words.FEWEST["text"])
+        if word.name in ("near", "far"):
+            assert words.may_be_said(words.left_out(word, models, "random ids"))
+
+
+def test_the_page_of_evidence_has_the_tables_of_the_kept_rows():
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert words.page(ROWS) in text
+    name = next(iter(ROWS["models"]))
+    fewer = ROWS["models"] | {name: ROWS["models"][name] | {"heads": ROWS["models"][name]["heads"][1:]}}
+    assert words.page({"models": fewer}) not in text
+
+
+def test_precision_counts_what_was_planted():
+    """Ten heads whose random ids say near; on text eight are, in two models that the others choose the margin for."""
+    near, far = Attention(0.9, 0.5, 0.0, 0.1, 0.1), Attention(0.1, 0.5, 0.0, 0.1, 0.1)
+    (word,) = [word for word in VOCABULARY if word.name == "near"]
+    heads = [words.Measured((one, one), near, 1.0) for one in [near] * 8 + [far] * 2]
+    judged = words.judge(word, heads, "random ids")
+    assert (judged.said, judged.right, judged.holds, judged.heads) == (10, 8, 8, 10)
+    models = {name: heads for name in "abc"}
+    assert not words.may_be_said(words.left_out(word, models, "random ids"))  # right of 80 %, as by chance
+    mixed = {name: heads[:8] + [words.Measured((far, far), far, 1.0)] * 8 for name in "abc"}
+    assert words.may_be_said(words.left_out(word, mixed, "random ids"))
+    assert words.interval(words.left_out(word, mixed, "random ids")) == (1.0, 1.0)
 
 
 def test_no_reader_is_sent_to_a_head_that_is_like_all_others():

@@ -40,6 +40,7 @@ class Word(NamedTuple):
     limit: float
     is_low: bool = False  # the number is at most the limit, not at least
     is_apart: bool = False  # only heads that do not rest on the first token
+    is_rare: bool = False  # too few such heads were measured twice to say it of another text
 
     def holds(self, attention: Attention) -> bool:
         value = getattr(attention, self.number)
@@ -54,10 +55,11 @@ class Word(NamedTuple):
 
 
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
+RARE = "; too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
     Word("first token", "rests on the first token", "rest on the first token", "first", RESTS),
-    Word("itself", "looks at itself", "look at themselves", "itself", 0.5, is_apart=True),
+    Word("itself", "looks at itself", "look at themselves", "itself", 0.5, is_apart=True, is_rare=True),
     Word("adjacent", "looks at an adjacent token", "look at an adjacent token", "adjacent", 0.5, is_apart=True),
     Word("one token", "keeps to one token", "keep to one token", "entropy", 0.1, is_low=True),
     Word("broad", "spreads over nearly all tokens", "spread over nearly all tokens", "entropy", 0.8),
@@ -102,7 +104,10 @@ def describe(places: Sequence[Place], attentions: Sequence[Attention], *, source
     members = {word: heads for word, heads in members.items() if heads}
     total = f"{len(places):,} heads" if len(places) > 1 else "1 head"
     counts = [
-        Told(f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}).", tuple(heads))
+        Told(
+            f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}{RARE * word.is_rare}).",
+            tuple(heads),
+        )
         for word, heads in members.items()
     ]
     return counts + _look_first(places, attentions, members)

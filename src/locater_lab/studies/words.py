@@ -4,6 +4,7 @@ A word that `predict` says is measured, so it is judged by the other half of the
 ids needs a margin beyond its rule, which the other models choose; a model is judged by theirs.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +14,7 @@ from locater.records import Json
 
 FEWEST_HEADS, FEWEST_MODELS = 20, 3
 ENOUGH, BEYOND_BASE = 0.8, 0.1
+RESAMPLES = 2000
 MARGINS = (0.0, 0.05, 0.1, 0.15, 0.2)
 CHOSEN = 0.9  # precision on the other models that a margin is chosen by
 SOURCES = ("text", "random ids")
@@ -107,6 +109,17 @@ def total(judged: Mapping[str, Judged]) -> Judged:
     return sum(judged.values(), Judged(0, 0, 0, 0))
 
 
+def interval(judged: Mapping[str, Judged]) -> tuple[float, float] | None:
+    """95 % interval of the precision over models: whole models are drawn again, since heads of one are alike."""
+    known = [one for one in judged.values() if one.said]
+    if len(known) < FEWEST_MODELS:
+        return None
+    chance = random.Random(0)
+    nothing = Judged(0, 0, 0, 0)
+    draws = sorted(sum(chance.choices(known, k=len(known)), nothing).precision for _ in range(RESAMPLES))
+    return draws[RESAMPLES // 40], draws[-1 - RESAMPLES // 40]
+
+
 def may_be_said(judged: Mapping[str, Judged], *, fewest: int = FEWEST_HEADS) -> bool:
     """Apply the rule: enough heads in enough models, precision high and above the base rate."""
     models = sum(one.said > 0 for one in judged.values())
@@ -130,7 +143,7 @@ def words_table(models: Models) -> str:
     for word in VOCABULARY:
         judged = {source: left_out(word, models, source) for source in SOURCES}
         said = [source for source in SOURCES if may_be_said(judged[source], fewest=FEWEST[source])]
-        cells = [_share(total(judged[source])) for source in SOURCES]
+        cells = [_with_interval(judged[source]) for source in SOURCES]
         base = f"{total(judged['random ids']).base:.0%}"
         lines.append(f"| {' | '.join([word.name, word.rule, *cells, base, ', '.join(said) or 'nothing'])} |")
     return "\n".join(lines)
@@ -146,6 +159,11 @@ def models_table(models: Models) -> str:
     for name, heads in models.items():
         lines.append(f"| {name} | {len(heads)} | {' | '.join(_share(one[name]) for one in judged)} |")
     return "\n".join(lines)
+
+
+def _with_interval(judged: Mapping[str, Judged]) -> str:
+    found = interval(judged)
+    return _share(total(judged)) + (f" [{found[0]:.0%}, {found[1]:.0%}]" if found else "")
 
 
 def _share(judged: Judged) -> str:
