@@ -358,6 +358,24 @@ def test_a_scale_of_zero_makes_attention_even(make):
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0)], ids=["texts", "queries", "keys"])
+@pytest.mark.parametrize("make", [SoftCap, QKNorm, QKClip, lambda model, heads: ZLoss(model, weight=1.0, heads=heads)])
+def test_a_call_without_texts_queries_or_keys_is_nothing_to_look_at(make, sizes):
+    model, holder, _ = masked_model(None)
+    num_texts, num_queries, num_keys = sizes
+    sides = [torch.randn(num_texts, number, D, dtype=torch.float64) for number in (num_queries, num_keys)]
+    expected = model(*sides)
+    stabiliser = make(holder, heads=model.heads)
+    torch.testing.assert_close(model(*sides), expected)
+    (model(*sides).square().sum() + stabiliser.penalty()).backward()
+    stabiliser.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    stabiliser.detach()
+    with AttentionMonitor(holder, every=1, heads=model.heads, causal=False) as monitor:
+        holder(*sides)
+        assert not any("could not be" in note for note in monitor.report().notes)
+
+
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
 def test_a_further_key_of_torchs_module_is_named(option):
     class Two(nn.Module):

@@ -54,6 +54,12 @@ class AttentionCall:
     unreadable: Refusal | None = None
     is_share: bool = False  # of the tokens of each text, the others being other processes'
 
+    @property
+    def is_empty(self) -> bool:
+        """True of a call without a query or a key, as a batch without tokens makes it: there is nothing to look at."""
+        parts = (self.query, self.key) if self.logits is None else (self.logits,)
+        return self.unreadable is None and any(part.numel() == 0 for part in parts)
+
     def changed(self, **parts: object) -> "AttentionCall":
         return replace(self, **parts)
 

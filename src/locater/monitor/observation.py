@@ -124,7 +124,7 @@ class Observation:
         """One call of a kernel; False where it is not this layer's attention. What cannot be read is noted."""
         with self.lock:
             try:
-                return self._by_call(site, call, inputs, run)
+                return call.is_empty or self._by_call(site, call, inputs, run)
             except Exception as reason:  # whatever it is, to be watched must not end a run
                 if call.logits is None:
                     name = (site and site.query_name) or module_name(call, self.modules)

@@ -81,8 +81,8 @@ class QKClip(Looker):
 
     def attend(self, name: str, call: AttentionCall) -> None:
         known = self.largest.get(name)
-        if known is not None and in_backward():
-            return  # recomputed, and seen before
+        if call.is_empty or (known is not None and in_backward()):
+            return  # nothing to see, or recomputed and seen before
         largest = largest_logits(call)
         self.largest[name] = largest if known is None else torch.maximum(known, largest)
 
