@@ -16,6 +16,7 @@ from locater.models.live import layers
 from locater.scanning.source import heads
 from locater.stabilisers import QKClip
 from locater_lab.rivals import SpectralInitialisation
+from written_models import Net, RotaryThenNorm
 
 pytestmark = pytest.mark.quick
 
@@ -239,3 +240,45 @@ def test_stabilisers_act_on_heads_that_were_found():
     SpectralInitialisation(model, xi=2.0, eta=1.5, sample=TOKENS)
     for row in scan(Live(model, sample=TOKENS), raw=True).heads:
         assert row.xi == pytest.approx(2.0, abs=1e-3) and row.eta == pytest.approx(1.5 * row.temperature, rel=1e-3)
+
+
+class Constant(RotaryThenNorm):
+    """As nanochat has it: a constant behind the norm of queries and keys, which turned before."""
+
+    def make(self, x):
+        q, k, v = super().make(x)
+        return q * 1.2, k * 1.2, v
+
+
+class Scalar(Constant):
+    """The same number, but learned: it is 1.2 only now."""
+
+    def __init__(self):
+        super().__init__()
+        self.sharpness = nn.Parameter(torch.tensor(1.2))
+
+    def make(self, x):
+        q, k, v = RotaryThenNorm.make(self, x)
+        return q * self.sharpness, k * self.sharpness, v
+
+
+def test_a_constant_behind_a_norm_is_found_and_a_learned_one_is_not_taken_for_it():
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(3))
+    model, inputs = Net(Constant).eval(), []
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    rows = list(layers(model, sample=tokens))
+    inputs.clear()
+    with torch.no_grad():
+        model(tokens)
+    for layer, x, block in zip(rows, inputs, model.blocks, strict=True):
+        for head in layer.heads:
+            expected = block.attn.kept[:, head.index]
+            seen = expected.isfinite()
+            torch.testing.assert_close(head.logits(x, x)[seen].float(), expected[seen], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        model = Net(Scalar).eval()
+        for block in model.blocks:
+            block.attn.sharpness.fill_(1.2)
+    for layer in layers(model, sample=tokens):
+        assert not layer.heads and "queries that are rows of one product" in layer.refused[0]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 WRAPPER, FLEX = "compile_wrapper", "_flex_attention_hop_wrapper"  # torch's names of what surrounds compiled code
 INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of torch.distributed.pipelining, by version
+NUM_OUTPUTS = 3  # of FlexAttention's operator: output, log-sum-exp, largest scores
 NUM_ARGUMENTS = 7  # of FlexAttention's operator as it is compiled; behind them stand what its functions close over
 
 
@@ -63,14 +64,26 @@ def run_compiled(kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     if context is None or any(args[NUM_ARGUMENTS:]):
         return kernel(*args, **kwargs)
 
+    wanted = _wanted_outputs()
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return kernel(*args, **kwargs)
+        return kernel(*args, **kwargs)[:wanted]
 
     try:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.compiler.set_stance("default"):
-            return context(call)(*args[:NUM_ARGUMENTS], **kwargs)
+            outputs = context(call)(*args[:NUM_ARGUMENTS], **kwargs)
     except Exception:  # whatever the compiler says, to be watched must not end a run
         return kernel(*args, **kwargs)
+    return (*outputs, *(outputs[0].new_empty(0) for _ in range(NUM_OUTPUTS - wanted)))
+
+
+def _wanted_outputs() -> int:
+    """Count the outputs of its operator that FlexAttention uses; compilers for a CPU have no others."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "flex_attention":
+        frame = frame.f_back
+    more = frame is None or frame.f_locals.get("return_lse") or frame.f_locals.get("return_aux")
+    return NUM_OUTPUTS if more else 1
 
 
 def contexts() -> Iterator[Any]:

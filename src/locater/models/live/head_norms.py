@@ -83,6 +83,31 @@ def explain_normed(
             yield Side(tuple(size * start for start in starts), norm, factor), plain
 
 
+def explain_scaled(
+    vectors: Vectors,
+    rows: Float[Tensor, "batch tokens rows"],
+    gains: Sequence[Gain],
+    epsilons: Sequence[float],
+    allowed: float,
+) -> Iterator[tuple[Side, Vectors]]:
+    """Heads behind a norm that a constant multiplies as well: its lengths tell the constant, a short number first."""
+    size, num_heads = vectors.shape[-1], vectors.shape[-2]
+    if rows.shape[-1] % size:
+        return
+    for whole, centred, gain in itertools.product((False, True), (False, True), gains):
+        made = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole)
+        starts = None if made is None or made.bias is not None else _directions(vectors[:, 0], made, allowed)
+        if made is None or starts is None:
+            continue
+        cut, square = _cut(made, starts)
+        lengths = [torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut)]
+        measured = float((lengths[0] / lengths[1] * square.double().sqrt()).nanmedian())
+        for factor in dict.fromkeys(float(f"{measured:.{digits}g}") for digits in (2, 3, 4, 7)):
+            found = list(explain_normed(vectors / factor, rows, [gain], epsilons, allowed)) if factor > 0 else []
+            for side, plain in (one for one in found if one[0].factor == 1.0):
+                yield replace(side, factor=factor), factor * plain
+
+
 def explain_behind(
     vectors: Vectors,
     rows: Float[Tensor, "batch tokens rows"],

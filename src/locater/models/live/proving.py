@@ -18,7 +18,7 @@ from ...projections import Norm
 from .. import Attention, Config, NormAt, Places, build_layer
 from ..schema import Starts
 from .explain import alike, explain_plain, explain_rotation, tolerance, turned
-from .head_norms import Gain, HeadNorm, Side, Vectors, explain_behind, explain_normed
+from .head_norms import Gain, HeadNorm, Side, Vectors, explain_behind, explain_normed, explain_scaled
 from .masks import Reach, reach
 from .tensors import ModuleTensors
 from .watch import Normed, Product, Watch, module_of
@@ -97,9 +97,11 @@ class Search:
             for side, plain in explain_plain(vectors, rows, self.allowed):
                 yield Made(product, side, plain)
         gains, epsilons = self._gains(vectors), self._epsilons()
-        for explain in (explain_normed, explain_behind):
+        given = self.call.query if vectors is self.query else self.call.key
+        for explain in (explain_normed, explain_behind, explain_scaled):
             for product, rows in products:
-                for found in cast(Any, explain)(vectors, rows, gains, epsilons, self.allowed):
+                usable = gains if explain is not explain_scaled or self.watch.adds_only(given, product.y, gains) else []
+                for found in cast(Any, explain)(vectors, rows, usable, epsilons, self.allowed):
                     yield Made(product, *found)
 
     def _is_in_order(self, made: Made) -> bool:
@@ -152,8 +154,7 @@ class Search:
         return [*([] if used else [Gain(None, torch.ones(1))]), *gains, *less_one]
 
     def _gain(self, name: str) -> Gain:
-        places = Places(Attention("decoder", "", ""), Config(), self.tensors, "")
-        bias = places.bias(module_of(name))
+        bias = Places(Attention("decoder", "", ""), Config(), self.tensors, "").bias(module_of(name))
         values = self.tensors.read(name).detach().float().flatten()
         return Gain(module_of(name), values, None if bias is None else bias.detach().float().flatten())
 
@@ -161,9 +162,8 @@ class Search:
         """List epsilons: those that the attention module's parts state, then the usual ones."""
         finest, stated = torch.finfo(self.call.query.dtype).eps, []
         for module in [] if self._attention is None else self._attention.modules():
-            stated += [
-                value for word in ("eps", "variance_epsilon") if isinstance(value := getattr(module, word, None), float)
-            ]
+            values = (getattr(module, word, None) for word in ("eps", "variance_epsilon"))
+            stated += [value for value in values if isinstance(value, float)]
             stated += [finest] if isinstance(module, nn.RMSNorm) and module.eps is None else []
         return [*dict.fromkeys([*stated, *EPSILONS, finest])]
 

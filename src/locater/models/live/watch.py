@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from .head_norms import Gain
 from .tensors import ModuleTensors, named_modules
 
 Sample = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -50,6 +51,11 @@ class Watch:
     def came_into(self, tensor: Tensor) -> frozenset[str]:
         """The parameters that this tensor was computed from since the last attention call, as far as that is seen."""
         return self.marks[id(tensor)][1] if id(tensor) in self.marks else frozenset()
+
+    def adds_only(self, tensor: Tensor, product: Tensor, gains: Sequence[Gain]) -> bool:
+        """Tell whether no parameter but gains came into a tensor behind a product: what scales it else is constant."""
+        names = {module_of(name) for name in self.came_into(tensor) - self.came_into(product)}
+        return bool(self.came_into(tensor)) and names <= {gain.name for gain in gains}
 
     def mark(self, tensors: Iterable[object], names: frozenset[str]) -> None:
         """The tensors are held, so that no other takes their id."""
