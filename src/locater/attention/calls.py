@@ -56,7 +56,7 @@ class AttentionCall:
 
     @property
     def is_empty(self) -> bool:
-        """True of a call without a query or a key, as a batch without tokens makes it: there is nothing to look at."""
+        """Tell whether there is no query or no key, as in a batch without tokens: nothing to look at."""
         parts = (self.query, self.key) if self.logits is None else (self.logits,)
         return self.unreadable is None and any(part.numel() == 0 for part in parts)
 
