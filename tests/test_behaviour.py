@@ -1,6 +1,7 @@
 """Words for what heads do: held against attention that is written down pair by pair."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_sentences_count_heads_say_their_layers_and_where_to_look_first():
     assert found.to_json()["heads"][9]["words"][0] == "itself"
 
 
+def test_random_ids_say_fewer_words_and_need_a_margin():
+    found = replace(made("first token", "broad", "near", "far", "adjacent"), text="random ids")
+    sentences = [told.sentence for told in found.behaviour()]
+    assert any("nearest tokens" in sentence and sentence.endswith("(on random ids).") for sentence in sentences)
+    assert not any("first token" in sentence or "spreads" in sentence for sentence in sentences)
+    barely = Attention(near=0.72, entropy=0.5, first=0.0, itself=0.1, adjacent=0.1)
+    assert [word.name for word in words_of(barely)] == ["near"] and not words_of(barely, "random ids")
+
+
 def test_a_page_says_the_same_with_the_accuracy_next_to_it():
     found = made("near", "far", "broad", "itself")
     said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
@@ -104,8 +114,9 @@ def test_words_are_said_as_the_kept_rows_allow():
     models = words.read(ROWS)
     for word in VOCABULARY:
         assert word.is_rare != words.may_be_said(words.left_out(word, models, "text"), fewest=words.FEWEST["text"])
-        if word.name in ("near", "far"):
-            assert words.may_be_said(words.left_out(word, models, "random ids"))
+        is_told = words.may_be_said(words.left_out(word, models, "random ids"))
+        every = [head for heads in models.values() for head in heads]
+        assert word.margin == (words.margin_of(word, every) if is_told else None)
 
 
 def test_the_page_of_evidence_has_the_tables_of_the_kept_rows():
@@ -132,8 +143,10 @@ def test_precision_counts_what_was_planted():
 
 def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
     attentions = [Attention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
-    told = describe([("decoder", n, 0) for n in range(4)], attentions, source="x")
-    assert [one.sentence for one in told] == ["4 of 4 heads look mostly at the 16 nearest tokens (x)."]
+    told = describe([("decoder", n, 0) for n in range(4)], attentions, text="x")
+    assert [one.sentence for one in told] == [
+        "4 of 4 heads look mostly at the 16 nearest tokens (on the text measured)."
+    ]
     assert len(told[0].heads) == 4 and MOST_HEADS == 3
 
 

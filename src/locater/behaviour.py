@@ -41,6 +41,10 @@ class Word(NamedTuple):
     is_low: bool = False  # the number is at most the limit, not at least
     is_apart: bool = False  # only heads that do not rest on the first token
     is_rare: bool = False  # too few such heads were measured twice to say it of another text
+    margin: float | None = None  # beyond the limit, on random ids; None: random ids do not tell it
+
+    def stricter(self, margin: float) -> "Word":
+        return self._replace(limit=self.limit + (-margin if self.is_low else margin))
 
     def holds(self, attention: Attention) -> bool:
         value = getattr(attention, self.number)
@@ -54,23 +58,40 @@ class Word(NamedTuple):
         return f"{self.number} {sign} {self.limit:g}" + (f", first < {RESTS:g}" if self.is_apart else "")
 
 
+RANDOM_IDS = "random ids"  # the name of the text where there is none
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RARE = "; too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
     Word("first token", "rests on the first token", "rest on the first token", "first", RESTS),
     Word("itself", "looks at itself", "look at themselves", "itself", 0.5, is_apart=True, is_rare=True),
-    Word("adjacent", "looks at an adjacent token", "look at an adjacent token", "adjacent", 0.5, is_apart=True),
+    Word(
+        "adjacent",
+        "looks at an adjacent token",
+        "look at an adjacent token",
+        "adjacent",
+        0.5,
+        is_apart=True,
+        margin=0.1,
+    ),
     Word("one token", "keeps to one token", "keep to one token", "entropy", 0.1, is_low=True),
     Word("broad", "spreads over nearly all tokens", "spread over nearly all tokens", "entropy", 0.8),
-    Word("near", "looks mostly at the 16 nearest tokens", "look mostly at the 16 nearest tokens", "near", 0.7),
+    Word(
+        "near",
+        "looks mostly at the 16 nearest tokens",
+        "look mostly at the 16 nearest tokens",
+        "near",
+        0.7,
+        margin=0.05,
+    ),
     Word(
         "far",
         "looks mostly beyond the 16 nearest tokens",
         "look mostly beyond the 16 nearest tokens",
         "near",
         0.3,
-        True,
+        is_low=True,
+        margin=0.05,
     ),
 )
 
@@ -82,13 +103,20 @@ def numbers_of(numbers: Mapping[str, float], profile: Sequence[float]) -> Attent
     )
 
 
-def words_of(attention: Attention) -> list[Word]:
+def spoken(text: str) -> list[Word]:
+    """List the words that may be said from this text: on random ids some, each with a margin."""
+    if text != RANDOM_IDS:
+        return list(VOCABULARY)
+    return [word.stricter(word.margin) for word in VOCABULARY if word.margin is not None]
+
+
+def words_of(attention: Attention, text: str = "") -> list[Word]:
     """List the words that hold for a head, the most telling first.
 
     >>> [word.name for word in words_of(Attention(near=0.9, entropy=0.05, first=0.0, itself=0.97, adjacent=0.01))]
     ['itself', 'one token', 'near']
     """
-    return [word for word in VOCABULARY if word.holds(attention)]
+    return [word for word in spoken(text) if word.holds(attention)]
 
 
 class Told(NamedTuple):
@@ -98,9 +126,10 @@ class Told(NamedTuple):
     heads: tuple[int, ...]
 
 
-def describe(places: Sequence[Place], attentions: Sequence[Attention], *, source: str) -> list[Told]:
+def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: str) -> list[Told]:
     """Tell how many heads do what and in which layers, then which heads to look at first and why."""
-    members = {word: [n for n, one in enumerate(attentions) if word.holds(one)] for word in VOCABULARY}
+    members = {word: [n for n, one in enumerate(attentions) if word.holds(one)] for word in spoken(text)}
+    source = "on random ids" if text == RANDOM_IDS else "on the text measured"
     members = {word: heads for word, heads in members.items() if heads}
     total = f"{len(places):,} heads" if len(places) > 1 else "1 head"
     counts = [

@@ -38,8 +38,9 @@ class HeadPrediction:
     measured: Numbers
     halves: tuple[Numbers, Numbers] | None = None  # measured on two halves of the windows
 
-    def to_json(self) -> Json:
-        words = [word.name for word in words_of(numbers_of(self.measured.to_json(), self.measured.profile))]
+    def to_json(self, text: str = "") -> Json:
+        """The head's part of a document; `text` decides which words may be said of it."""
+        words = [word.name for word in words_of(numbers_of(self.measured.to_json(), self.measured.profile), text)]
         document = {"block": self.block, "layer": self.layer, "head": self.head, "words": words}
         document |= {"predicted": self.predicted.to_json(), "measured": self.measured.to_json()}
         profiles = {"predicted": list(self.predicted.profile), "measured": list(self.measured.profile)}
@@ -93,7 +94,7 @@ class Prediction(Shown):
         """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""
         places = [(head.block, head.layer, head.head) for head in self.heads]
         attentions = [numbers_of(head.measured.to_json(), head.measured.profile) for head in self.heads]
-        return describe(places, attentions, source="on the text measured")
+        return describe(places, attentions, text=self.text)
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -128,7 +129,7 @@ class Prediction(Shown):
             "bias": self.agreement(bias),
             "distance_bins": [list(span) for span in distance_bins(self.length)],
             "left_out": list(self.left_out),
-            "heads": [head.to_json() for head in self.heads],
+            "heads": [head.to_json(self.text) for head in self.heads],
         }
 
     def to_frame(self) -> "pandas.DataFrame":

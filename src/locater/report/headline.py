@@ -128,7 +128,7 @@ def _words(view: View) -> list[Told]:
         return []
     numbers = [{name: view.records[n][f"measured_{name}"] for name in MEASURED} for n in known]
     attentions = [numbers_of(one, profiles[n] or ()) for n, one in zip(known, numbers, strict=True)]
-    told = describe([view.heads[n] for n in known], attentions, source=SOURCES["measured"])
+    told = describe([view.heads[n] for n in known], attentions, text=view.facts.get("text", ""))
     return [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
 
 

@@ -77,7 +77,7 @@ def read(document: Json) -> dict[str, list[Measured]]:
 
 def judge(word: Word, heads: Sequence[Measured], source: str, *, margin: float = 0.0) -> Judged:
     """Count how often the word is right: one half of the text by the other, or random ids by all of it."""
-    strict = word._replace(limit=word.limit + (-margin if word.is_low else margin))
+    strict = word.stricter(margin)
     if source == "text":
         pairs = [(one, other) for head in heads for one, other in (head.halves, head.halves[::-1])]
     else:
