@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from ..errors import refusal
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
+from .module import AttentionModule, module_at
 from .neighbours import Surroundings, outer_modules
 from .places import Places, Tensors
 from .proof.cache import known_or_proven
 from .reader import Layer, build
 from .schema import Config, Family, resolve
-from .slices import Slices, slices
 from .stacked import unstacked
 
 
@@ -28,9 +28,10 @@ class Model:
         for places in self.places:
             yield from build(places, (n for n in places.layers if chosen is None or n in chosen))
 
-    def slices(self, wanted: Collection[int]) -> Iterator[Slices]:
-        """The rows of every attention module of these layers; no weight is read."""
-        return (slices(places, n) for places in self.places for n in places.layers if n in wanted)
+    def modules(self, wanted: Collection[int] | None = None) -> tuple[AttentionModule, ...]:
+        """The attention modules of the wanted layers, by default of all; no weight is read yet."""
+        numbers = [(places, n) for places in self.places for n in places.layers if wanted is None or n in wanted]
+        return tuple(module_at(places, number) for places, number in numbers)
 
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:

@@ -10,7 +10,7 @@ from torch import nn
 from ..attention.calls import AttentionCall
 from ..errors import Refusal
 from ..head import Head
-from ..models.live import Sample, Site, layer_of
+from ..models.live import AttentionModule, Sample, layer_of
 from ..models.live.agreement import difference, is_of_length
 from ..models.live.discover import Finder
 from ..models.live.modules import Found
@@ -55,7 +55,7 @@ class FoundHeads:
         is_found = all(not isinstance(found.row, Refusal) for found in self.rows.values())
         self.finder = None if is_found or self.num_tries == TRIES else self.finder
 
-    def add(self, site: Site, call: AttentionCall) -> None:
+    def add(self, site: AttentionModule, call: AttentionCall) -> None:
         """A call of a pass that is recorded."""
         if self.finder is None:
             return
@@ -66,7 +66,7 @@ class FoundHeads:
         if found is not None:
             self.rows[site.query_name] = found
 
-    def check(self, site: Site, call: AttentionCall, inputs: Inputs | None) -> None:
+    def check(self, site: AttentionModule, call: AttentionCall, inputs: Inputs | None) -> None:
         """Once for every layer that was read and not found: do its heads give the logits of its call?"""
         place = site.block, site.number
         if place in self.differences or inputs is None or inputs.x_query is None or inputs.x_key is None:
@@ -90,11 +90,11 @@ class FoundHeads:
         modules = self.tensors.model.modules()
         return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in modules)
 
-    def difference(self, site: Site) -> str | None:
+    def difference(self, site: AttentionModule) -> str | None:
         """Describe what a layer's heads do not reproduce of its calls; None where nothing is known to differ."""
         return self.differences.get((site.block, site.number))
 
-    def heads(self, site: Site) -> tuple[Head, ...]:
+    def heads(self, site: AttentionModule) -> tuple[Head, ...]:
         """The heads of a layer as they are now; none where they are not known."""
         try:
             found = self.rows.get(site.query_name)

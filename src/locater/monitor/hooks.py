@@ -21,7 +21,7 @@ from ..attention.gates import Trails
 from ..attention.interception import Interception
 from ..attention.outside import OutsideHook
 from ..errors import refusal
-from ..models.live.site import PACKED, Site
+from ..models.module import PACKED, AttentionModule
 from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
 from .tally import Mode
@@ -33,8 +33,10 @@ class Observer(Protocol):
     def is_due(self) -> bool: ...
     def recording(self) -> AbstractContextManager[None]: ...
     def written_out(self, call: AttentionCall) -> None: ...
-    def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: "Pass") -> bool: ...
-    def by_inputs(self, site: Site, inputs: Inputs, run: "Pass") -> None: ...
+    def by_call(
+        self, site: AttentionModule | None, call: AttentionCall, inputs: Inputs | None, run: "Pass"
+    ) -> bool: ...
+    def by_inputs(self, site: AttentionModule, inputs: Inputs, run: "Pass") -> None: ...
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Owner:
     """An attention module and the sites it serves: several where layers share it."""
 
     module: nn.Module
-    sites: list[Site] = field(default_factory=list)
+    sites: list[AttentionModule] = field(default_factory=list)
 
 
 @dataclass
@@ -54,7 +56,9 @@ class Pass:
     mode: Mode = "training"
     running: dict[str, Inputs] = field(default_factory=dict)
     num_runs: Counter[str] = field(default_factory=Counter)
-    current: dict[str, Site] = field(default_factory=dict)  # of an owner of several sites, whose projection ran last
+    current: dict[str, AttentionModule] = field(
+        default_factory=dict
+    )  # of an owner of several sites, whose projection ran last
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
     modes: ExitStack = field(default_factory=ExitStack)
     trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
@@ -71,7 +75,9 @@ class Hooks:
     A pass is counted once: what runs forward within backward is recomputed, and not looked at.
     """
 
-    def __init__(self, entry: nn.Module, modules: dict[str, nn.Module], sites: Iterable[Site], observer: Observer):
+    def __init__(
+        self, entry: nn.Module, modules: dict[str, nn.Module], sites: Iterable[AttentionModule], observer: Observer
+    ):
         self.observer, self.modules, self.entry = observer, modules, entry
         self.local = threading.local()
         self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
@@ -95,7 +101,7 @@ class Hooks:
         for name, owner in self.owners.items():
             self._hook(owner.module, self._begin(name), name)
             keep(owner.module.register_forward_hook(Hook(owner.module, self._while_observing(self._end(name)))))
-            sides: dict[str, dict[str, list[Site]]] = defaultdict(lambda: defaultdict(list))
+            sides: dict[str, dict[str, list[AttentionModule]]] = defaultdict(lambda: defaultdict(list))
             for site in owner.sites:
                 sides[site.query_name]["x_query"].append(site)
                 sides[site.key_name]["x_key"].append(site)
@@ -188,7 +194,7 @@ class Hooks:
 
         return begin
 
-    def _capture(self, name: str, attributes: dict[str, list[Site]]) -> Callable[..., None]:
+    def _capture(self, name: str, attributes: dict[str, list[AttentionModule]]) -> Callable[..., None]:
         served = [site for sites in attributes.values() for site in sites]
 
         def capture(run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
@@ -201,7 +207,7 @@ class Hooks:
 
         return capture
 
-    def _turn(self, run: Pass, name: str, site: Site) -> None:
+    def _turn(self, run: Pass, name: str, site: AttentionModule) -> None:
         """A module with the projections of several layers goes on to another one."""
         if name in run.current:
             self._finish(run, run.current[name], run.running[name])
@@ -219,7 +225,7 @@ class Hooks:
 
         return end
 
-    def _finish(self, run: Pass, site: Site, inputs: Inputs) -> None:
+    def _finish(self, run: Pass, site: AttentionModule, inputs: Inputs) -> None:
         """Reconstruct the attention that no kernel was seen to compute."""
         if inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
             return
@@ -228,7 +234,7 @@ class Hooks:
         else:
             self.observer.by_inputs(site, inputs, run)
 
-    def _site(self, run: Pass, name: str) -> Site:
+    def _site(self, run: Pass, name: str) -> AttentionModule:
         """Name the site: where layers share a module and its projections, by the index of this call."""
         sites = self.owners[name].sites
         return run.current.get(name) or sites[run.num_runs[name] % len(sites)]

@@ -19,7 +19,7 @@ from ..attention.kernels import packed
 from ..errors import Refusal, refusal
 from ..head import Block
 from ..models import spans
-from ..models.live import Sample, Site, sites
+from ..models.live import AttentionModule, Sample, sites
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules, unwrap
 from .finding import FoundHeads
@@ -85,7 +85,7 @@ class Observation:
         self.softmaxes: set[str] = set()  # modules that compute a softmax themselves, where nothing else is known
         self.shown: set[str] = set()  # stabilisers that calls have shown
 
-    def _find_sites(self, model: nn.Module, heads: Sequence[Explicit]) -> list[Site]:
+    def _find_sites(self, model: nn.Module, heads: Sequence[Explicit]) -> list[AttentionModule]:
         try:
             found = sites(model, heads=heads, tensors=WholeTensors(model))
             known = [site for site in found if self._is_wanted(site)]
@@ -113,14 +113,14 @@ class Observation:
         if name is not None and call.logits is not None and call.logits.dim() == 4 and min(call.logits.shape[-2:]) > 1:
             self.softmaxes.add(name)
 
-    def _is_wanted(self, site: Site) -> bool:
+    def _is_wanted(self, site: AttentionModule) -> bool:
         return (self.layers is None or site.number in self.layers) and bool(self.indices(site))
 
-    def indices(self, site: Site) -> tuple[int, ...]:
+    def indices(self, site: AttentionModule) -> tuple[int, ...]:
         every = range(site.num_heads)
         return tuple(every if self.head_numbers is None else (head for head in self.head_numbers if head in every))
 
-    def by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+    def by_call(self, site: AttentionModule | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
         """One call of a kernel; False where it is not this layer's attention. What cannot be read is noted."""
         with self.lock:
             try:
@@ -131,7 +131,7 @@ class Observation:
                     self.refused.add(f"a call of {call.through} in `{name}` could not be read: {reason}")
                 return False
 
-    def _by_call(self, site: Site | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+    def _by_call(self, site: AttentionModule | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
         call = packed(call)
         if site is None and (site := self._discover(call, run)) is None:
             return False
@@ -179,7 +179,7 @@ class Observation:
 
         return Trail(shape, not call.tokens_first, found, is_weights=call.logits is not None)
 
-    def by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
+    def by_inputs(self, site: AttentionModule, inputs: Inputs, run: Pass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""
         with self.lock:
             try:
@@ -187,7 +187,7 @@ class Observation:
             except Exception as reason:  # whatever it is, to be watched must not end a run
                 self.refused.add(f"what `{site.query_name}` was given could not be read: {reason}")
 
-    def _by_inputs(self, site: Site, inputs: Inputs, run: Pass) -> None:
+    def _by_inputs(self, site: AttentionModule, inputs: Inputs, run: Pass) -> None:
         indices = self.indices(site)
         if self.is_named and self.causal is None:
             self.refused.add(
@@ -220,7 +220,7 @@ class Observation:
             statistics = observe(heads, inputs.x_query, inputs.x_key, **options)
         self._add(key, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
 
-    def _discover(self, call: AttentionCall, run: Pass) -> Site | None:
+    def _discover(self, call: AttentionCall, run: Pass) -> AttentionModule | None:
         """The layer of a module that no table names: by its name, and the index of this call."""
         known = [site for index, site in enumerate(self.sites) if self.agreement.may_be(index, site)]
         site = discovered(call, run, self.modules, known)
@@ -255,7 +255,7 @@ class Observation:
         index = next(indices)
         return None if index in self.agreement.foreign and self.agreement.is_spread else index
 
-    def own_sites(self) -> list[Site]:
+    def own_sites(self) -> list[AttentionModule]:
         return [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
 
     def merged(self) -> dict[Key, Tally]:
@@ -264,7 +264,7 @@ class Observation:
         keys: list[Key] = [(index, mode) for index in self.order for mode in MODES]
         return dict(zip(keys, merge([self.tallies[key] for key in keys], self.group), strict=True))
 
-    def _append(self, site: Site) -> None:
+    def _append(self, site: AttentionModule) -> None:
         self.sites.append(site)
         for mode in MODES:
             self._tally(len(self.sites) - 1, mode)

@@ -13,7 +13,7 @@ from ..attention.arguments import num_heads_of, with_four_dimensions
 from ..attention.calls import AttentionCall
 from ..errors import refusal
 from ..head import Block
-from ..models.live import Site
+from ..models.live import AttentionModule
 from .hooks import Pass
 
 AGAIN = "#"  # between a module's name and the number of its call, from the second on
@@ -25,7 +25,9 @@ def module_name(call: AttentionCall, modules: dict[str, nn.Module]) -> str | Non
     return next((names[id(module)] for module in call.modules if id(module) in names), None)
 
 
-def discovered(call: AttentionCall, run: Pass, modules: dict[str, nn.Module], known: Sequence[Site]) -> Site | None:
+def discovered(
+    call: AttentionCall, run: Pass, modules: dict[str, nn.Module], known: Sequence[AttentionModule]
+) -> AttentionModule | None:
     """The site of a call: its innermost module's, or a further one if that calls more than once in a pass."""
     name = module_name(call, modules)
     if name is None:
@@ -46,11 +48,11 @@ def call_name(name: str, number: int) -> str:
     return name if number == 0 else f"{name}{AGAIN}{number}"
 
 
-def named_site(block: Block, number: int, num_heads: int, name: str) -> Site:
-    return Site(block, number, num_heads, name, name, build=_unreadable(name))
+def named_site(block: Block, number: int, num_heads: int, name: str) -> AttentionModule:
+    return AttentionModule(block, number, num_heads, name, name, build=_unreadable(name))
 
 
-def repeated(sites: Sequence[Site]) -> Iterator[str]:
+def repeated(sites: Sequence[AttentionModule]) -> Iterator[str]:
     """Modules that call a kernel several times in a pass, whatever for: chunks, heads, or two maps."""
     times = Counter(site.query_name.split(AGAIN)[0] for site in sites)
     several = [name for name, number in times.items() if number > 1]
@@ -111,7 +113,9 @@ def _is_among(name: str, names: set[str]) -> bool:
     return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names)
 
 
-def whole_call(call: AttentionCall, site: Site, modules: dict[str, nn.Module]) -> tuple[AttentionCall, range]:
+def whole_call(
+    call: AttentionCall, site: AttentionModule, modules: dict[str, nn.Module]
+) -> tuple[AttentionCall, range]:
     """All heads of a call, and which of them this process computes.
 
     Under tensor parallelism each process has its own, and they are gathered in order.

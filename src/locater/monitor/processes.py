@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..head import Block
-from ..models.live import Site
-from ..models.live.site import PACKED
 from ..models.live.tensors import entries_of
+from ..models.module import PACKED, AttentionModule
 from .places import AGAIN, named_site
 from .report import LayerReport
 
@@ -55,7 +54,7 @@ class Agreement:
         self.is_spread = False  # whether no process has all layers
         self.is_renamed = False  # whether different layers have one name
 
-    def agree(self, sites: Sequence[Site], append: Callable[[Site], None]) -> None:
+    def agree(self, sites: Sequence[AttentionModule], append: Callable[[AttentionModule], None]) -> None:
         """Exchange layers with all processes; those that are new to this one are appended to its sites."""
         own = [self._place(index, site) for index, site in enumerate(sites) if index not in self.foreign]
         lists: list[list[Place]] = gather(own, self.group)
@@ -70,7 +69,7 @@ class Agreement:
         self.settled = [self.known[identity] for identity in everyone]
         self._number(list(everyone.values()), self.settled)
 
-    def _place(self, index: int, site: Site) -> Place:
+    def _place(self, index: int, site: AttentionModule) -> Place:
         if index not in self.places:
             mark = mark_of(site, self.modules)
             self.places[index] = Place(site.block, site.number, site.num_heads, site.query_name, mark)
@@ -88,14 +87,14 @@ class Agreement:
     def order(self, num_sites: int) -> Sequence[int]:
         return range(num_sites) if self.settled is None else self.settled
 
-    def may_be(self, index: int, site: Site) -> bool:
+    def may_be(self, index: int, site: AttentionModule) -> bool:
         """Tell whether a site may be this process's: one of other processes only if the weights are alike."""
         if index not in self.foreign or not self.is_spread:
             return True
         return self.known.get((site.block, site.query_name, mark_of(site, self.modules))) == index
 
 
-def mark_of(site: Site, modules: dict[str, nn.Module]) -> tuple[float, ...]:
+def mark_of(site: AttentionModule, modules: dict[str, nn.Module]) -> tuple[float, ...]:
     """Some entries of the first weight of a layer's module, by which its replicas on other processes are recognised."""
     name = site.query_name.split(AGAIN)[0]
     module = modules.get(site.owner if name.endswith(PACKED) else name)

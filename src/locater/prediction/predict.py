@@ -114,11 +114,11 @@ def _predict_streamed(
     with streamed(source.place) as model:
         chosen = model.wanted(layers)
         effort = _fitted(effort, model.module)
-        windows = random_ids(source.place, model.module, effort, causal=_is_causal([model.read(chosen[0])]))
+        windows = random_ids(source.place, model.module, effort, causal=_is_causal([chosen[0].build()]))
         step = _Steps(progress, len(chosen))
 
         def take(number: int, x: Tensor) -> None:
-            layer = model.read(chosen[number])
+            layer = chosen[number].build()
             collector = collector_of(layer, windows, effort=effort, terms=terms)
             for part in x[: len(windows.calibration)].split(effort.batch):
                 collector.add(part)

@@ -6,7 +6,7 @@ tables only the rows that are looked up are read.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
@@ -21,7 +21,8 @@ from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..checkpoints import Checkpoint
 from ..errors import Refusal
-from ..models import Config, Layer, Places, build, open_model, wanted_layers
+from ..models import Config, open_model, wanted_layers
+from ..models.module import AttentionModule
 from .language_model import first_line, quiet, registered_loader, transformers_here
 
 # Tables with more numbers than this are read by the rows that are looked up.
@@ -74,31 +75,18 @@ class CannotStream(Refusal):
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Location of one attention module: its stack, its number there, and the module that takes its input."""
-
-    places: Places
-    number: int
-    query_name: str
-
-
-@dataclass(frozen=True)
 class Streamed:
     """A model whose layers read their weights when they are called."""
 
     module: nn.Module
-    attention: list[Attention]
+    attention: list[AttentionModule]
 
-    def wanted(self, layers: Iterable[int] | None) -> list[Attention]:
-        wanted = wanted_layers(layers, (one.number for one in self.attention))
-        return [one for one in self.attention if one.number in wanted]
-
-    def read(self, one: Attention) -> Layer:
-        """The heads of one attention module."""
-        return next(build(one.places, [one.number]))
+    def wanted(self, layers: Iterable[int] | None) -> list[AttentionModule]:
+        chosen = wanted_layers(layers, (module.number for module in self.attention))
+        return [module for module in self.attention if module.number in chosen]
 
     @torch.no_grad()
-    def run(self, chosen: Sequence[Attention], ids: Int[Tensor, "batch tokens"], take: Take) -> None:
+    def run(self, chosen: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> None:
         """One pass; `take(number, x)` gets the inputs of the chosen attention modules as they come."""
         with inputs_of(dict(self.module.named_modules()), [one.query_name for one in chosen], take):
             self.module(input_ids=ids, **({"use_cache": False} if hasattr(self.module.config, "use_cache") else {}))
@@ -125,18 +113,15 @@ def streamed(source: str | PathLike[str]) -> Iterator[Streamed]:
         yield found
 
 
-def _attention(module: nn.Module, checkpoint: Checkpoint) -> list[Attention]:
+def _attention(module: nn.Module, checkpoint: Checkpoint) -> list[AttentionModule]:
     """Every attention module of the one stack that there is."""
-    found = open_model(Config(checkpoint.config), checkpoint).places
-    if len({places.row.block for places in found}) > 1 or found[0].row.block in ("cross", "vision"):
-        raise CannotStream(f"expected one stack of self-attention, got {len(found)}")
+    found = open_model(Config(checkpoint.config), checkpoint).modules()
+    blocks = {attention.block for attention in found}
+    if len(blocks) > 1 or blocks & {"cross", "vision"}:
+        raise CannotStream(f"expected one stack of self-attention, got {len(blocks)}")
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
-    places = [
-        Attention(one, number, one.name(one.row.query, number).removeprefix(prefix))
-        for one in found
-        for number in one.layers
-    ]
-    return sorted(places, key=lambda one: one.number)
+    named = [replace(attention, query_name=attention.query_name.removeprefix(prefix)) for attention in found]
+    return sorted(named, key=lambda attention: attention.number)
 
 
 @contextmanager

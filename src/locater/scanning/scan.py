@@ -1,11 +1,12 @@
 """`scan`: every head of a model, stored or live, with its spectrum, regime and localisation, one layer at a time."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import Refusal, net, refusal
 from ..models import Layer
+from ..models.module import AttentionModule
 from ..models.sources import Source, as_source
 from ..records import Json, data_frame
 from ..report.shown import Shown
@@ -15,7 +16,7 @@ from .curves import distances
 from .direct import direct_of
 from .layer import Analysis, Settings, Workers, analyse, joined, workers
 from .rows import HeadRow, in_order
-from .source import Opened, open_source
+from .source import open_source
 
 if TYPE_CHECKING:
     import pandas
@@ -91,23 +92,26 @@ def scan(
         settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
             settings = replace(settings, direct=direct_of(opened.tensors, opened.config))
-        whole = _analyse(opened, opened.wanted(layers), settings, progress)
+        with net(opened.source):
+            modules = opened.wanted(layers)
+        whole = _analyse(opened.source, modules, settings, progress)
     rows = tuple(in_order(whole.rows))
     facts = opened.source, opened.family, opened.format, str(opened.coverage())
     return Scan(*facts, rows, tuple(whole.refused), settings.length, whole.normalised)
 
 
-def _analyse(opened: Opened, wanted: frozenset[int], settings: Settings, progress: Progress | None) -> Analysis:
+def _analyse(
+    source: str, modules: Sequence[AttentionModule], settings: Settings, progress: Progress | None
+) -> Analysis:
     """One layer after the other; refused where nothing is left."""
-    layers, total = opened.read(wanted), sum(number in wanted for number in opened.numbers)
 
     def parts(threads: Workers) -> Iterator[Analysis]:
-        for done in range(total):
+        for done, module in enumerate(modules):
             if progress:
-                progress(done, total)
-            with net(opened.source):
+                progress(done, len(modules))
+            with net(source):
                 # Handed on without a name of its own: one layer's weights are freed before the next are read.
-                part = _of_layer(next(layers), settings, threads)
+                part = _of_layer(module.build(), settings, threads)
             yield from part
 
     with workers() as threads:

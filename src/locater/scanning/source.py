@@ -1,6 +1,6 @@
 """A model before anything of it is read: a stored checkpoint or a live module, opened to its layers; and its heads."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from os import fspath
@@ -9,34 +9,34 @@ from .. import checkpoints
 from ..budget import end_of, limited
 from ..errors import Refusal, net, refusal
 from ..head import Head
-from ..models import Config, Family, HeadRows, Layer, Model, Slices, open_model, read_layout, wanted_layers
+from ..models import Config, Family, HeadRows, Model, open_model, read_layout, wanted_layers
 from ..models.coverage import Coverage
+from ..models.module import AttentionModule
 from ..models.sources import Live, Source, Stored, as_source
 from .direct import Tensors
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Opened source: the layer of each attention module, and a reader of the wanted ones."""
+class OpenedModel:
+    """A model of which nothing is read yet, with its attention modules."""
 
     source: str
     family: str
     format: str
     coverage: Callable[[], Coverage]  # what of a live model differs from its config costs building that once more
-    numbers: list[int]
+    numbers: Sequence[int]  # the layers of its attention modules
+    modules: Callable[[frozenset[int]], Sequence[AttentionModule]]  # those of some layers
     num_layers: int  # of the whole model, stored here or not
-    read: Callable[[frozenset[int]], Iterator[Layer]]
-    slices: Callable[[frozenset[int]], Iterator[Slices]]
     tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
     config: Config = field(default_factory=Config)
 
-    def wanted(self, layers: Iterable[int] | None) -> frozenset[int]:
-        """The numbers of the layers asked for; refused where the model has no such layer."""
-        return wanted_layers(layers, self.numbers)
+    def wanted(self, layers: Iterable[int] | None) -> Sequence[AttentionModule]:
+        """The attention modules of the layers asked for; refused where the model has no such layer."""
+        return self.modules(wanted_layers(layers, self.numbers))
 
 
 @contextmanager
-def open_source(source: Stored | Live) -> Iterator[Opened]:
+def open_source(source: Stored | Live) -> Iterator[OpenedModel]:
     """Open a model to its layers, by the options of its kind."""
     if isinstance(source, Live) and source.causal is not None:
         raise refusal("no causal=… but for `predict`", source.causal, "weights do not depend on the mask")
@@ -72,12 +72,10 @@ def heads(source: Source, *, layers: Iterable[int] | None = None) -> Iterator[He
     with ExitStack() as stack:
         with limited(deadline=end):
             opened = stack.enter_context(open_source(source))
-            read = opened.read(opened.wanted(layers))
-        while True:
+            chosen = opened.wanted(layers)
+        for module in chosen:
             with net(opened.source), limited(deadline=end):  # not in force while the caller is at work
-                layer = next(read, None)
-            if layer is None:
-                return
+                layer = module.build()
             if layer.refused:
                 raise Refusal(layer.refused[0])
             yield from layer.heads
@@ -100,30 +98,23 @@ def head_rows(source: Source, *, layers: Iterable[int] | None = None) -> list[He
     ('self_attn.in_proj_weight', torch.Size([8, 16]))
     """
     with open_source(as_source(source)) as opened, net(opened.source):
-        return [rows for module in opened.slices(opened.wanted(layers)) for rows in module.heads]
+        return [rows for module in opened.wanted(layers) for rows in module.rows().heads]
 
 
-def _open_live(source: Live, family: Family | None) -> Opened:
+def _open_live(source: Live, family: Family | None) -> OpenedModel:
     from ..models import live  # stored models are read without what finds heads in live ones
 
     opened = live.open_live(source.module, family=family, sample=source.sample, heads=source.heads)
+    numbers, tensors = [site.number for site in opened.sites], None if opened.model is None else opened.tensors
 
-    def read(wanted: frozenset[int]) -> Iterator[Layer]:
-        return (site.build() for site in opened.sites if site.number in wanted)
-
-    def slices(wanted: frozenset[int]) -> Iterator[Slices]:
-        for site in (site for site in opened.sites if site.number in wanted):
-            if site.slices is None:
-                raise Refusal(site.build().refused[0])
-            yield site.slices()
+    def modules(wanted: frozenset[int]) -> list[AttentionModule]:
+        return [site for site in opened.sites if site.number in wanted]
 
     facts = source.name, opened.family, "module", opened.coverage
-    numbers, tensors = [site.number for site in opened.sites], None if opened.model is None else opened.tensors
-    return Opened(*facts, numbers, opened.num_layers, read, slices, tensors, opened.config)
+    return OpenedModel(*facts, numbers, modules, opened.num_layers, tensors, opened.config)
 
 
-def _of_model(model: Model, source: str) -> Opened:
+def _of_model(model: Model, source: str) -> OpenedModel:
     numbers = [layer for places in model.places for layer in places.layers]
     depth = max(places.num_layers for places in model.places)
-    facts = source, model.family, "module", lambda: model.coverage
-    return Opened(*facts, numbers, depth, model.layers, model.slices)
+    return OpenedModel(source, model.family, "module", lambda: model.coverage, numbers, model.modules, depth)

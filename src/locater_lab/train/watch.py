@@ -59,7 +59,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     return f"the first output that is not finite is that of `{broken[0]}`" if broken else None
 
 
-def _exploded(site: live.Site, x: Tensor) -> str | None:
+def _exploded(site: live.AttentionModule, x: Tensor) -> str | None:
     """The layer's worst head, if its logits are beyond what a softmax can hold."""
     try:
         heads = site.build().heads

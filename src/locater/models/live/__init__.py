@@ -9,18 +9,28 @@ from torch import nn
 from ...errors import Refusal, refusal
 from .. import Config, Family, Layer, Model, open_model
 from ..coverage import BY_TABLE, Coverage
+from ..module import AttentionModule, module_of_row, refused_module
 from ..neighbours import Surroundings
 from ..registry import is_in_tables
 from .changes import active_modes, changes
 from .discover import discover
 from .explicit import Explicit, describe, explicit_row
 from .modules import Found, search
-from .site import Site, layer_of, refused_site, site_at, site_of
 from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample
 
-__all__ = ["LiveModel", "ModuleTensors", "Sample", "Site", "layer_of", "layers", "open_live", "settings", "sites"]
+__all__ = [
+    "LiveModel",
+    "ModuleTensors",
+    "Sample",
+    "AttentionModule",
+    "layer_of",
+    "layers",
+    "open_live",
+    "settings",
+    "sites",
+]
 
 OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed where the code itself is there
 MOST_NAMED = 3  # of what differs in a model
@@ -55,7 +65,7 @@ class LiveModel:
 
     module: nn.Module
     family: str
-    sites: tuple[Site, ...]
+    sites: tuple[AttentionModule, ...]
     read: Coverage  # by names and settings alone
     tensors: ModuleTensors
     config: Config = field(default_factory=Config)
@@ -91,7 +101,7 @@ def sites(
     heads: Sequence[Explicit] = (),
     sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
-) -> list[Site]:
+) -> list[AttentionModule]:
     """Locate the attention modules of `layers`."""
     return list(open_live(model, family=family, heads=heads, sample=sample, tensors=tensors).sites)
 
@@ -137,9 +147,10 @@ def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family
         if family is not None or is_in_tables(str(config.get("model_type"))):
             raise
         raise _unknown(tensors, config) from None
-    found = tuple(site_at(places, number) for places in model.places for number in places.layers)
     basis = model.coverage.basis or BY_TABLE
-    return LiveModel(module, model.family, found, replace(model.coverage, basis=basis), tensors, config, model)
+    return LiveModel(
+        module, model.family, model.modules(), replace(model.coverage, basis=basis), tensors, config, model
+    )
 
 
 def _of_rows(module: nn.Module, rows: Sequence[Found], tensors: ModuleTensors, basis: str) -> LiveModel:
@@ -150,9 +161,16 @@ def _of_rows(module: nn.Module, rows: Sequence[Found], tensors: ModuleTensors, b
         numbers[entry.block] += 1
         if isinstance(entry.row, Refusal):
             refused.append(entry.name)
-            found.append(refused_site(entry.block, number, (entry.name, entry.name), str(entry.row)))
+            found.append(refused_module(entry.block, number, (entry.name, entry.name), str(entry.row)))
         else:
-            found.append(site_of(entry.row, number, tensors))
+            found.append(module_of_row(entry.row, number, tensors))
     reasons = (f"without {', '.join(refused)}",) if refused else ()
     read = Coverage(len(found) - len(refused), len(found), "modules", reasons, basis)
     return LiveModel(module, "modules", tuple(found), read, tensors)
+
+
+def layer_of(found: Found, number: int, tensors: ModuleTensors) -> Layer:
+    """The heads of one attention module whose row is known."""
+    if isinstance(found.row, Refusal):
+        raise found.row
+    return module_of_row(found.row, number, tensors).build()

@@ -16,10 +16,10 @@ from ...attention.interception import Interception
 from ...errors import Refusal
 from .. import Attention, Layer
 from ..coverage import Coverage, spans
+from ..module import AttentionModule, module_of_row, refused_module
 from .agreement import difference, is_normed
 from .discover import Finder
 from .modules import Found
-from .site import Site, refused_site, site_of
 from .tensors import ModuleTensors, called
 from .watch import Product, Sample, quietly, run
 
@@ -38,7 +38,7 @@ class Trial:
     """Told of every call of a pass by its interception."""
 
     tensors: ModuleTensors
-    sites: Sequence[Site]
+    sites: Sequence[AttentionModule]
     outcomes: list[Outcome] = field(default_factory=list)
     further: list[str] = field(default_factory=list)  # modules whose attention is none of these sites'
 
@@ -97,20 +97,20 @@ class Trial:
         """List the inputs of norms whose output has the shape of x, the last first."""
         return [norm.x for norm in reversed(self.finder.watch.norms) if norm.x.shape == x.shape]
 
-    def judged(self) -> list[Site]:
+    def judged(self) -> list[AttentionModule]:
         """The sites, with those that differ replaced by what the call shows, or refused."""
         return [self._site(site, outcome) for site, outcome in zip(self.sites, self.outcomes, strict=True)]
 
-    def _site(self, site: Site, outcome: Outcome) -> Site:
+    def _site(self, site: AttentionModule, outcome: Outcome) -> AttentionModule:
         if outcome.words is None or outcome.instead is None:
             return site
         row, names = outcome.instead.row, (site.query_name, site.key_name)
         if isinstance(row, Attention) and (row.query, row.key, row.block) == (*names, site.block):
-            return site_of(row, site.number, self.tensors)
+            return module_of_row(row, site.number, self.tensors)
         why = row if isinstance(row, Refusal) else f"its call is of {row.block} attention by `{row.query}`"
-        return refused_site(site.block, site.number, names, f"not as its config says ({outcome.words}); {why}")
+        return refused_module(site.block, site.number, names, f"not as its config says ({outcome.words}); {why}")
 
-    def coverage(self, before: Coverage, judged: Sequence[Site]) -> Coverage:
+    def coverage(self, before: Coverage, judged: Sequence[AttentionModule]) -> Coverage:
         """Update the coverage by the pass: proven where it ran, with the differences that it showed."""
         ran = [outcome.was_run for outcome in self.outcomes]
         differs = [outcome.words is not None for outcome in self.outcomes]
