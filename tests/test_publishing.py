@@ -1,9 +1,12 @@
 """What a host of the repository runs: workflows that parse, and the action for continuous integration, really run."""
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,28 @@ def test_the_action_fails_where_a_condition_is_met(tmp_path):
 def test_names_are_never_read_as_commands(tmp_path):
     hostile = scan_step("x; touch planted $(touch planted) `touch planted`", "eta>0", tmp_path)
     assert hostile.returncode == 1 and not (tmp_path / "planted").exists()
+
+
+def test_the_wheel_carries_the_table_of_families():
+    path = ROOT / "dev" / "families.py"
+    spec = importlib.util.spec_from_file_location("families", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    kept = json.loads(resources.files("locater.models").joinpath("families.json").read_text(encoding="utf-8"))
+    assert kept == script.document(), "python dev/families.py"
+    assert sum(family["how"] in ("table", "proven") for family in kept["families"]) == 373
+
+
+def test_the_placeholder_of_the_owner_stands_where_the_checklist_says():
+    """One word to replace before the first release, and no other address of a host in the project's metadata."""
+    places = {path for path in ("pyproject.toml", "docs/notebooks.md") if "OWNER" in (ROOT / path).read_text()}
+    checklist = (ROOT / "CONTRIBUTING.md").read_text()
+    assert places == {"pyproject.toml", "docs/notebooks.md"} and all(path in checklist for path in places)
+
+
+@pytest.mark.parametrize("name", ["scan", "predict", "compare", "monitor"])
+def test_every_result_names_its_schema(name):
+    """By the source: each document that a command writes begins with the version of its form."""
+    sources = "".join(path.read_text() for path in (ROOT / "src" / "locater").rglob("*.py"))
+    assert re.search(rf'"schema": "locater\.{name}/\d+"', sources)
