@@ -83,7 +83,7 @@ def heads(source: Source, *, layers: Iterable[int] | None = None) -> Iterator[He
 
 
 def head_rows(source: Source, *, layers: Iterable[int] | None = None) -> list[HeadRows]:
-    """Which rows of which parameter are each head's query, key and value; no weight is read.
+    """Name the rows of parameters that are each head's query, key and value; no weight is read.
 
     Names are those of the model's `state_dict` without what wrappers (compilation, DDP, FSDP) put before them; rows are
     those of a weight stored as (out, in), and columns where `transposed`. Sources are those of `locater.heads`. An
