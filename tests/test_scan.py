@@ -153,9 +153,9 @@ def test_qk_norm_makes_the_regime_blind_to_the_size_of_the_weights(tmp_path):
     for before, after in zip(one, seven, strict=True):
         assert after.trace == pytest.approx(7 * before.trace, rel=1e-3)
     found, stored = scan(tmp_path / "one"), scan(tmp_path / "one", raw=True)
-    assert found.to_json()["normalised"] and "behind the norm" in found.summary()
-    assert "normalised" not in stored.to_json() and "behind the norm" not in stored.summary()
-    assert "behind the norm" in " ".join(locater("scan", tmp_path / "one").out.split())
+    assert found.to_json()["normalised"] and "after that norm" in found.summary()
+    assert "normalised" not in stored.to_json() and "after that norm" not in stored.summary()
+    assert "after that norm" in " ".join(locater("scan", tmp_path / "one").out.split())
     for before, after in zip(found.heads, scan(tmp_path / "seven").heads, strict=True):
         assert after.trace == pytest.approx(before.trace, rel=1e-3, abs=1e-5)
         assert (after.regime, after.localisation) == (before.regime, pytest.approx(before.localisation, abs=1e-3))
