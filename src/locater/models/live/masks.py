@@ -1,15 +1,17 @@
 """Reach of an attention call, and the bias that distance adds to its logits, read from the call itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...attention.calls import AttentionCall
 from ...attention.mask_kinds import plain
 from ...errors import refusal
+
+ROWS = 32  # queries whose masks are looked at together
 
 
 class Reach(NamedTuple):
@@ -25,11 +27,29 @@ def reach(call: AttentionCall, allowed: float) -> Reach:
     shape = (*call.query.shape[:3], call.key.shape[2])
     if call.score is not None and not _is_identity(call.score, shape):
         raise refusal("logits that no function changes", "a score_mod")
+    if call.slopes is None and not (call.attn_mask is not None and call.attn_mask.is_floating_point()):
+        return Reach(*_limits(call, shape), None)
     admitted, added = _mask(call, shape)
     slopes = explain_added(added, admitted, allowed)
     if slopes is None:
         raise refusal("numbers added to the logits that fall with distance, as ALiBi's do", "another float mask")
     return Reach(*explain_mask(admitted.flatten(0, 1)), (lambda config, head: slopes[head]) if slopes else None)
+
+
+def _limits(call: AttentionCall, shape: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """(lookback, lookahead) of a call that adds nothing to logits, some queries at a time: no mask of all pairs."""
+    keys, distances = torch.arange(shape[3]), [torch.empty(0, dtype=torch.long)]
+    for rows in _blocks(shape):
+        admitted = call.admitted(rows).cpu()
+        admitted = admitted.flatten(0, -3).any(0) if admitted.dim() > 2 else admitted
+        queries = torch.arange(shape[2])[rows, None]
+        seen = (queries - keys)[admitted.expand(len(queries), len(keys))]
+        distances.append(torch.stack([seen.max(), seen.min()]) if len(seen) else seen)
+    return _bounded(torch.cat(distances), shape[2], shape[3])
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    return (slice(start, min(start + ROWS, shape[2])) for start in range(0, shape[2], ROWS))
 
 
 def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -46,7 +66,10 @@ def explain_mask(admitted: Bool[Tensor, "batch queries keys"]) -> tuple[int | No
     """(lookback, lookahead) of what a mask admits; None where it reaches as far as the text. Padding is ignored."""
     _, num_queries, num_keys = admitted.shape
     distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
-    seen = distance[admitted.any(0)]
+    return _bounded(distance[admitted.any(0)], num_queries, num_keys)
+
+
+def _bounded(seen: Int[Tensor, " distances"], num_queries: int, num_keys: int) -> tuple[int | None, int | None]:
     if num_keys == 1 or not len(seen):
         return None, None
     lookback, lookahead = int(seen.max()), int(-seen.min())
@@ -75,8 +98,13 @@ def explain_added(
 
 
 def _is_identity(score: Callable[..., Tensor], shape: tuple[int, ...]) -> bool:
-    given = torch.linspace(-3, 3, shape[2] * shape[3]).reshape(1, 1, *shape[2:])
-    return bool(torch.equal(score(given, *_indices(shape)).expand(shape), given.expand(shape)))
+    for rows in _blocks(shape):
+        part = (*shape[:2], rows.stop - rows.start, shape[3])
+        given = torch.linspace(-3, 3, part[2] * part[3]).reshape(1, 1, *part[2:])
+        text, head, query, key = _indices(shape)
+        if not torch.equal(score(given, text, head, query[:, :, rows], key).expand(part), given.expand(part)):
+            return False
+    return True
 
 
 def _indices(shape: tuple[int, ...]) -> list[Tensor]:
