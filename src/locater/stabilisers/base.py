@@ -3,21 +3,37 @@
 Each method of the base does nothing, so that one loop serves all of them.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import refusal
+from ..models.live import is_known
+from ..models.live.first_call import FirstCall
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of
 from ..models.live.rate_factor import scaled
+from ..models.live.tensors import entry_of
+from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, several
 from ..records import State
 
+_Kind = TypeVar("_Kind", bound="Stabiliser")
+Find = Callable[[Sample | None], None]
+
 
 class Stabiliser:
-    """Made from a model, it is attached; `detach()` leaves the model as if it had never been."""
+    """Made from a model, it is attached; `detach()`, or the end of `with`, leaves the model as if it had never been.
+
+    The heads of a model that no table knows are found at its first call, on that batch, unless a `sample` was given:
+    until then the stabiliser is `waiting`.
+    """
+
+    waiting: FirstCall | None = None
+    pending: State | None = None  # a state that was loaded while waiting
 
     # Whether `penalty()` is of the passes since its last call, so that the backward of each pass must have its own.
     of_passes = False
@@ -44,6 +60,39 @@ class Stabiliser:
     def load_state_dict(self, state: State) -> None:
         if state:
             raise refusal("an empty state", ", ".join(state))
+
+    def begin(
+        self, model: nn.Module, find: Callable[[Sample | None], None], sample: Sample | None, *known: object
+    ) -> None:
+        """Find the heads now where `sample`, the tables or what is `known` of them allow it, else at the first call."""
+        if sample is not None or any(known) or is_known(model):
+            find(sample)
+        else:
+            self.waiting = FirstCall(entry_of(model), partial(self._begin_waiting, find))
+
+    def _begin_waiting(self, find: Callable[[Sample | None], None], sample: Sample) -> None:
+        self.waiting = None
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            find(sample)
+        if self.pending is not None:
+            self.load_state_dict(self.pending)
+
+    def check_found(self, what: str) -> None:
+        """Refuse to act before the heads are found: a model that is called past its hooks would never be held."""
+        if self.waiting is not None:
+            remedy = "call the model itself, model(batch), first; or give a batch by sample=…"
+            raise refusal(f"heads found in the model's first call, for {what}", "no call so far", remedy)
+
+    def stop_waiting(self) -> None:
+        if self.waiting is not None:
+            self.waiting.close()
+            self.waiting = None
+
+    def __enter__(self: _Kind) -> _Kind:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self.detach()
 
     def detach(self) -> None:
         """Leave the model's outputs and the keys of its `state_dict` as they would be without the stabiliser."""

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,6 +20,7 @@ from .base import Rates, Stabiliser, non_negative
 from .live.find import find_pairs
 from .live.gains import Inputs, Raw
 from .live.gauge import Gauge
+from .live.pairs import Pair
 from .mean import Mean, Projected, as_mean
 from .scales import Eta, Objective, Scale
 from .strength import Auto
@@ -30,7 +33,7 @@ class LocAteR(Stabiliser):
     several, and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is
     then 0. Call `step()` in both forms when the mean is held by projection or warms up, or with `strength="auto"`,
     which sets κ in the first steps (`strength.py`). Heads are found as a scan finds them: by the model's family, by one
-    pass over a batch (`sample`), or named (`heads`: see `locater.heads`).
+    pass over a batch (the `sample`, or that of the model's first call), or named (`heads`: see `locater.heads`).
     """
 
     def __init__(
@@ -49,17 +52,24 @@ class LocAteR(Stabiliser):
         self.auto = Auto() if strength == "auto" else strength if isinstance(strength, Auto) else None
         self.strength = 0.0 if self.auto else _number(strength)
         self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
-        self.pairs = find_pairs(model, heads=heads, sample=sample, family=family, latent=True)
-        self.inputs.find(model, self.pairs, heads=heads, sample=sample, family=family)
         self.optimizer = optimizer
-        leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.steps, self._in_loss = 0, False
+        self.pairs: list[Pair] = []
+        self.gauge: Gauge | None = None
+        options: dict[str, Any] = dict(heads=heads, family=family)
+        self.begin(model, partial(self._find, model, options), sample, heads, family)
+
+    def _find(self, model: nn.Module, options: dict[str, Any], sample: Sample | None) -> None:
+        self.pairs = find_pairs(model, sample=sample, latent=True, **options)
+        self.inputs.find(model, self.pairs, sample=sample, **options)
+        leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
-        self.gauge = Gauge(self.pairs, optimizer, self._slopes) if self.auto else None
-        writes = leaves.values() if optimizer is not None or isinstance(self.mean, Projected) else ()
-        self.writes = WriteCheck(writes, optimizer, "add penalty() to the loss, and hold a mean by Penalised(…) there")
-        if optimizer is not None:
-            self._check_owner(optimizer, leaves)
+        self.gauge = Gauge(self.pairs, self.optimizer, self._slopes) if self.auto else None
+        writes = leaves.values() if self.optimizer is not None or isinstance(self.mean, Projected) else ()
+        remedy = "add penalty() to the loss, and hold a mean by Penalised(…) there"
+        self.writes = WriteCheck(writes, self.optimizer, remedy)
+        if self.optimizer is not None:
+            self._check_owner(self.optimizer, leaves)
         at_work.begin(model, self)
 
     def __repr__(self) -> str:
@@ -72,6 +82,7 @@ class LocAteR(Stabiliser):
     def penalty(self) -> Float[Tensor, ""]:
         """κ Σ_heads scale(W), and the mean's penalty if it has one; 0 where the optimiser was given."""
         self._in_loss = True
+        self.check_found("a penalty")
         if self.optimizer is not None:
             return torch.zeros((), device=self.pairs[0].weights()[0].device)
         values = [pair.value(*self._objective(number)) for number, pair in enumerate(self.pairs)]
@@ -87,6 +98,7 @@ class LocAteR(Stabiliser):
         """Shrink the scale if an optimiser was given, then hold the mean. Refuses NaN."""
         if self.optimizer is None and not self._in_loss:
             raise refusal("penalty() in the loss, or an optimiser", "neither", "LocAteR(model, …, optimizer=optimizer)")
+        self.check_found("a step")
         self.writes.check()
         self.steps += 1
         if self.gauge is not None:
@@ -117,11 +129,16 @@ class LocAteR(Stabiliser):
         return chosen | means | (single if heads else {})
 
     def state_dict(self) -> State:
+        if self.waiting is not None:
+            return self.pending or {}
         state = {"steps": self.steps, "initial": [values.clone() for values in self.initial]}
         return state | ({"auto": self.auto.state_dict()} if self.auto else {})
 
     def load_state_dict(self, state: State) -> None:
         """Refuses the state of a model with other heads, or of a strength that was chosen where this one is given."""
+        if self.waiting is not None:
+            self.pending = state
+            return
         if self.auto is not None and "auto" not in state:
             raise refusal('the state of strength="auto"', "that of a number", "give that number")
         shapes = [tuple(values.shape) for values in state["initial"]]
@@ -158,8 +175,10 @@ class LocAteR(Stabiliser):
 
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
+        self.stop_waiting()
         at_work.end(self)
-        self.writes.close()
+        if self.pairs:
+            self.writes.close()
         if self.gauge is not None:
             self.gauge.close()
 

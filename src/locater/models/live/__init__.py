@@ -25,6 +25,7 @@ __all__ = [
     "ModuleTensors",
     "Sample",
     "AttentionModule",
+    "is_known",
     "layer_of",
     "layers",
     "open_live",
@@ -104,6 +105,14 @@ def sites(
 ) -> list[AttentionModule]:
     """Locate the attention modules of `layers`."""
     return list(open_live(model, family=family, heads=heads, sample=sample, tensors=tensors).sites)
+
+
+def is_known(model: nn.Module) -> bool:
+    """Tell whether the heads can be found without a pass; a refusal by a family's table is known too."""
+    try:
+        return bool(sites(model))
+    except Refusal:
+        return is_in_tables(str(settings(model).get("model_type")))
 
 
 def open_live(

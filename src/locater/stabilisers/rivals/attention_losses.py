@@ -1,6 +1,7 @@
 """Penalties on what attention does, gathered while the model runs: z-loss and entropy."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -12,6 +13,7 @@ from ...models.live.watch import Sample
 from ..base import non_negative
 from ..live.find import find_pairs
 from ..live.looking import Looker
+from ..live.pairs import Pair
 
 
 class AttentionLoss(Looker):
@@ -28,9 +30,13 @@ class AttentionLoss(Looker):
     ) -> None:
         self.weight = non_negative(weight, "weight")
         self.gathered: dict[str, list[Tensor]] = {}
-        pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
-        self.look(model, pairs)
         self.last: dict[str, float] = {}
+        self.pairs: list[Pair] = []
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
+        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
+        self.look(model, self.pairs)
 
     def number(self, logits: Float[Tensor, "*batch heads queries keys"]) -> Float[Tensor, "*batch heads queries"]:
         """One number per query; each has at least one key, and −∞ stands where there is none."""
@@ -47,6 +53,7 @@ class AttentionLoss(Looker):
 
     def penalty(self) -> Float[Tensor, ""]:
         """Return the loss that the passes since the last call have gathered."""
+        self.check_found("a penalty")
         means = {name: torch.stack(values).mean() for name, values in self.gathered.items()}
         self.gathered.clear()
         if not means:
@@ -55,7 +62,9 @@ class AttentionLoss(Looker):
         return self.weight * torch.stack(list(means.values())).mean()
 
     def detach(self) -> None:
-        super().detach()
+        self.stop_waiting()
+        if self.pairs:
+            super().detach()
         self.gathered.clear()
 
 

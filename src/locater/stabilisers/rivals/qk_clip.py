@@ -5,6 +5,7 @@ Kimi Team 2025, "Kimi K2", arXiv 2507.20534: for latent attention as there, and 
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -61,19 +62,25 @@ class QKClip(Looker):
             raise refusal('by="logits" or by="weights"', by)
         self.threshold, self.every, self.log_only, self.group = threshold, every, log_only, group
         self.num_steps = 0
-        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not log_only, latent=True)
-        if not log_only:
-            check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
-        sides = [rows for pair in self.pairs for rows in pair.sides if not log_only]
-        written = [one for rows in sides for one in (rows.weight.read(), rows.bias) if one is not None]
-        self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
-        self.maxima = Maxima(self.pairs, group)
+        self.by, self.bounds = by, None
+        self.pairs: list[Pair] = []
         self.largest: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
-        self.bounds = Bounds(model, self.pairs, heads=heads, sample=sample) if by == "weights" else None
-        if self.bounds is None:
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
+        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not self.log_only, latent=True)
+        if not self.log_only:
+            check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
+        sides = [rows for pair in self.pairs for rows in pair.sides if not self.log_only]
+        written = [one for rows in sides for one in (rows.weight.read(), rows.bias) if one is not None]
+        self.writes = WriteCheck(written, None, "hold logits by LocAteR's penalty() in the loss")
+        self.maxima = Maxima(self.pairs, self.group)
+        if self.by == "weights":
+            self.bounds = Bounds(model, self.pairs, heads=heads, sample=sample)
+        else:
             self.look(model, self.pairs)
-        if not log_only:
+        if not self.log_only:
             at_work.begin(model, self)
 
     def is_due(self) -> bool:
@@ -88,6 +95,7 @@ class QKClip(Looker):
 
     @torch.no_grad()
     def step(self) -> None:
+        self.check_found("a step")
         self.writes.check()
         if self.is_due():
             self._clip()
@@ -130,9 +138,11 @@ class QKClip(Looker):
         return self.last[pair.name][pair.first : pair.first + math.prod(pair.shape)].view(pair.shape)
 
     def detach(self) -> None:
+        self.stop_waiting()
         at_work.end(self)
-        self.writes.close()
-        super().detach()
+        if self.pairs:
+            self.writes.close()
+            super().detach()
 
 
 def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Tensor, "*heads"]:

@@ -7,6 +7,7 @@ temperature as in Henry et al. 2020 (arXiv 2010.04245).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -81,6 +82,11 @@ class QKNorm(Stabiliser):
         check_not_spread(model)
         check_no_full_graph(model)
         self.kind = kind or RMS()
+        self.modules: dict[str, nn.Module] = {}
+        self.slots = Slots((), lambda name: Normalising(self.kind))
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
         for name, module in self.modules.items():
@@ -91,13 +97,17 @@ class QKNorm(Stabiliser):
         self.slots = Slots(pairs, lambda name: Normalising(self.kind))
 
     def parameters(self) -> list[nn.Parameter]:
+        self.check_found("the gains that the optimiser must be given")
         return [weight for module in self.modules.values() for weight in getattr(module, SUBMODULE).parameters()]
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
+        if self.waiting is not None:
+            return {}
         means = [float(whole(parameter.detach()).abs().mean()) for parameter in self.parameters()]
         return {"qk_norm/gain": sum(means) / len(means)}
 
     def detach(self) -> None:
+        self.stop_waiting()
         self.slots.remove()
         for module in self.modules.values():
             module._modules.pop(SUBMODULE, None)

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
 from ...errors import refusal
+from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
 from ..live.sharding import check_not_spread
@@ -97,10 +98,10 @@ class SigmaReparam(Stabiliser):
     Attach before the optimiser is made: γ is a parameter. As in the paper γ starts at 1, which changes the outputs.
 
     A layer whose weight is an embedding too is left out. `detach()` gives the raw weights back; `detach(bake=True)`
-    leaves what the model has learned to compute.
+    leaves what the model has learned to compute. A `sample` is taken as by the others, and not needed.
     """
 
-    def __init__(self, model: nn.Module, *, gain: float = 1.0) -> None:
+    def __init__(self, model: nn.Module, *, gain: float = 1.0, sample: Sample | None = None) -> None:
         check_not_spread(model)
         self.places = list(linear_weights(model))
         if not self.places:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,15 @@ class SoftCap(Stabiliser):
         if not 0 < cap < float("inf"):
             raise refusal("a positive, finite cap", cap)
         check_no_full_graph(model)
+        self.cap, self.slots = cap, Slots((), lambda name: Capping(cap))
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
-        self.slots = Slots(pairs, lambda name: Capping(cap))
+        self.slots = Slots(pairs, lambda name: Capping(self.cap))
 
     def detach(self) -> None:
+        self.stop_waiting()
         self.slots.remove()
 
 

@@ -1,6 +1,7 @@
 """Weight decay on queries and keys only, decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101) or in the loss."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -33,13 +34,18 @@ class QKDecay(Stabiliser):
         sample: Sample | None = None,
     ) -> None:
         self.decay, self.optimizer = non_negative(decay, "decay"), optimizer
+        self.pairs: list[Pair] = []
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
         self.pairs = find_pairs(model, heads=heads, sample=sample)
-        if optimizer is not None:
+        if self.optimizer is not None:
             check_stored(self.pairs, "decay", IN_LOSS)
             leaves = [leaf for pair in self.pairs for leaf in pair.leaves().values()]
-            self.writes = WriteCheck(leaves, optimizer, IN_LOSS)
+            self.writes = WriteCheck(leaves, self.optimizer, IN_LOSS)
 
     def penalty(self) -> Float[Tensor, ""]:
+        self.check_found("a penalty")
         if self.optimizer is not None:
             return torch.zeros(())
         sides = [side for pair in self.pairs for side in _sides(pair)]
@@ -51,6 +57,7 @@ class QKDecay(Stabiliser):
     def step(self) -> None:
         if self.optimizer is None:
             return
+        self.check_found("a step")
         self.writes.check()
         rates = Rates(self.optimizer)
         for pair in self.pairs:
@@ -59,6 +66,9 @@ class QKDecay(Stabiliser):
                 if weight.requires_grad:
                     heads.mul_(1 - self.decay * rates.learning_rate(weight, rows.weight.name))
             shard.commit()
+
+    def detach(self) -> None:
+        self.stop_waiting()
 
 
 def _sides(pair: Pair) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:
