@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from locater.monitor import AttentionMonitor, Report
+from locater.monitor import AttentionMonitor, Report, RollBack
 from locater.monitor.report import SERIOUS
 from locater.records import Json
 from locater.stabilisers import Auto, LocAteR, QKClip, QKNorm, Stabiliser
@@ -28,6 +28,7 @@ FOLDER = Path(__file__).parent / "measured" / "fleet"
 EVERY, SEEDS, VOCABULARY = 10, 6, 96
 CLIP = 30.0  # QK-Clip's threshold: below the alarm's at every length here
 SLOWER = 0.2  # times the rate, where that is the remedy
+ROLL_BACK = "RollBack"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ REMEDIES: dict[str, Remedy] = {
 
 
 def run(kind: str, is_wild: bool, seed: int, remedy: str) -> Json:
-    """One run; a remedy comes at its first serious alarm, at once and without going back."""
+    """One run; a remedy comes at its first serious alarm, and only RollBack goes back to an earlier state."""
     setting = KINDS[kind]
     rate = (setting.wild if is_wild else setting.calm)[seed]
     torch.manual_seed(seed)
@@ -162,7 +163,8 @@ def run(kind: str, is_wild: bool, seed: int, remedy: str) -> Json:
     optimizer = optimiser(model, rate, setting.is_decayed[is_wild])
     for group in optimizer.param_groups:
         group["initial_lr"] = rate
-    monitor = AttentionMonitor(model, every=EVERY, weights=True)
+    on_alarm = {kind: back for kind in SERIOUS} if remedy == ROLL_BACK and (back := RollBack(SLOWER)) else None
+    monitor = AttentionMonitor(model, every=EVERY, optimizer=optimizer, on_alarm=on_alarm)
     losses, reports, applied, begun = [], [], None, None
     with monitor:
         for step, tokens in enumerate(batches(setting, seed)):
@@ -185,7 +187,7 @@ def run(kind: str, is_wild: bool, seed: int, remedy: str) -> Json:
                 reports.append(report)
                 if remedy and begun is None and any(alarm.kind in SERIOUS for alarm in report.alarms):
                     begun = step
-                    applied = REMEDIES[remedy](model, optimizer, tokens[:, :-1])
+                    applied = REMEDIES[remedy](model, optimizer, tokens[:, :-1]) if remedy in REMEDIES else None
     place = {"kind": kind, "wild": is_wild, "seed": seed, "remedy": remedy, "rate": rate, "begun": begun}
     return place | {"steps": setting.steps, "losses": _thinned(losses), "reports": [_short(one) for one in reports]}
 
@@ -216,7 +218,7 @@ def points() -> Iterator[tuple[str, bool, int, str]]:
     for seed in range(SEEDS):
         yield from ((kind, is_wild, seed, "") for kind in KINDS for is_wild in (False, True))
     for seed in range(SEEDS):
-        yield from ((kind, True, seed, remedy) for kind in KINDS for remedy in REMEDIES)
+        yield from ((kind, True, seed, remedy) for kind in KINDS for remedy in (*REMEDIES, ROLL_BACK))
 
 
 def main(*, folder: Path, seconds: float) -> None:

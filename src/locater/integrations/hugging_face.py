@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
@@ -127,7 +128,7 @@ class AttentionCallback(TrainerCallback):
             return
         self.report = report
         if (trainer := _trainer()) is not None:
-            trainer.log(report.metrics())
+            _log(trainer, report)
         if state.is_world_process_zero:
             for line in (*(f"step {report.step}: {alarm}" for alarm in report.alarms), *report.actions):
                 print(line, flush=True)
@@ -142,6 +143,20 @@ class AttentionCallback(TrainerCallback):
         if self.monitor is not None:
             self.monitor.__exit__(None, None, None)
             self.monitor = None
+
+
+def _log(trainer: Trainer, report: Report) -> None:
+    """Every number to the trackers and the history, three to what prints on the console."""
+    handler = trainer.callback_handler
+    every = handler.callbacks
+    printing = [one for one in every if isinstance(one, PrinterCallback | ProgressCallback)]
+    handler.callbacks = [one for one in every if not any(one is other for other in printing)]
+    try:
+        trainer.log(report.metrics())
+    finally:
+        handler.callbacks = every
+    for callback in printing:
+        callback.on_log(trainer.args, trainer.state, trainer.control, logs=report.headline())
 
 
 def _trainer() -> Trainer | None:

@@ -96,6 +96,12 @@ class Responses:
         self.table = {kind: [_action(one) for one in _several(entry)] for kind, entry in table.items()}
         self.lines: list[str] = []  # for the next report
 
+    def check_forecast(self, steps_ahead: int | None) -> None:
+        """Refuse an action on forecasts where none are made."""
+        if AHEAD in self.table and steps_ahead is None:
+            remedy = "give thresholds=Thresholds(steps_ahead=…)"
+            raise refusal(f"forecasts to act on {AHEAD!r}", "none: they are off by default", remedy)
+
     def all(self) -> list[Action]:
         return list(dict.fromkeys(action for actions in self.table.values() for action in actions))
 
@@ -106,12 +112,12 @@ class Responses:
     def __call__(self, event: Event) -> None:
         kinds = {alarm.kind for alarm in event.report.alarms}
         present = kinds - {AHEAD}  # a forecast is acted on only by its own name
-        for kind, actions in self.table.items():
-            for action in actions:
-                if kind in kinds or (not kind and present):
-                    _do(action, action, event)
-                elif not present.intersection(SERIOUS):
-                    _do(action, action.good, event)
+        for action in self.all():  # each once, however many kinds it is for
+            wanted = {kind for kind, actions in self.table.items() if action in actions}
+            if wanted & kinds or ("" in wanted and present):
+                _do(action, action, event)
+            elif not present.intersection(SERIOUS):
+                _do(action, action.good, event)
 
     def act(self, event: Event) -> Report:
         """Answer a report; return it with a line for everything that was done since the last one."""

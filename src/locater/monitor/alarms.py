@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..attention.calls import SDPA
 from ..head import Block
 from ..models import spans
 from ..records import Json
@@ -22,7 +23,7 @@ class Thresholds:
     dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
-    steps_ahead: int | None = 1000  # an explosion this near, at the growth of the last reports, is said beforehand
+    steps_ahead: int | None = None  # an explosion this near by growth is forecast; off, for most do not come true
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,27 @@ class Alarm:
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
 Remedies = tuple[tuple[str, str], ...]
 SMALLER = "a lower learning rate or a longer warm-up"  # where growth is so fast that the steps are what is wrong
-SHRINK: Remedies = (("QKClip", "QKClip"), ("QKNorm", "QKNorm"), ("SoftCap", "SoftCap"), ("", "a lower learning rate"))
+SHRINK: Remedies = (("QKNorm", "QKNorm"), ("QKClip", "QKClip"), ("SoftCap", "SoftCap"), ("", "a lower learning rate"))
 SHARPEN: Remedies = (("QKNorm", "QKNorm"), ("LocAteR", "LocAteR, to shrink the spectrum"), ("", "a longer warm-up"))
 REVIVE: Remedies = (("LocAteR", "LocAteR with a trace away from 0"), ("", "less weight decay on queries and keys"))
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
-SPREAD: Remedies = (("LocAteR", "LocAteR, to localise attention"), ("", "larger residual branches or pre-LN"))
+SPREAD: Remedies = (("", "larger residual branches or pre-LN"),)
 RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)
+
+
+OF_OUTPUTS = ("QKNorm", "SoftCap")  # put their own output in a kernel's place, which only torch's lets them
+OF_WEIGHTS = ("QKClip", "LocAteR")  # scale the weights, which a norm behind them undoes
+BOUNDS = ("QKClip", "SoftCap")  # let no logit grow without end
+
+
+def choose_remedy(remedies: Remedies, layer: LayerReport, attached: Collection[str]) -> str:
+    """Give the first that is not at work already, that this layer's kernel takes, and that would change its logits."""
+    unfit = {*attached}
+    if layer.through not in ("", SDPA):
+        unfit |= {*OF_OUTPUTS}
+    if "QKNorm" in attached:
+        unfit |= {*OF_WEIGHTS}
+    return next(words for name, words in remedies if name not in unfit)
 
 
 class Condition(NamedTuple):
@@ -171,7 +187,7 @@ def _of_condition(
     limit, figures = condition.limit(layer, limits), condition.figures(layer)
     if limit is None:
         return
-    remedy = next(words for name, words in condition.remedies if name not in attached)
+    remedy = choose_remedy(condition.remedies, layer, attached)
     wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
     wrong = {head: figure for head, figure in wrong.items() if excused is None or not excused(layer, head)}
     explodes = condition.kind == "logit explosion" and trends is not None
@@ -179,11 +195,13 @@ def _of_condition(
         trend = trends.words(layer, "max_logit", list(wrong)) if explodes and trends else ""
         remedy = SMALLER if explodes and trends and trends.is_fast(layer, "max_logit", wrong) else remedy
         yield _alarm(layer, condition, condition.kind, wrong, limit, remedy, trend)
-    if explodes and trends is not None and limits.steps_ahead is not None:
+    if explodes and trends is not None and limits.steps_ahead is not None and not {*BOUNDS} & {*attached}:
         ahead = trends.steps_until(layer, "max_logit", limit, within=limits.steps_ahead)
         near = {head: figures[head] for head in ahead if head not in wrong}
         if near:
-            trend = f"there in about {round(min(ahead[head] for head in near))} steps at the present growth"
+            steps = max(1, round(min(ahead[head] for head in near)))
+            trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.record()}"
+            trends.promise(layer, {head: ahead[head] for head in near}, limit)
             yield _alarm(layer, condition, AHEAD, near, limit, remedy, trend)
 
 

@@ -88,11 +88,11 @@ class AttentionMonitor:
         )  # fmt: skip
         self.weights: dict[int, Weights] | None = {} if weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
-        self.awake, self.said = Awake(), Said()
+        self.awake, self.said, self.sample = Awake(), Said(), sample
         self.host: Any = OwnLoop(self.seen.model, *part(optimizer))
-        self.sample = sample
         self.stabilisers: list[Any] = list(stabilisers)
         self.num_given = len(self.stabilisers)
+        self.responses.check_forecast(self.thresholds.steps_ahead)
         self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
         self.first_call, self.is_trying = None, False

@@ -174,6 +174,17 @@ class Report(Shown):
         found |= dict(_metrics(self.evaluation, "attn_eval", self.per_head))
         return found | {"attn/alarms": float(len(self.alarms)), "attn/actions": float(len(self.actions))}
 
+    def headline(self) -> dict[str, float]:
+        """Three numbers for a console: the largest logit, the lowest normalised entropy, and how many alarms."""
+        layers = self.training or self.no_grad or self.evaluation
+        known = {
+            name: [value for layer in layers for value in layer.statistics[name] if not math.isnan(value)]
+            for name in ("max_logit", "normalised_entropy")
+        }
+        found = {"attn/max_logit": max(known["max_logit"], default=math.nan)}
+        found |= {"attn/normalised_entropy": min(known["normalised_entropy"], default=math.nan)}
+        return found | {"attn/alarms": float(len(self.alarms))}
+
     def to_json(self) -> Json:
         return {
             "schema": "locater.monitor/1",
@@ -253,7 +264,9 @@ def _known(value: float) -> float | None:
 
 
 def unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
-    """Layers of whose gate nothing is known."""
+    """Name layers of whose gate nothing is known, in a model that has gates."""
+    if not any(layer.is_gated for layer in layers):
+        return
     lost = sorted({layer.layer for layer in layers if any(map(math.isnan, layer.gates.get(GATES[0], ())))})
     if lost:
         yield f"the way to the output projection could not be followed in layers {spans(lost)}: their gate is not known"

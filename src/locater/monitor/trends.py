@@ -25,9 +25,32 @@ class Trends:
     """The last few reports' numbers of every layer's heads, in training."""
 
     moments: dict[str, list[Moment]] = field(default_factory=dict)
+    due: dict[str, tuple[float, float]] = field(default_factory=dict)  # forecasts by head: the step, and the limit
+    num_true: int = 0
+    num_wrong: int = 0
+
+    def promise(self, layer: LayerReport, steps: dict[int, float], limit: float) -> None:
+        """Note forecasts, the first of each head, to be judged when they are due, at twice the time that was said."""
+        now = self.moments[_key(layer)][-1][0]
+        for head, ahead in steps.items():
+            self.due.setdefault(f"{_key(layer)} {head}", (now + 2 * ahead, limit))
+
+    def _judge(self, step: int, layer: LayerReport) -> None:
+        for head, largest in zip(layer.heads, layer.statistics["max_logit"], strict=True):
+            due, limit = self.due.get(f"{_key(layer)} {head}", (math.inf, math.inf))
+            if largest > limit or step >= due:
+                self.num_true += largest > limit
+                self.num_wrong += not largest > limit
+                del self.due[f"{_key(layer)} {head}"]
+
+    def record(self) -> str:
+        """Say how many forecasts that came due have come true, where any did come due."""
+        num_due = self.num_true + self.num_wrong
+        return f" ({self.num_true} of {num_due} such forecasts came true so far)" if num_due else ""
 
     def add(self, step: int, layers: Iterable[LayerReport]) -> None:
         for layer in layers:
+            self._judge(step, layer)
             known = {**layer.statistics, **layer.weights}
             kept = self.moments.setdefault(_key(layer), [])
             if not kept or kept[-1][0] < step:
@@ -71,10 +94,12 @@ class Trends:
         return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else ""
 
     def state_dict(self) -> State:
-        return {"moments": self.moments}
+        return {"moments": self.moments, "due": self.due, "record": [self.num_true, self.num_wrong]}
 
     def load_state_dict(self, state: State) -> None:
         self.moments = {key: [(step, values) for step, values in kept] for key, kept in state["moments"].items()}
+        self.due = {key: (due, limit) for key, (due, limit) in state.get("due", {}).items()}
+        self.num_true, self.num_wrong = state.get("record", (0, 0))
 
 
 @dataclass
