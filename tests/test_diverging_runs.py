@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.optim import lr_scheduler
 
 from locater.monitor import Attach, AttentionMonitor, Checkpoint, RollBack, Stop
 from locater.monitor.report import SERIOUS
-from locater.stabilisers import QKClip
+from locater.stabilisers import LocAteR, QKClip
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.shape import Shape
 
@@ -46,30 +47,43 @@ class Run:
         model = LanguageModel(shape)
         return model, torch.optim.Adam(model.parameters(), lr=self.learning_rate)
 
-    def go(self, on_alarm=None):
-        """The losses, and the serious alarms as (step, kind) in their order."""
-        (model, optimizer), losses, alarms = self.make(), [], []
-        with AttentionMonitor(model, every=5, optimizer=optimizer, on_alarm=on_alarm) as monitor:
+    def go(self, on_alarm=None, schedule="LambdaLR", with_muon=False):
+        """The losses, the serious alarms as (step, kind) in their order, the monitor, and what actions said."""
+        (model, optimizer), losses, alarms, lines = self.make(), [], [], []
+        optimizers = [optimizer]
+        if with_muon:
+            weights = list(model.parameters())
+            matrices = [one for one in weights if one.dim() == 2]
+            optimizers = [
+                torch.optim.Muon(matrices, lr=self.learning_rate),
+                torch.optim.Adam([one for one in weights if one.dim() != 2], lr=self.learning_rate),
+            ]
+        schedulers = [self.schedulers[schedule](self, one) for one in optimizers]
+        with AttentionMonitor(model, every=5, optimizer=[*optimizers, *schedulers], on_alarm=on_alarm) as monitor:
             for step, texts in self.batches():
-                rate = min(1.0, (step + 1) / max(1, self.warmup))
-                for group in optimizer.param_groups:
-                    group["lr"] = self.learning_rate * rate * self.scale(monitor)
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
                     loss = model(texts[:, :-1], texts[:, 1:])
                 loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                for one in optimizers:
+                    one.step()
+                    one.zero_grad()
                 losses.append(float(loss.detach()))
+                for one in schedulers:
+                    one.step(*([losses[-1]] if isinstance(one, lr_scheduler.ReduceLROnPlateau) else []))
                 report = monitor.step()
                 alarms += [(step, alarm.kind) for alarm in report.alarms if alarm.kind in SERIOUS] if report else []
+                lines += report.actions if report else ()
                 if monitor.should_stop:
                     break
-        return losses, alarms, monitor
+        return losses, alarms, monitor, lines
 
-    @staticmethod
-    def scale(monitor):
-        rolled = [action.factor**action.num_done for action in monitor.responses.all() if isinstance(action, RollBack)]
-        return rolled[0] if rolled else 1.0
+    schedulers = {
+        "LambdaLR": lambda self, one: lr_scheduler.LambdaLR(one, lambda n: min(1.0, (n + 1) / max(1, self.warmup))),
+        "OneCycleLR": lambda self, one: lr_scheduler.OneCycleLR(
+            one, self.learning_rate, total_steps=self.num_steps + 1, pct_start=0.1
+        ),
+        "ReduceLROnPlateau": lambda self, one: lr_scheduler.ReduceLROnPlateau(one, patience=20),
+    }
 
 
 class Series(nn.Module):
@@ -160,9 +174,9 @@ FIRST = {
 @pytest.mark.parametrize("kind", PAIRS)
 def test_alarms_tell_the_run_that_diverges_from_the_one_that_does_not(kind):
     wild, calm = PAIRS[kind]
-    losses, alarms, _ = calm.go()
+    losses, alarms, _, _ = calm.go()
     assert not alarms and losses[-1] < losses[0]
-    lost, raised, _ = wild.go()
+    lost, raised, _, _ = wild.go()
     print(f"{kind}: loss {losses[0]:.2f} -> {losses[-1]:.3f}; wild -> {lost[-1]:.3f}, {len(raised)}: {raised[:3]}")
     assert raised[0][::-1] == FIRST[kind]
     assert not lost[-1] <= losses[-1], "NaN, or higher"
@@ -171,9 +185,9 @@ def test_alarms_tell_the_run_that_diverges_from_the_one_that_does_not(kind):
 @pytest.mark.parametrize("kind", ["depth without warm-up", "bad data: not a number"])
 def test_roll_back_saves_other_kinds_too(kind):
     wild, calm = PAIRS[kind]
-    (plain, _, _), (safe, _, _) = wild.go(), calm.go()
+    (plain, *_), (safe, *_) = wild.go(), calm.go()
     action = RollBack(0.3)
-    losses, alarms, _ = wild.go(action)
+    losses, alarms, _, _ = wild.go(action)
     print(f"{kind}: {action.num_done} roll-backs, {len(alarms)} alarms, loss {losses[-1]:.3f}, without {plain[-1]:.3f}")
     assert 1 <= action.num_done <= 3 and len(losses) == wild.num_steps and not plain[-1] <= losses[-1]
     assert losses[-1] < safe[-1] + 0.2
@@ -188,8 +202,8 @@ def test_actions_end_to_end(action, tmp_path):
         "roll back": RollBack(0.1),
         "attach": Attach(QKClip, threshold=5.0),
     }[action]
-    plain, alarms, _ = wild.go()
-    losses, acted, monitor = wild.go(chosen)
+    plain, alarms, _, _ = wild.go()
+    losses, acted, monitor, _ = wild.go(chosen)
     print(f"{action}: alarms {len(alarms)} -> {len(acted)}, loss {plain[-1]:.2f} -> {losses[-1]:.2f}")
     if action == "stop":
         assert len(losses) == acted[0][0] + 1 < wild.num_steps
@@ -202,3 +216,28 @@ def test_actions_end_to_end(action, tmp_path):
         assert chosen.stabiliser is not None and len(largest) >= 1
         explosions = [sum(kind == "logit explosion" for _, kind in found) for found in (alarms, acted)]
         assert explosions[1] < explosions[0]
+
+
+SAID = {"roll back": "rolled back", "QKClip": "attached QKClip", "LocAteR": "attached LocAteR", "stop": "stopped"}
+
+
+@pytest.mark.parametrize("with_muon", [False, True], ids=["Adam", "Muon and Adam"])
+@pytest.mark.parametrize("schedule", Run.schedulers)
+@pytest.mark.parametrize("action", SAID)
+@pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "bad data: offset"])
+@pytest.mark.filterwarnings("ignore:Muon's steps")
+def test_every_action_on_every_kind_ends_as_documented(kind, action, schedule, with_muon):
+    """Only Stop ends a run; whatever is done is said, with the step and the reason."""
+    wild = PAIRS[kind][0]
+    chosen = {
+        "roll back": RollBack(0.2),
+        "QKClip": Attach(QKClip, threshold=20.0),
+        "LocAteR": Attach(LocAteR, strength="auto"),
+        "stop": Stop(),
+    }[action]
+    losses, alarms, _, lines = wild.go({kind: chosen for kind in SERIOUS}, schedule, with_muon)
+    acted = [line for line in lines if SAID[action] in line]
+    assert bool(alarms) == bool(acted) and all("because of" in line for line in acted)
+    if alarms:
+        assert acted[0].startswith(f"step {alarms[0][0]}: ")
+    assert len(losses) == (alarms[0][0] + 1 if action == "stop" and alarms else wild.num_steps)

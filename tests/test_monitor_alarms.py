@@ -7,7 +7,7 @@ import torch
 
 from locater.monitor import AttentionMonitor, Thresholds
 from locater.monitor.alarms import find_alarms
-from locater.stabilisers import LocAteR, QKClip
+from locater.stabilisers import LocAteR, QKClip, QKNorm
 from test_monitor import TOKENS, gpt2, llama, watch
 
 pytestmark = pytest.mark.quick
@@ -196,7 +196,9 @@ def test_what_is_attached_to_the_model_is_not_advised():
     def remedies():
         return {alarm.kind: alarm.remedy for alarm in watch(model, lambda: model(LONG)).alarms}
 
-    assert remedies()["logit explosion"] == "QKClip"
+    norm = QKNorm(model)
+    assert AttentionMonitor(model)._attached() == {"QKNorm"}
+    norm.detach()
     clip, locater = QKClip(model, threshold=1e9), LocAteR(model, strength="auto")
     assert remedies() == {"logit explosion": "QKNorm", "entropy collapse": "QKNorm"}
     assert AttentionMonitor(model)._attached() == {"QKClip", "LocAteR"}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from ..budget import limited
 from ..documents import as_written
@@ -12,7 +13,7 @@ from ..errors import BadArguments, net, refusal
 from ..plugins import plugins
 from ..records import Json
 from .options import PagePath, Timeout
-from .output import example
+from .output import console_for, example
 from .pages import save_html
 from .scans import scan_with_progress
 
@@ -41,6 +42,9 @@ def report(
     wanted, sources = parse_heads(heads), sources or [example()]
     with limited(seconds=timeout):
         documents = [read(source) for source in sources]
+    for document in documents:
+        for sentence in document.get("story", ()):
+            console_for(None, aside=True).print(escape(sentence), soft_wrap=True)
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     with as_written(", ".join(sources)):
         if figures:

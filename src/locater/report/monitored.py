@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..records import Json
+from .night import tell
 
 MONITOR = "locater.monitor/1"
 STEPS = "locater.steps/1"
@@ -18,7 +19,9 @@ def steps_of(reports: Sequence[Json], source: str) -> Json:
         steps.append({"step": report["step"], "heads": heads})
         alarms += [alarm | {"step": report["step"]} for alarm in report.get("alarms", [])]
         notes += report.get("notes", [])
-    return {"schema": STEPS, "source": source, "steps": steps, "alarms": alarms, "notes": list(dict.fromkeys(notes))}
+    notes = [line.rstrip(".") for report in reports for line in report.get("actions", [])] + notes
+    found = {"steps": steps, "alarms": alarms, "notes": list(dict.fromkeys(notes)), "story": tell(reports)}
+    return {"schema": STEPS, "source": source, **found}
 
 
 def _heads(layer: Json) -> list[Json]:

@@ -1,4 +1,4 @@
-"""LocAteR: shrink the scale of each head's eigenspectrum, hold its mean (Bao, Hataya, Karakida, ICML 2024)."""
+"""LocAteR: shrink the scale of each head's eigenspectrum, its mean free or held (Bao, Hataya, Karakida, ICML 2024)."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from .strength import Auto
 
 
 class LocAteR(Stabiliser):
-    """loss + κ Σ_heads η²(W), with tr W of every head held by `mean`: `penalty.py` on every head of a live model.
+    """loss + κ Σ_heads η²(W), tr W of every head free, or held by `mean`: `penalty.py` on every head of a live model.
 
     In the loss: `loss = loss + locater.penalty()`. Decoupled, as AdamW does with weight decay: give the `optimizer`, or
     several, and `locater.step()` after `optimizer.step()` moves the weights by −lr·κ∇, without a graph; `penalty()` is

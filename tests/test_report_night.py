@@ -1,0 +1,45 @@
+"""A monitor's log of last night in five sentences."""
+
+import json
+
+import torch
+
+import hand_written
+from command import locater
+from locater.monitor import AttentionMonitor, JsonLines, RollBack
+from locater.report.night import tell
+
+
+def night(path, on_alarm=None, explode_at=2, num_steps=5):
+    model = hand_written.decoder(hand_written.Fused).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with AttentionMonitor(model, every=1, optimizer=optimizer, on_alarm=on_alarm, sinks=[JsonLines(path)]) as monitor:
+        for step in range(num_steps):
+            if step == explode_at:
+                with torch.no_grad():
+                    next(model.stack[1].mixer.parameters()).mul_(1e3)
+            model(hand_written.TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_five_sentences_of_a_night_that_was_saved(tmp_path):
+    story = tell(night(tmp_path / "log.jsonl", RollBack(0.5)))
+    assert len(story) == 5 and story[0] == "5 reports over steps 0 to 4, 1 with a serious alarm."
+    assert story[1].startswith("It began at step 2: logit explosion in decoder layer 1, largest ")
+    assert story[2].startswith("Most often in 1.0 (1), 1.1 (1), 1.2 (1)")
+    assert story[3].startswith("Tried: step 2: rolled back to the state after step 0, because of logit explosion")
+    assert story[4].startswith("It helped: 0 of 2 later reports have a serious alarm, and the largest logit went from ")
+    result = locater("report", tmp_path / "log.jsonl", "--out", tmp_path / "page.html")
+    shown = " ".join((result.out + result.err).split())
+    assert result.code == 0 and all(sentence in shown for sentence in story)
+
+
+def test_nights_in_which_nothing_was_tried_or_nothing_happened(tmp_path):
+    story = tell(night(tmp_path / "wild.jsonl"))
+    assert story[3] == "Nothing was tried." and story[4].startswith("It goes on to the last report.")
+    story = tell(night(tmp_path / "calm.jsonl", explode_at=None))
+    assert story[0] == "5 reports over steps 0 to 4, none with a serious alarm." and len(story) == 2
+    assert tell([]) == []
