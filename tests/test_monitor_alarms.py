@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locater.monitor import AttentionMonitor, Thresholds
-from locater.monitor.alarms import find_alarms
+from locater.monitor.alarms import BACK, SMALLER, find_alarms
 from locater.stabilisers import LocAteR, QKClip, QKNorm
 from test_monitor import TOKENS, gpt2, llama, watch
 
@@ -186,7 +186,7 @@ def test_growth_without_measure_asks_for_a_lower_learning_rate():
         scale_head(model, 1, 2, 1e4)
         model(LONG)
         (explosion,) = [alarm for alarm in monitor.report().alarms if alarm.kind == "logit explosion"]
-    assert explosion.remedy == "a lower learning rate or a longer warm-up"
+    assert explosion.remedy == SMALLER
 
 
 def test_what_is_attached_to_the_model_is_not_advised():
@@ -200,7 +200,7 @@ def test_what_is_attached_to_the_model_is_not_advised():
     assert AttentionMonitor(model)._attached() == {"QKNorm"}
     norm.detach()
     clip, locater = QKClip(model, threshold=1e9), LocAteR(model, strength="auto")
-    assert remedies() == {"logit explosion": "QKNorm", "entropy collapse": "QKNorm"}
+    assert remedies() == {"logit explosion": BACK, "entropy collapse": "QKNorm"}
     assert AttentionMonitor(model)._attached() == {"QKClip", "LocAteR"}
     assert "qk/strength" in locater.metrics() and "(auto, not settled yet)" in repr(locater)
     clip.detach()

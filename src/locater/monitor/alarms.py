@@ -61,8 +61,16 @@ class Alarm:
 
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
 Remedies = tuple[tuple[str, str], ...]
-SMALLER = "a lower learning rate or a longer warm-up"  # where growth is so fast that the steps are what is wrong
-SHRINK: Remedies = (("QKNorm", "QKNorm"), ("QKClip", "QKClip"), ("SoftCap", "SoftCap"), ("", "a lower learning rate"))
+# What saved most runs of the fleet (docs/monitor.md): a lower rate alone, in the middle of a divergence, saved none.
+BACK = "RollBack: the last good state with a lower learning rate"
+SMALLER = f"{BACK}, or a longer warm-up"  # where growth is so fast that the steps are what is wrong
+SHRINK: Remedies = (
+    ("RollBack", BACK),
+    ("QKNorm", "QKNorm"),
+    ("QKClip", "QKClip"),
+    ("SoftCap", "SoftCap"),
+    ("", "a lower learning rate"),
+)
 SHARPEN: Remedies = (("QKNorm", "QKNorm"), ("LocAteR", "LocAteR, to shrink the spectrum"), ("", "a longer warm-up"))
 REVIVE: Remedies = (("LocAteR", "LocAteR with a trace away from 0"), ("", "less weight decay on queries and keys"))
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)

@@ -271,7 +271,9 @@ class AttentionMonitor:
 
     def _attached(self) -> set[str]:
         """Stabilisers at work: those given, those that actions attached, and what modules and calls show."""
-        names = {type(one).__name__ for one in self.stabilisers} | at_work.names(self.seen.model)
+        names = {type(one).__name__ for one in (*self.stabilisers, *self.responses.all())} | at_work.names(
+            self.seen.model
+        )
         modules = (name.rpartition(".")[2] for name, _ in self.seen.model.named_modules())
         return names | self.seen.shown | ({"QKNorm"} if any(name in QK_NORMS for name in modules) else set())
 
