@@ -90,8 +90,7 @@ class AttentionMonitor:
         self.trends, self.responses = Trends(), Responses(on_alarm)
         self.awake, self.said, self.sample = Awake(), Said(), sample
         self.host: Any = OwnLoop(self.seen.model, *part(optimizer))
-        self.stabilisers: list[Any] = list(stabilisers)
-        self.num_given = len(self.stabilisers)
+        self.stabilisers, self.num_given = list[Any](stabilisers), len(stabilisers)
         self.responses.check_forecast(self.thresholds.steps_ahead)
         self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
@@ -271,11 +270,10 @@ class AttentionMonitor:
 
     def _attached(self) -> set[str]:
         """Stabilisers at work: those given, those that actions attached, and what modules and calls show."""
-        names = {type(one).__name__ for one in (*self.stabilisers, *self.responses.all())} | at_work.names(
-            self.seen.model
-        )
+        names = {type(one).__name__ for one in (*self.stabilisers, *self.responses.all())}
         modules = (name.rpartition(".")[2] for name, _ in self.seen.model.named_modules())
-        return names | self.seen.shown | ({"QKNorm"} if any(name in QK_NORMS for name in modules) else set())
+        names |= {"QKNorm"} if any(name in QK_NORMS for name in modules) else set()
+        return names | self.seen.shown | at_work.names(self.seen.model)
 
     def _check_seen(self, seen: Sequence[LayerReport]) -> None:
         ran = self.hooks is not None and self.hooks.num_passes > 0
