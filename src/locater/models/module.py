@@ -39,7 +39,7 @@ class AttentionModule:
         return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(query, key, strict=False)))
 
     def rows(self) -> Slices:
-        """Which rows of which parameter are its heads; refused where these cannot be read."""
+        """List the rows of the parameters that are its heads; refused where these cannot be read."""
         if self.slices is None:
             raise Refusal(self.build().refused[0])
         return self.slices()

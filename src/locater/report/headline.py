@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from ..behaviour import Told, describe, look_random, numbers_of
+from ..behaviour import Told, describe, in_layers, look_random, numbers_of
 from ..errors import counted
 from ..records import Json
-from ..theory.words import MOSTLY_NEAR
+from ..theory.words import MOSTLY_FAR, MOSTLY_NEAR
 from .quantities import quantity
 from .views import Key, View
 
@@ -113,7 +113,12 @@ def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sent
         probably, least = ("probably ", MOSTLY_NEAR) if side == "estimated_" else ("", MOSTLY)
         close = _where(near[-1], lambda mass, least=least: mass >= least)
         share = _share(len(close), len(view.heads), probably)
-        yield Sentence(f"{share} mostly at the 16 nearest tokens ({source}).", number, close)
+        where = in_layers(view.heads, close) if close else ""
+        yield Sentence(f"{share} mostly at the 16 nearest tokens{where} ({source}).", number, close)
+        distant = _where(near[-1], lambda mass: mass <= MOSTLY_FAR)
+        if side == "estimated_" and distant:
+            share, where = _share(len(distant), len(view.heads), probably), in_layers(view.heads, distant)
+            yield Sentence(f"{share} mostly beyond the 16 nearest tokens{where} ({source}).", number, distant)
         sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
         if sinks:
             yield Sentence(f"{counted(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)

@@ -26,10 +26,10 @@ function sentenceOn(app) {
     parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
     break;
   }
-  if (code !== REGIME_NONE) parts.push(`In the random-walk theory, ${app.data.regimes[code].meaning}.`);
+  if (code !== REGIME_NONE) parts.push(`In the paper's theory of a random walk, ${app.data.regimes[code].meaning}.`);
   if (view.columns.symmetry) {
     const symmetry = view.value("symmetry", frame, selected);
-    parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is far from symmetric, as in most trained heads.");
+    parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is neither symmetric nor a rotation.");
   }
   for (const quantity of app.shownQuantities()) parts.push(...unhealthy(app, quantity).map((words) => `${quantity.symbol} ${words}.`));
   return parts.join(" ");
