@@ -17,6 +17,8 @@ from .mask_kinds import admits
 from .masks import Mask, Rule, first_of_segment
 
 ROWS = 128  # queries that are looked at together
+FEWEST = 16
+PAIRS = 1 << 19  # of queries and keys of all heads that a rule is asked about together: it holds several such
 
 
 def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None = None) -> Mask:
@@ -32,7 +34,8 @@ def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None 
     if call.rule is not None:
         indices = (torch.arange(number, device=device) for number in (num_texts, num_heads, num_queries))
         rule = Rule(call.rule, *indices, score=call.score)
-        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), num_queries, query_valid)
+        step = max(FEWEST, min(ROWS, PAIRS // (num_texts * num_heads * num_keys)))
+        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), num_queries, query_valid, step)
         mask = replace(mask, rule=rule)
     elif given.mask is not None:
         dense = admits(given.mask)
@@ -77,11 +80,13 @@ class Seen:
     last: Int[Tensor, "batch queries"]  # the last one; −1 where it sees none
 
     @classmethod
-    def of(cls, block: Callable[[slice], Tensor], num_queries: int, query_valid: Tensor | None) -> "Seen":
+    def of(
+        cls, block: Callable[[slice], Tensor], num_queries: int, query_valid: Tensor | None, step: int = ROWS
+    ) -> "Seen":
         """Look at `block(rows)`, the keys that some head of these queries sees."""
         parts = []
-        for start in range(0, num_queries, ROWS):
-            rows = slice(start, min(start + ROWS, num_queries))
+        for start in range(0, num_queries, step):
+            rows = slice(start, min(start + step, num_queries))
             seen = block(rows)
             seen = seen if query_valid is None else seen & query_valid[:, rows, None]
             some, num_keys = seen.any(-1), seen.shape[-1]
