@@ -187,4 +187,4 @@ def test_trackers_are_called_as_they_want_to_be(sink, library, signatures, expec
     metrics = next(iter(calls[0][1].values()))
     assert report.metrics().items() <= metrics.items()
     words = " ".join(str(value) for _, given in calls[1:] for value in given.values())
-    assert "logit explosion" in words and "; try QKClip" in words
+    assert "logit explosion" in words and "; try RollBack" in words
