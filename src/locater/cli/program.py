@@ -6,12 +6,34 @@ from importlib import import_module
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from .. import __version__
 from ..errors import BadArguments, Refusal, net, shown
 from ..plugins import plugins
-from .help import Help, Program
 from .output import speak_plainly, writing
+
+NARROW = 72
+
+
+class Program(TyperGroup):
+    """Help that names the options for completion in its last sentence: in the list, a narrow terminal cuts them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            if isinstance(option, TyperOption) and option.name in ("install_completion", "show_completion"):
+                option.hidden = True
+        super().format_help(ctx, formatter)
+
+
+class Help(TyperCommand):
+    """Frames round the options where there is room: in a narrow terminal they cut the names of options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if formatter.width < NARROW:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
 
 VERBS = ("scan", "compare", "predict", "report", "families", "doctor", "theory")  # each a module here
 # What users do, in the order of the help; verbs of other packages come last.

@@ -7,11 +7,10 @@ from ..errors import refusal
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
 from .module import AttentionModule, module_at
 from .neighbours import Surroundings, outer_modules
-from .places import Places, Tensors
+from .places import Places, Tensors, unstacked
 from .proof.cache import known_or_proven
 from .reader import Layer, build
 from .schema import Config, Family, resolve
-from .stacked import unstacked
 
 
 @dataclass(frozen=True)

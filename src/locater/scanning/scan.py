@@ -12,9 +12,8 @@ from ..records import Json, data_frame
 from ..report.shown import Shown
 from ..theory.random_walk import check_length, check_temperature
 from . import DEFAULT_LENGTH
-from .curves import distances
 from .direct import direct_of
-from .layer import Analysis, Settings, Workers, analyse, joined, workers
+from .layer import Analysis, Settings, Workers, analyse, distances, joined, workers
 from .rows import HeadRow, in_order
 from .source import open_source
 
