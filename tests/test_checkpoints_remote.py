@@ -162,7 +162,7 @@ def test_what_looks_like_an_id_is_one(text):
 def test_missing_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(Refusal, match=r'pip install "locater\[hf\]"'):
+    with pytest.raises(Refusal, match=r'pip install "locater\[hub\]"'):
         checkpoints.open("gpt2")
     with pytest.raises(Refusal, match=r'pip install "locater\[remote\]"'):
         checkpoints.open("https://example.org/x.safetensors")

@@ -8,8 +8,9 @@ import torch
 
 from family_cases import CASES
 from locater import checkpoints
-from locater.models import Config, Places, build, find_family
+from locater.models import Config, Places, find_family
 from locater.models.biases import expected_biases, misplaced_bias
+from locater.models.module import modules_of
 
 AS_STORED = ("timm", "mpt")  # families whose configs do not say which biases there are
 ATTRIBUTES = {
@@ -34,7 +35,7 @@ def all_layers(tensors, config):
     whole = f"by its tensor names, as {family.name}, not run" if named else "COMPLETE"
     yield f"PARTIAL: {', '.join(missing)}" if missing else whole
     for places in found:
-        yield from build(places, places.layers)
+        yield from (module.build() for module in modules_of(places, places.layers))
 
 
 def own_attention(model, case):

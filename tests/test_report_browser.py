@@ -297,7 +297,7 @@ def test_the_pointer_and_the_arms_bring_numbers_and_lines_forward(browser, tmp_p
         "const [x, y] = p.getAttribute('points').split(' ').at(-1).split(',').map((v) => v * b.width / 330);"
         "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + x, clientY: b.top + y}))"
     )
-    assert browser.run("return document.querySelector('text.here').textContent").startswith("free-1e-2, 1020: 364")
+    assert browser.run("return document.querySelector('text.here').textContent").startswith("free-1e-2, 1020: 365")
 
 
 def test_two_models_open_with_what_differs(browser, minilm, tmp_path):

@@ -489,11 +489,9 @@ def bad_end():
 
 
 def no_attention():
-    LocAteR(nn.Sequential(nn.Linear(4, 4)), strength=1.0)
-
-
-def unknown_attention():
-    LocAteR(nn.ModuleDict({"attention": OwnAttention()}), strength=1.0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    LocAteR(model, strength=1.0)
+    model(torch.ones(2, 4))
 
 
 def foreign_optimiser():
@@ -546,8 +544,7 @@ BAD = {
     bad_weight: "weight of the mean penalty of at least 0",
     bad_warm_up: "warm-up of at least one step",
     bad_end: "held for at least one step",
-    no_attention: "no module that looks like attention",
-    unknown_attention: r"attention` \(OwnAttention\).*heads=\[\(",
+    no_attention: "attention in one pass of Sequential .*, got none",
     foreign_optimiser: "optimiser that owns `model.layers.0.self_attn.q_proj.weight`",
     no_optimiser: r"penalty\(\) in the loss, or an optimiser",
     out_of_reach: "decoder layer 0 .* within reach, got 141.4 where tr W = -",

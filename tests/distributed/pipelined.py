@@ -7,6 +7,7 @@ share of each text's tokens on each process, as under context parallelism, which
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Stage(nn.Module):
 
 def whole() -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    layers = {str(number): (Fused if number % 2 else Written)() for number in range(4)}
+    layers: dict[str, nn.Module] = {str(number): (Fused if number % 2 else Written)() for number in range(4)}
     with torch.no_grad():
         for number, layer in enumerate(layers.values()):
             for parameter in layer.parameters():
@@ -68,6 +69,7 @@ def gap(x: torch.Tensor, alone: dist.ProcessGroup, *, named_globally: bool) -> f
     stage = Stage(dict(zip(names, own.values(), strict=True)))
     pipeline = PipelineStage(stage, rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(pipeline, n_microbatches=2, loss_fn=lambda out, _: out.square().mean())
+    found: Any = None
     clip = QKClip(stage, log_only=True, sample=(torch.randn(1, LENGTH, 32),))
     with AttentionMonitor(stage, every=1) as monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore")

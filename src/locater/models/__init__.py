@@ -4,7 +4,7 @@ from .embeddings import embedding_scale
 from .layout import read_layout
 from .model import Model, open_model, spans, wanted_layers
 from .places import Places, Tensors
-from .reader import Layer, build, build_layer
+from .reader import Layer, build_layer
 from .registry import find_family
 from .schema import Attention, Config, Family, NormAt
 from .slices import HeadRows, Slice, Slices, slices
@@ -21,7 +21,6 @@ __all__ = [
     "Slice",
     "Slices",
     "Tensors",
-    "build",
     "build_layer",
     "embedding_scale",
     "find_family",

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from ..errors import refusal
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
-from .module import AttentionModule, module_at
+from .module import AttentionModule, modules_of
 from .neighbours import Surroundings, outer_modules
 from .places import Places, Tensors, unstacked
 from .proof.cache import known_or_proven
-from .reader import Layer, build
+from .reader import Layer
 from .schema import Config, Family, resolve
 
 
@@ -23,14 +23,12 @@ class Model:
 
     def layers(self, wanted: Iterable[int] | None = None) -> Iterator[Layer]:
         """Every attention module of the wanted layers, read one at a time."""
-        chosen = None if wanted is None else frozenset(wanted)
-        for places in self.places:
-            yield from build(places, (n for n in places.layers if chosen is None or n in chosen))
+        return (module.build() for module in self.modules(None if wanted is None else frozenset(wanted)))
 
     def modules(self, wanted: Collection[int] | None = None) -> tuple[AttentionModule, ...]:
         """The attention modules of the wanted layers, by default of all; no weight is read yet."""
-        numbers = [(places, n) for places in self.places for n in places.layers if wanted is None or n in wanted]
-        return tuple(module_at(places, number) for places, number in numbers)
+        chosen = ((places, [n for n in places.layers if wanted is None or n in wanted]) for places in self.places)
+        return tuple(module for places, numbers in chosen for module in modules_of(places, numbers))
 
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:

@@ -1,14 +1,14 @@
 """An attention module, stored or live: its place in the model, its heads, and the rows of parameters that they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 
 from ..errors import Refusal, within
 from ..head import Block
 from .places import Places, Tensors
-from .reader import Layer, build
+from .reader import Layer, LayerReader
 from .schema import Attention, Config
 from .slices import Slices, slices
 
@@ -24,11 +24,15 @@ class AttentionModule:
 
     block: Block
     number: int  # of its layer
-    num_heads: int
     query_name: str
     key_name: str
     build: Callable[[], Layer]
+    count: Callable[[], int]  # of heads
     slices: Callable[[], Slices] | None = None  # None where its heads cannot be read
+
+    @cached_property
+    def num_heads(self) -> int:
+        return self.count()
 
     @property
     def owner(self) -> str:
@@ -45,24 +49,33 @@ class AttentionModule:
         return self.slices()
 
 
-def module_at(places: Places, number: int) -> AttentionModule:
-    """The attention module of one layer of a row."""
+def modules_of(places: Places, numbers: Iterable[int]) -> Iterator[AttentionModule]:
+    """The attention modules of some layers of a row, to be read in turn: what neighbours share is read once."""
+    reader = LayerReader(places)
+    return (module_at(places, number, reader.read) for number in numbers)
+
+
+def module_at(places: Places, number: int, read: Callable[[int, str], Layer]) -> AttentionModule:
+    """The attention module of one layer of a row; `read` takes the layer and the name of its queries."""
     names = [places.name(pattern, number) for pattern in (places.row.query, places.row.key)]
-    with within(f"{places.row.block} layer {number}"):
-        num_heads = places.shape(number).num_heads
-    read, rows = partial(_read, places, number), partial(_slices, places, number)
-    return AttentionModule(places.row.block, number, num_heads, *names, build=read, slices=rows)
+    build, count, rows = (
+        partial(read, number, names[0]),
+        partial(_count, places, number),
+        partial(_slices, places, number),
+    )
+    return AttentionModule(places.row.block, number, *names, build=build, count=count, slices=rows)
 
 
 def module_of_row(row: Attention, number: int, tensors: Tensors) -> AttentionModule:
     """The attention module of a row that names one module by itself."""
-    return module_at(Places(row, Config(), tensors, ""), number)
+    places = Places(row, Config(), tensors, "")
+    return module_at(places, number, partial(_read, places))
 
 
 def refused_module(block: Block, number: int, names: tuple[str, str], reason: str) -> AttentionModule:
     """An attention module whose heads cannot be read, for the reason given."""
     layer = Layer(block, number, (), (f"{block} layer {number}: {reason}",), *names)
-    return AttentionModule(block, number, 0, *names, build=partial(_unchanged, layer))
+    return AttentionModule(block, number, *names, build=partial(_unchanged, layer), count=int)
 
 
 def _slices(places: Places, number: int) -> Slices:
@@ -70,8 +83,13 @@ def _slices(places: Places, number: int) -> Slices:
         return slices(places, number)
 
 
-def _read(places: Places, number: int) -> Layer:
-    return next(build(places, [number]))
+def _count(places: Places, number: int) -> int:
+    with within(f"{places.row.block} layer {number}"):
+        return places.shape(number).num_heads
+
+
+def _read(places: Places, number: int, name: str) -> Layer:
+    return LayerReader(places).read(number, name)
 
 
 def _unchanged(layer: Layer) -> Layer:

@@ -1,6 +1,5 @@
 """The one loop over all families: a table row, a config and named tensors make heads, layer by layer."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -157,15 +156,18 @@ class Layer:
     key_name: str
 
 
-def build(places: Places, layers: Iterable[int]) -> Iterator[Layer]:
-    """The layers asked for, one at a time: only one layer's tensors are held at once."""
-    stored = held = None
-    for layer in layers:
-        name = places.name(places.row.query, layer)
-        if held is None or name != stored:  # ALBERT's layers are one and the same
-            stored, held = name, replace(places, tensors=Once(places.tensors))
-        with within(f"{places.row.block} layer {layer}"):
-            yield build_layer(held, layer)
+class LayerReader:
+    """Reads layers one at a time, and holds the tensors of the last one only."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.stored, self.held = places, "", places
+
+    def read(self, layer: int, name: str) -> Layer:
+        """Build a layer from the name of its queries; tensors are kept where the one before has the same (ALBERT)."""
+        if name != self.stored:
+            self.stored, self.held = name, replace(self.places, tensors=Once(self.places.tensors))
+        with within(f"{self.places.row.block} layer {layer}"):
+            return build_layer(self.held, layer)
 
 
 def build_layer(places: Places, layer: int) -> Layer:

@@ -49,7 +49,7 @@ def call_name(name: str, number: int) -> str:
 
 
 def named_site(block: Block, number: int, num_heads: int, name: str) -> AttentionModule:
-    return AttentionModule(block, number, num_heads, name, name, build=_unreadable(name))
+    return AttentionModule(block, number, name, name, build=_unreadable(name), count=lambda: num_heads)
 
 
 def repeated(sites: Sequence[AttentionModule]) -> Iterator[str]:

@@ -126,9 +126,10 @@ def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sent
 
 
 def _words(view: View) -> list[Told]:
-    """Describe heads that were measured on text; empty where a view has no profiles over distance."""
+    """Describe heads that were measured on text; empty where a view has no profiles, or not all numbers."""
     profiles = [record.get("attention_profile", {}).get("measured") for record in view.records]
     known = [n for n, profile in enumerate(profiles) if profile and len(profile) > 1]
+    known = [n for n in known if all(f"measured_{name}" in view.records[n] for name in MEASURED)]
     if not known or len(view.frames) > 1:
         return []
     numbers = [{name: view.records[n][f"measured_{name}"] for name in MEASURED} for n in known]

@@ -57,7 +57,7 @@ def _heads(wrong: Sequence[Json]) -> str:
 
 def _largest(report: Json) -> float | None:
     layers = report.get("training") or report.get("evaluation") or []
-    known = [value for layer in layers for value in layer["statistics"]["max_logit"] if value is not None]
+    known = [value for layer in layers for value in layer["statistics"].get("max_logit", ()) if value is not None]
     return max(known, default=None)
 
 
