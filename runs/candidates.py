@@ -9,7 +9,7 @@ what is measured is kept.
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,11 +228,24 @@ class Runs:
         half_steps = [float(f"{best * factor:.2g}") for factor in (0.5**0.5, 2**0.5)]
         return strength, min([best, *half_steps], key=lambda rate: loss(strength, rate))
 
-    def judged(self, arm: str) -> dict[int, float]:
+    def row(self, arm: str) -> tuple[float, float, dict[int, float]]:
+        """Strength, rate and the losses of the judged seeds."""
         strength, rate = self.tuned(arm)
-        losses = {seed: self.loss(arm, strength, rate, seed) for seed in SEEDS}
-        print(f"{arm}: strength {strength:g}, rate {rate:g}, {sum(losses.values()) / len(losses):.4f}", flush=True)
-        return losses
+        return strength, rate, {seed: self.loss(arm, strength, rate, seed) for seed in SEEDS}
+
+    def table(self, arms: Iterable[str]) -> Iterator[str]:
+        """The table of docs/reproduction.md: every arm at its own strength and rate, paired by seed."""
+        rows = {arm: self.row(arm) for arm in arms}
+        yield "| arm | strength | rate | loss | against `none` [95 %] | against `held` [95 %] |"
+        yield "|---|---|---|---|---|---|"
+        for arm, (strength, rate, losses) in rows.items():
+            mean = sum(losses.values()) / len(losses)
+            against = [str(paired(losses, rows[other][2])) if arm != other else "–" for other in ("none", "held")]
+            yield (
+                f"| {arm} | {f'{strength:.3g}' if strength else '–'} | {rate:g} | {mean:.4f} | "
+                + " | ".join(against)
+                + " |"
+            )
 
 
 def lowest(values: tuple[float, ...], loss: Callable[[float], float]) -> float:
@@ -254,11 +267,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--arms", default=",".join(ARMS))
     given = parser.parse_args()
-    runs = Runs(given.out, given.steps)
-    losses = {arm: runs.judged(arm) for arm in given.arms.split(",")}
-    for arm in losses:
-        against = {other: paired(losses[arm], losses[other]) for other in ("none", "held") if other in losses}
-        print(f"{arm}: " + "; ".join(f"against {other} {one}" for other, one in against.items() if other != arm))
+    print("\n".join(Runs(given.out, given.steps).table(given.arms.split(","))))
 
 
 if __name__ == "__main__":
