@@ -6,8 +6,8 @@ The reference listens to the softmax of the model itself and knows nothing of th
 import copy
 import functools
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import peft
@@ -388,7 +388,9 @@ def test_a_changed_model_is_never_called_complete_and_read_wrong(change, with_sa
     assert_said_or_right(change, with_sample)
 
 
-def assert_said_or_right(change: Change, with_sample: bool) -> None:
+@contextmanager
+def changed_model(change: Change) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """A model as changed, and inputs of its own."""
     case = case_named(change.case)
     model = copy.deepcopy(case.build())
     torch.manual_seed(0)
@@ -397,7 +399,11 @@ def assert_said_or_right(change: Change, with_sample: bool) -> None:
         if change.case == "llama":
             model.set_attn_implementation("sdpa")
         changed = change.apply(model, stack)
-        model = changed if isinstance(changed, nn.Module) else model
+        yield changed if isinstance(changed, nn.Module) else model, inputs
+
+
+def assert_said_or_right(change: Change, with_sample: bool) -> None:
+    with changed_model(change) as (model, inputs):
         line, layers = say(model, inputs, inputs if with_sample else None)
         says_so = line.startswith(("PARTIAL", "refused"))
         assert says_so or is_right(model, inputs, layers), line
@@ -410,15 +416,8 @@ def assert_said_or_right(change: Change, with_sample: bool) -> None:
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
 def test_no_bound_stands_beside_a_changed_models_logits(change):
     """Where the monitor bounds logits, the heads it was made of are the model's."""
-    case = case_named(change.case)
-    model = copy.deepcopy(case.build())
-    torch.manual_seed(0)
-    inputs = case.inputs(model.config)
-    with ExitStack() as stack:
-        if change.case == "llama":
-            model.set_attn_implementation("sdpa")
-        changed = change.apply(model, stack)
-        model = (changed if isinstance(changed, nn.Module) else model).train()
+    with changed_model(change) as (model, inputs):
+        model.train()
         try:
             with AttentionMonitor(model, every=1) as monitor:
                 model(**inputs)

@@ -66,21 +66,16 @@ def explain_normed(
     allowed: float,
 ) -> Iterator[tuple[Side, Vectors]]:
     """Heads that are blocks of rows behind a norm of each, or of all rows at once, with any of the gains."""
-    size, num_heads = vectors.shape[-1], vectors.shape[-2]
-    if rows.shape[-1] % size:
-        return
+    size = vectors.shape[-1]
     ways = itertools.product((1.0, size**-0.5, size**-0.25), (False, True), (False, True), gains)
     for factor, whole, centred, gain in ways:
-        made, wanted = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole), vectors / factor
-        starts = None if made is None else _directions(wanted[:, 0], made, allowed)
-        if made is None or starts is None:
-            continue
-        cut, square = _cut(made, starts)
-        for kind, epsilon in _lengths(wanted, cut, square, made.bias, centred, epsilons, allowed):
-            norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole)
-            plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
-            plain = factor * (plain if made.bias is None else plain + made.bias)
-            yield Side(tuple(size * start for start in starts), norm, factor), plain
+        wanted = vectors / factor
+        for starts, cut, square, bias in _aligned(wanted, rows, gain, allowed, centred=centred, whole=whole):
+            for kind, epsilon in _lengths(wanted, cut, square, bias, centred, epsilons, allowed):
+                norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole)
+                plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
+                plain = factor * (plain if bias is None else plain + bias)
+                yield Side(tuple(size * start for start in starts), norm, factor), plain
 
 
 def explain_scaled(
@@ -91,21 +86,16 @@ def explain_scaled(
     allowed: float,
 ) -> Iterator[tuple[Side, Vectors]]:
     """Heads behind a norm that a constant multiplies as well: its lengths tell the constant, a short number first."""
-    size, num_heads = vectors.shape[-1], vectors.shape[-2]
-    if rows.shape[-1] % size:
-        return
     for whole, centred, gain in itertools.product((False, True), (False, True), gains):
-        made = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole)
-        starts = None if made is None or made.bias is not None else _directions(vectors[:, 0], made, allowed)
-        if made is None or starts is None:
+        if gain.bias is not None:
             continue
-        cut, square = _cut(made, starts)
-        lengths = [torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut)]
-        measured = float((lengths[0] / lengths[1] * square.double().sqrt()).nanmedian())
-        for factor in dict.fromkeys(float(f"{measured:.{digits}g}") for digits in (2, 3, 4, 7)):
-            found = list(explain_normed(vectors / factor, rows, [gain], epsilons, allowed)) if factor > 0 else []
-            for side, plain in (one for one in found if one[0].factor == 1.0):
-                yield replace(side, factor=factor), factor * plain
+        for _, cut, square, _ in _aligned(vectors, rows, gain, allowed, centred=centred, whole=whole):
+            lengths = [torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut)]
+            measured = float((lengths[0] / lengths[1] * square.double().sqrt()).nanmedian())
+            for factor in dict.fromkeys(float(f"{measured:.{digits}g}") for digits in (2, 3, 4, 7)):
+                found = list(explain_normed(vectors / factor, rows, [gain], epsilons, allowed)) if factor > 0 else []
+                for side, plain in (one for one in found if one[0].factor == 1.0):
+                    yield replace(side, factor=factor), factor * plain
 
 
 def explain_behind(
@@ -128,6 +118,19 @@ def explain_behind(
             if side.norm is not None and side.norm.kind != "layer" and not side.norm.whole:
                 norm = replace(side.norm, gain=gain.name, plus_one=gain.plus_one)
                 yield replace(side, norm=norm), plain, each
+
+
+def _aligned(
+    vectors: Vectors, rows: Tensor, gain: Gain, allowed: float, *, centred: bool, whole: bool
+) -> Iterator[tuple[list[int], Vectors, Tensor, Tensor | None]]:
+    """Find the block of rows that every head points along; yield the blocks, cut out, mean squares, and bias."""
+    num_heads, size = vectors.shape[-2:]
+    if rows.shape[-1] % size:
+        return
+    made = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole)
+    starts = None if made is None else _directions(vectors[:, 0], made, allowed)
+    if made is not None and starts is not None:
+        yield starts, *_cut(made, starts), made.bias
 
 
 def _unscaled(rows: Tensor, size: int, num_heads: int, gain: Gain, *, centred: bool, whole: bool) -> Unscaled | None:
