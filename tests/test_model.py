@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import locater_lab.train.model as model_module
 from family_cases.base import shake
 from locater.errors import Refusal
 from locater.models import live as modules
@@ -134,11 +135,9 @@ def test_impossible_starts_are_refused(options):
         replace(SMALL, **options)
 
 
-@pytest.mark.parametrize("is_older", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_cross_entropy_in_pieces_is_cross_entropy(is_older, dtype, monkeypatch):
-    if is_older:
-        monkeypatch.delattr(functional, "linear_cross_entropy", raising=False)
+def test_cross_entropy_in_pieces_is_cross_entropy(dtype, monkeypatch):
+    monkeypatch.setattr(model_module, "TOKENS_AT_ONCE", 64)
     x, weight = (torch.randn(rows, 8, dtype=dtype, requires_grad=True) for rows in (150, 40))
     targets = torch.randint(40, (150,))
     expected = functional.cross_entropy(x @ weight.T, targets)
@@ -152,10 +151,8 @@ def test_cross_entropy_in_pieces_is_cross_entropy(is_older, dtype, monkeypatch):
         torch.testing.assert_close(linear_cross_entropy(x, weight, targets), expected)
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-def test_cross_entropy_under_autocast_multiplies_in_bfloat16(is_older, monkeypatch):
-    if is_older:
-        monkeypatch.delattr(functional, "linear_cross_entropy", raising=False)
+def test_cross_entropy_under_autocast_multiplies_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(model_module, "TOKENS_AT_ONCE", 64)
     x, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (150, 40))
     targets = torch.randint(40, (150,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -47,7 +47,6 @@ def test_a_rehearsal_ends_and_a_second_one_has_nothing_to_do(tmp_path):
     first = rehearse()
     assert first.returncode == 0, first.stderr
     assert len(list((out / "rows" / "A").iterdir())) == 20 and len(list((out / "rows" / "B").iterdir())) == 6
-    assert set(json.loads((out / "tuned.json").read_text())) == set(settle.STRENGTHS)
     again = rehearse()
     assert again.returncode == 0 and again.stdout == first.stdout
     (out / "rows" / "A" / "none-seed0" / "metrics.jsonl").unlink()

@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from locater.errors import refusal
@@ -25,8 +26,42 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Logits of this many tokens are held at once: few enough for the processor's caches, of large vocabularies too.
-TOKENS_AT_ONCE = 128
+# Tokens whose logits are held at once: few passes over the gradient of the weights, and buffers that caches still help.
+TOKENS_AT_ONCE = 512
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and gradients in one pass over pieces of the tokens: p − target is the gradient, so no logits are kept.
+
+    Products are taken in `dtype`, exponentials and sums in at least float32.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        inputs, words = x.to(dtype), weight.to(dtype)
+        by_x, by_weight = torch.empty_like(x), torch.zeros_like(weight)
+        total = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        for start in range(0, len(x), TOKENS_AT_ONCE):
+            piece = slice(start, start + TOKENS_AT_ONCE)
+            target = targets[piece, None]
+            logits = _wide(inputs[piece] @ words.T)
+            largest = logits.amax(1, keepdim=True)
+            total += (largest - logits.gather(1, target)).sum()
+            share = logits.sub_(largest).exp_()
+            sums = share.sum(1, keepdim=True)
+            total += sums.log().sum()
+            error = share.div_(sums).scatter_add_(1, target, share.new_full(target.shape, -1.0)).to(dtype)
+            by_x[piece] = error @ words
+            by_weight += error.T @ inputs[piece]
+        ctx.save_for_backward(by_x, by_weight)
+        return total / len(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        by_x, by_weight = ctx.saved_tensors
+        factor = gradients[0] / len(by_x)
+        return by_x * factor, by_weight * factor, None, None
 
 
 def linear_cross_entropy(
@@ -34,15 +69,24 @@ def linear_cross_entropy(
 ) -> Float[Tensor, ""]:
     """−log softmax(W x)_target, the mean over tokens, without holding all logits: O(TOKENS_AT_ONCE · words) memory.
 
-    Held all at once by torch before 2.13, in compiled code, and under autocast, where torch's own would round the loss
-    to bfloat16.
+    Compiled code holds them all at once, since it fuses what is done to them.
     """
-    in_pieces = hasattr(functional, "linear_cross_entropy") and not torch.compiler.is_compiling()
-    if in_pieces and not torch.is_autocast_enabled(weight.device.type):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=min(len(x), TOKENS_AT_ONCE))
-        return functional.linear_cross_entropy(x, weight, targets, options=options)
-    logits = functional.linear(x, weight)
-    return functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+    if torch.compiler.is_compiling():
+        return functional.cross_entropy(_wide(functional.linear(x, weight)), targets)
+    if torch.is_grad_enabled():
+        device = weight.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        with torch.autocast(device, enabled=False):
+            return _LinearCrossEntropy.apply(x, weight, targets, dtype)
+    pieces = zip(x.split(TOKENS_AT_ONCE), targets.split(TOKENS_AT_ONCE), strict=True)
+    losses = [
+        functional.cross_entropy(_wide(functional.linear(one, weight)), of, reduction="sum") for one, of in pieces
+    ]
+    return torch.stack(losses).sum() / len(x)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def make_norm(shape: Shape) -> nn.Module:
