@@ -56,7 +56,7 @@ test-quick: $(STAMP)  ## some files of every package
 	  $$(grep -rl 'pytest\.mark\.quick' tests --include='test_*.py')
 
 kills: $(STAMP)  ## kill -9 at 100 file events of training, sweeps and reports, counted as they come
-	$(BIN)/python -m pytest -m slow -s tests/test_killed_at_file_events.py -k file_events
+	$(BIN)/python -m pytest -m slow -s tests/lab/test_killed_at_file_events.py -k file_events
 
 test-slow: $(STAMP)  ## the long proofs
 	$(BIN)/python -m pytest -m slow

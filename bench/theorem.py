@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from prediction import minilm
 
 from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
@@ -23,6 +22,7 @@ from locater.prediction.sampling import effective, interpolate
 from locater.prediction.windows import cut
 from locater.texts import embedded_text
 from locater.theory.gaussian_tokens import HeadInputs, Turns, expected_attention, profile
+from prediction import minilm
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 SAMPLE = 512  # tokens that say how norms behind a projection scale it

@@ -1,10 +1,15 @@
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from jaxtyping import install_import_hook
+
+# Folders mirror the source; what a file of tests defines, others import by its name alone.
+sys.path.extend(str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir())
 
 # Shapes written in signatures are checked while the tests run, wherever tensors are computed with.
 COMPUTING = ("attention", "head", "positions", "prediction", "projections", "spectra", "stabilisers", "theory")
@@ -32,8 +37,8 @@ torch.set_num_threads(1)
 
 # Files whose tests wait for processes, compilers or a browser. Side by side they start first, so that none is the last.
 LONG = (
-    "test_training_distributed", "test_stabilisers_locater", "test_sweep", "test_integrations", "test_report_browser",
-    "test_proof", "test_cli_demo", "test_training", "test_pages", "test_paper_script", "test_predict",
+    "test_training_distributed", "test_locater", "test_sweep", "test_integrations", "test_browser",
+    "test_proof", "test_demo", "test_training", "test_pages", "test_paper_script", "test_predict",
 )  # fmt: skip
 
 

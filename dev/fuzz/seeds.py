@@ -157,8 +157,8 @@ def write_layout(folder: Path) -> None:
 
 def write_quantised(folder: Path) -> None:
     """What each method's own tool stored, with its settings as config.json."""
-    sys.path.insert(0, str(TESTS))
-    from test_checkpoints_quantised import FILES, stored, write
+    sys.path[:0] = [str(TESTS), str(TESTS / "checkpoints")]
+    from test_quantised import FILES, stored, write
 
     folder.mkdir(parents=True)
     for path in FILES:

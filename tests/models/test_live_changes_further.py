@@ -1,0 +1,265 @@
+"""More kinds of change to live models: parametrised weights, shared modules, patched calls, adapters of every kind.
+
+`python -m pytest -m slow tests/models/test_live_changes_further.py` changes every number and buffer, one by one.
+"""
+
+import peft
+import pytest
+import torch
+from test_cells import FIRST
+from test_live_changes import CHANGES, Change, assert_said_or_right, attention, eager, edit, patch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.overrides import TorchFunctionMode
+from transformers.models.llama import modeling_llama
+
+from locater.errors import Refusal, Unforeseen
+from locater.models.live import open_live
+from locater.models.proof.evidence import Evidence
+from locater.models.proof.observe import observe
+from twins import differences
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+KERNEL = functional.scaled_dot_product_attention
+BOTH = ["q_proj", "k_proj"]
+
+
+class Wave(nn.Module):
+    def forward(self, weight):
+        return weight + 0.3 * torch.sin(17 * weight)
+
+
+def wave(module):
+    return parametrize.register_parametrization(module, "weight", Wave())
+
+
+def deal(x, times):
+    return x.repeat(1, times, 1, 1)
+
+
+def switch_off(model, stack):
+    stack.enter_context(model.disable_adapter())
+
+
+def adaption():
+    return peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=1, task_type="CAUSAL_LM")
+
+
+def to_queries(function):
+    return lambda model, stack: [function(attention(model).q_proj)]
+
+
+def tie(model, stack):
+    module = attention(model)
+    module.k_proj.weight = nn.Parameter(module.q_proj.weight[: module.k_proj.out_features].clone())
+
+
+def share(name):
+    """The second layer's part is the first one's."""
+    return lambda model, stack: setattr(model.model.layers[1], name, getattr(model.model.layers[0], name))
+
+
+class Called(nn.Module):
+    """Runs a model with other weights than it has."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, **inputs):
+        weights = {name: (1 + ("q_proj" in name)) * one for name, one in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (), inputs)
+
+
+def hook_arguments(**changes):
+    """Change named arguments of the first attention."""
+
+    def apply(model, stack):
+        def before(module, args, kwargs):
+            return args, dict(kwargs) | {name: change(kwargs[name]) for name, change in changes.items()}
+
+        attention(model).register_forward_pre_hook(before, with_kwargs=True)
+
+    return apply
+
+
+def doubled_call(old):
+    def call(self, *args, **kwargs):
+        output = old(self, *args, **kwargs)
+        return 2 * output if isinstance(self, nn.Linear) and self.out_features == 48 else output
+
+    return call
+
+
+def move_layer(model, stack):
+    layer = model.model.layers[0]
+    original = layer.forward
+    layer.forward = lambda hidden_states, *args, **kwargs: original(hidden_states + 1, *args, **kwargs)
+
+
+def repeat_layer(model, stack):
+    model.model.layers.append(model.model.layers[0])
+    model.config.num_hidden_layers = 3
+
+
+class Doubling(TorchFunctionMode):
+    """Its own kernel beneath whoever listens."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = (2 * args[0], *args[1:]) if func is KERNEL else args
+        return func(*args, **(kwargs or {}))
+
+
+def adapted(make, then=lambda model, stack: None):
+    """Wrap a model by an adapter whose every trained number was changed."""
+
+    def apply(model, stack):
+        model = peft.get_peft_model(model, make())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+        then(model, stack)
+        return model.eval()
+
+    return apply
+
+
+def lora(**options):
+    return lambda: peft.LoraConfig(**({"r": 2, "target_modules": BOTH, "init_lora_weights": False} | options))
+
+
+def add_second(model, stack):
+    model.add_adapter("second", lora(target_modules=["k_proj"])())
+    model.base_model.set_adapter(["default", "second"])
+
+
+FURTHER = [
+    Change("weights through a function", to_queries(wave), acts=False),
+    Change("orthogonal weights", to_queries(parametrizations.orthogonal), acts=False),
+    Change("spectral norm", to_queries(parametrizations.spectral_norm), acts=False),
+    Change("weight norm by a hook", to_queries(weight_norm)),
+    Change("spectral norm by a hook", to_queries(spectral_norm)),
+    Change("rows pruned", to_queries(lambda one: prune.ln_structured(one, "weight", 0.5, 2, 0))),
+    Change("keys that begin as queries", tie, acts=False),
+    Change("attention of two layers", share("self_attn")),
+    Change("norm of two layers", share("input_layernorm"), acts=False),
+    Change("called with other weights", lambda model, stack: Called(model)),
+    Change("a hook on the rotation", hook_arguments(position_embeddings=lambda pair: (pair[0], 2 * pair[1]))),
+    Change("call of all modules", patch(nn.Module, "__call__", doubled_call)),
+    Change("eight bits at run time", lambda model, stack: torch.ao.quantization.quantize_dynamic(model, {nn.Linear})),
+    Change("forward of a layer", move_layer, acts=False),
+    Change("a layer that is not run", edit("config.num_hidden_layers", 1)),
+    Change("a layer twice", repeat_layer),
+    Change("key heads dealt in turn", eager(patch(modeling_llama, "repeat_kv", lambda old: deal))),
+    Change("a mode", lambda model, stack: stack.enter_context(Doubling())),
+    Change("two adapters", adapted(lora(target_modules=["q_proj"]), add_second), acts=False),
+    Change("adapter merged", adapted(lora(), lambda model, stack: model.merge_adapter()), acts=False),
+    Change("adapter disabled", adapted(lora(), switch_off), acts=False),
+    Change("PiSSA", adapted(lora(init_lora_weights="pissa")), acts=False),
+    Change("LoRA with biases", adapted(lora(lora_bias=True))),
+    Change("LoRA behind a token", adapted(lora(alora_invocation_tokens=[5], task_type="CAUSAL_LM"))),
+    Change("projections saved whole", adapted(lora(target_modules=["v_proj"], modules_to_save=["q_proj"]))),
+    Change("norms saved whole", adapted(lora(target_modules=["v_proj"], modules_to_save=["input_layernorm"]))),
+    Change("LoHa", adapted(lambda: peft.LoHaConfig(r=2, target_modules=BOTH))),
+    Change("OFT", adapted(lambda: peft.OFTConfig(oft_block_size=4, r=0, target_modules=BOTH))),
+    Change("IA3", adapted(lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))),
+    Change("VeRA", adapted(lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]))),
+    Change("tuned norms", adapted(lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]))),
+    Change("adaption prompts", adapted(adaption)),
+    Change("falcon's factor before attention", edit("model.layers.0.attention_in_multiplier", 3.0), "falcon-h1"),
+    Change("a t5 block without cross-attention", edit("decoder.block.0.is_decoder", False), "t5"),
+]  # fmt: skip
+
+
+def test_there_are_a_hundred_kinds():
+    assert len({change.name for change in [*CHANGES, *FURTHER]}) == len(CHANGES) + len(FURTHER) >= 100
+
+
+@pytest.mark.parametrize("with_sample", [False, True], ids=["without", "with"])
+@pytest.mark.parametrize("change", FURTHER, ids=lambda change: change.name)
+def test_a_changed_model_is_never_called_complete_and_read_wrong(change, with_sample):
+    assert_said_or_right(change, with_sample)
+
+
+# --------------------------------------------------------------------------------------- whatever a module holds
+def other_values(value) -> list:
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1, 2 * value or 3] if value < 10**6 else []
+        case float():
+            return [1.7 * value + 0.3]
+        case None:
+            return [3, 0.7]
+    return []
+
+
+def other_buffer(buffer):
+    if buffer.dtype == torch.bool:
+        return ~buffer
+    return 1.3 * buffer + 0.01 if buffer.is_floating_point() else buffer + 1
+
+
+def held(model) -> list[tuple]:
+    """(table, name, another value) of everything simple in the first module of each class."""
+    found = {}
+    for module in model.modules():
+        simple = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
+        for key, value in simple.items():
+            for number, other in enumerate(other_values(value)):
+                found.setdefault((type(module), key, number), (vars(module), key, other))
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found.setdefault((type(module), key), (module._buffers, key, other_buffer(buffer)))
+    return list(found.values())
+
+
+def fault(model, inputs, sample) -> str | None:
+    """In words, what is wrong with heads of a model that is not called PARTIAL; None where all is right or said."""
+    try:
+        opened = open_live(model, sample=sample)
+        coverage, layers = str(opened.coverage()), [site.build() for site in opened.sites]
+    except Refusal as reason:
+        return str(reason) if isinstance(reason, Unforeseen) else None
+    not_run = sample is not None and not coverage.startswith("COMPLETE")
+    if "PARTIAL" in coverage or not_run or any(layer.refused for layer in layers):
+        return None
+    evidence = Evidence(model, observe(model, inputs))
+    words = next(differences(evidence, layers, is_complete=coverage.startswith("COMPLETE")), None)
+    return None if words is None else f"{words} ({coverage})"
+
+
+def softmaxes(model, inputs) -> list:
+    torch.manual_seed(0)
+    return [call.logits for call in observe(model, inputs).calls]
+
+
+def acts(model, inputs, usual) -> bool:
+    try:
+        found = softmaxes(model, inputs)
+    except Exception:  # no such model runs
+        return False
+    return len(found) != len(usual) or not all(map(torch.equal, found, usual))
+
+
+HARMLESS = {"chunk_size_feed_forward"}  # rounds otherwise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
+def test_whatever_a_module_holds_is_right_or_said_when_changed(case):
+    model = case.build()
+    torch.manual_seed(0)
+    inputs, faults = case.inputs(model.config), []
+    with torch.no_grad():
+        usual = softmaxes(model, inputs)
+        for table, key, other in held(model):
+            before, table[key] = table[key], other
+            if key not in HARMLESS and acts(model, inputs, usual):
+                found = [fault(model, inputs, sample) for sample in (None, inputs)]
+                faults += [f"{key} = {other!s:.40}: {words}" for words in found if words]
+            table[key] = before
+    assert not faults

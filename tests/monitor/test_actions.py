@@ -1,0 +1,382 @@
+"""What follows an alarm: actions in own loops and in trainers, remedies, trends, and numbers of the weights."""
+
+import copy
+import math
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from test_monitor import TOKENS, gpt2, llama, watch
+from test_sinks import Texts
+from transformers import Trainer, TrainingArguments
+
+import hand_written
+from locater.errors import Refusal
+from locater.integrations.hugging_face import AttentionCallback
+from locater.models.live.rate_factor import scaled
+from locater.monitor import (
+    Attach,
+    AttentionMonitor,
+    Checkpoint,
+    MLflow,
+    RollBack,
+    Stop,
+    Thresholds,
+    Trackio,
+    WeightsAndBiases,
+)
+from locater.monitor.alarms import BACK, find_alarms
+from locater.monitor.report import AHEAD, LayerReport
+from locater.monitor.trends import Trends
+from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
+
+
+def explode(model, factor=1e4):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight *= factor
+
+
+def train(model, monitor, optimizer, num_steps, at=None):
+    """A loop of one's own; at one step the weights explode."""
+    for step in range(num_steps):
+        if step == at:
+            explode(model)
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()
+        if monitor.should_stop:
+            return step
+    return num_steps
+
+
+def setting(**options):
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, AttentionMonitor(model, every=1, optimizer=optimizer, **options)
+
+
+def test_stop_ends_a_loop_and_a_function_sees_the_event():
+    seen = []
+    model, optimizer, monitor = setting(on_alarm=[Stop(), seen.append])
+    assert train(model, monitor, optimizer, 6, at=3) == 3
+    (event,) = seen
+    assert event.model is model and {alarm.kind for alarm in event.report.alarms} >= {"logit explosion"}
+
+
+def test_a_table_acts_on_one_kind_only():
+    model, optimizer, monitor = setting(on_alarm={"rank collapse": Stop()})
+    assert train(model, monitor, optimizer, 4, at=2) == 4
+    for wrong, said in ((Stop, "class"), ("stop", "got 'stop'")):
+        with pytest.raises(Refusal, match=f"an action such as Stop.*{said}"):
+            AttentionMonitor(model, on_alarm=wrong)
+
+
+def test_a_checkpoint_is_written_once(tmp_path):
+    model, optimizer, monitor = setting(on_alarm=Checkpoint(tmp_path / "alarm-{step}.pt"))
+    train(model, monitor, optimizer, 5, at=2)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "alarm-2.pt" and set(torch.load(path)) == {"model", "optimizer"}
+
+
+def test_roll_back_returns_to_the_last_good_state_at_a_lower_rate():
+    model, optimizer, monitor = setting(on_alarm=RollBack(0.25, most=2, then=Stop()))
+    train(model, monitor, optimizer, 2)
+    good = copy.deepcopy(model.state_dict())  # the third report, without alarms, is of this state
+    train(model, monitor, optimizer, 1)
+    explode(model)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    assert monitor.step().alarms
+    assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and scaled(optimizer) == 0.25, "the schedule's own, between steps"
+    model(TOKENS)
+    assert not monitor.step().alarms
+    for _ in range(2):
+        assert not monitor.should_stop
+        explode(model)
+        model(TOKENS)
+        monitor.step()
+    assert monitor.should_stop, "the third time is one too many"
+    with pytest.raises(Refusal, match="an optimiser to roll back"):
+        watch(model := llama(), lambda: model(TOKENS), on_alarm=RollBack())
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_the_state_after_a_report_without_alarms_is_good_only_once_the_next_has_none(num_before):
+    """A report is of the pass before the step: here that step breaks the weights."""
+    model, optimizer, monitor = setting(on_alarm=RollBack(0.5))
+    start = copy.deepcopy(model.state_dict())
+    train(model, monitor, optimizer, num_before)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    explode(model)
+    assert not monitor.step().alarms
+    assert train(model, monitor, optimizer, 1) == 1
+    model(TOKENS)
+    assert not monitor.step().alarms, "back to a state from before the step that broke it"
+    if not num_before:
+        assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items()), "the start is good"
+
+
+def test_heads_at_rest_do_not_keep_a_state_from_being_good():
+    action = RollBack()
+    at_rest = Thresholds(dead_uniform=0.0)
+    model, optimizer, monitor = setting(on_alarm={"not finite": action}, thresholds=at_rest)
+    train(model, monitor, optimizer, 2)
+    good = copy.deepcopy(model.state_dict())
+    train(model, monitor, optimizer, 2)
+    assert any(not torch.equal(value, action.last["model"][name]) for name, value in good.items()), (
+        "it went on from there"
+    )
+
+
+def test_attach_makes_a_stabiliser_that_the_monitor_steps():
+    model, optimizer, monitor = setting(on_alarm=Attach(QKClip, threshold=20.0))
+    train(model, monitor, optimizer, 6, at=2)
+    model(TOKENS)
+    report = monitor.step()
+    assert report.training[1].mean("max_logit") < 25, "it was clipped"
+    assert isinstance(monitor.stabilisers[0], QKClip)
+    monitor.stabilisers[0].detach()
+
+
+def test_attach_hands_on_the_optimiser_and_finds_the_heads_in_the_first_call():
+    model = hand_written.decoder(hand_written.Fused).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sample = hand_written.TOKENS
+    action = Attach(LocAteR, strength=1e-3)
+    options = dict(every=1, optimizer=optimizer, thresholds=Thresholds(rank_collapse=2.0))
+    with AttentionMonitor(model, on_alarm=action, **options) as monitor:
+        model(sample).sum().backward()
+        optimizer.step()
+        monitor.step()
+        assert isinstance(action.stabiliser, LocAteR) and action.stabiliser.optimizer is optimizer
+        model(sample).sum().backward()
+        monitor.step()
+    action.stabiliser.detach()
+
+
+def test_a_kind_of_alarm_that_does_not_exist_is_refused():
+    with pytest.raises(Refusal, match="kinds of alarms .*logit explosion.* got 'logit explosions'"):
+        AttentionMonitor(llama(), on_alarm={"logit explosions": Stop()})
+
+
+def test_the_remedy_is_one_that_is_not_at_work():
+    def advised(attach):
+        model = llama()
+        explode(model, 1e5)
+        given = attach(model)
+        report = watch(model, lambda: model(TOKENS), stabilisers=given)
+        alarms = [alarm for alarm in report.alarms if alarm.kind == "logit explosion"]
+        return alarms[0].remedy if alarms else None
+
+    assert advised(lambda model: []) == advised(lambda model: [QKClip(model, threshold=1e9)]) == BACK
+    order = ["RollBack", "QKNorm", "SoftCap", "a lower"]
+    for number, remedy in enumerate(order):
+        alarms = find_alarms([layer_at(1e3)], Thresholds(), attached=order[:number])
+        assert alarms[0].remedy.startswith(remedy)
+
+
+def test_a_norm_that_no_module_names_is_noticed_by_the_heads_found():
+    model = hand_written.decoder(hand_written.NormedByHand).train()
+    report = watch(model, lambda: model(TOKENS % 40), thresholds=Thresholds(entropy_collapse=1.0))
+    remedies = {alarm.remedy for alarm in report.alarms if alarm.kind == "entropy collapse"}
+    assert remedies == {"a longer warm-up"}, "LocAteR would change nothing behind a norm"
+
+
+def test_norms_and_caps_are_noticed_by_themselves():
+    for attach, name in ((QKNorm, "QKNorm"), (lambda model: SoftCap(model, cap=30.0), "SoftCap")):
+        model = llama()
+        stabiliser = attach(model)
+        with AttentionMonitor(model, every=1) as monitor:
+            model(TOKENS)
+            assert name in monitor._attached()
+        stabiliser.detach()
+
+
+def layer_at(largest):
+    statistics = dict(max_logit=(largest, 1.0), normalised_entropy=(0.5, 0.5), sink_mass=(0.1, 0.1))
+    return LayerReport("decoder", 1, (0, 1), statistics, {}, {}, 10, 1.0, 0, 0, 0, 1, math.log(100))
+
+
+AHEAD_ON = Thresholds(steps_ahead=1000)
+
+
+def test_growth_is_told_before_the_threshold_is_reached():
+    """Doubling every hundred steps: from 20 to 46.05 takes 120.3."""
+    trends = Trends()
+    for step, largest in ((0, 5.0), (100, 10.0)):
+        trends.add(step, [layer_at(largest)])
+        assert not find_alarms([layer_at(largest)], AHEAD_ON, trends=trends)
+    trends.add(200, [layer_at(20.0)])
+    (alarm,) = find_alarms([layer_at(20.0)], AHEAD_ON, trends=trends)
+    assert alarm.kind == AHEAD and alarm.heads == (0,)
+    assert str(alarm) == (
+        "logit explosion ahead: decoder layer 1, head 0, largest 20, threshold 46.05, "
+        "there in about 120 steps at the present growth; try RollBack: the last good state with a lower learning rate"
+    )
+    assert not find_alarms([layer_at(20.0)], Thresholds(steps_ahead=100), trends=trends)
+    assert not find_alarms([layer_at(20.0)], AHEAD_ON, trends=trends, attached=["QKClip"]), "which lets it not happen"
+    trends.add(300, [layer_at(80.0)])
+    (alarm,) = find_alarms([layer_at(80.0)], AHEAD_ON, trends=trends)
+    assert alarm.kind == "logit explosion" and "growing by +300% in 100 steps" in str(alarm)
+
+
+def test_a_forecast_reaches_no_farther_than_what_it_is_made_of():
+    """Growth by a fifth in 50 steps, as when a model learns: the threshold is 380 steps away, seen were 100."""
+    trends = Trends()
+    for step, largest in ((0, 8.0), (50, 9.6), (100, 11.52)):
+        trends.add(step, [layer_at(largest)])
+    assert not find_alarms([layer_at(11.52)], AHEAD_ON, trends=trends)
+    for step, largest in ((200, 16.6), (300, 23.9)):
+        trends.add(step, [layer_at(largest)])
+    (alarm,) = find_alarms([layer_at(23.9)], AHEAD_ON, trends=trends)
+    assert alarm.kind == AHEAD and "there in about 180 steps" in str(alarm)
+
+
+def test_a_forecast_is_judged_when_it_is_due_and_its_record_shown():
+    trends = Trends()
+    for step, largest in ((0, 5.0), (100, 10.0), (200, 20.0)):
+        trends.add(step, [layer_at(largest)])
+    assert find_alarms([layer_at(20.0)], AHEAD_ON, trends=trends)
+    for step, largest in ((300, 20.5), (400, 21.0), (500, 32.0)):
+        trends.add(step, [layer_at(largest)])
+    kept = Trends()
+    kept.load_state_dict(trends.state_dict())
+    assert (kept.num_true, kept.num_wrong) == (0, 1)
+    (alarm,) = find_alarms([layer_at(32.0)], AHEAD_ON, trends=kept)
+    assert "(0 of 1 such forecasts came true so far)" in str(alarm)
+    assert not find_alarms([layer_at(32.0)], Thresholds(), trends=kept), "off unless it is asked for"
+    with pytest.raises(Refusal, match="forecasts to act on"):
+        AttentionMonitor(llama(), on_alarm={AHEAD: Stop()})
+
+
+def test_advice_is_what_this_layer_would_take():
+    flex = replace(layer_at(1e3), through="flex_attention")
+    back = ["RollBack"]
+    assert find_alarms([flex], Thresholds(), attached=back)[0].remedy == "QKClip"
+    assert find_alarms([flex], Thresholds(), attached=[*back, "QKClip"])[0].remedy == "a lower learning rate"
+    assert find_alarms([layer_at(1e3)], Thresholds(), attached=[*back, "QKNorm"])[0].remedy == "SoftCap"
+    flat = replace(layer_at(1.0), ranks={"residual": 0.01})
+    assert "LocAteR" not in find_alarms([flat], Thresholds())[0].remedy
+
+
+def test_numbers_of_the_weights_are_those_of_dense_matrices():
+    model = gpt2()
+    with AttentionMonitor(model, every=1) as monitor:
+        before = dense(model)
+        model(TOKENS)
+        first = monitor.step().training[1]
+        assert "update_ratio" not in first.weights
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        model(TOKENS)
+        report = monitor.step()
+    after, layer = dense(model), report.training[1]
+    for head in range(4):
+        w, update = after[head], after[head] - before[head]
+        sigma, of_update = torch.linalg.svdvals(w), torch.linalg.svdvals(update)
+        share = of_update.square() / of_update.square().sum()
+        expected = {
+            "sigma_1": sigma[0],
+            "symmetry": (w @ w).trace() / w.square().sum(),
+            "update_ratio": update.norm() / w.norm(),
+            "update_stable_rank": of_update.square().sum() / of_update[0] ** 2,
+            "update_entropy": torch.special.entr(share).sum() / math.log(16),
+            "sigma_1_growth": math.log(sigma[0] / torch.linalg.svdvals(before[head])[0]),
+        }
+        for name, value in expected.items():
+            assert layer.weights[name][head] == pytest.approx(float(value), rel=1e-4), name
+    assert report.metrics()["attn/layer_01/sigma_1"] == pytest.approx(max(layer.weights["sigma_1"]))
+
+
+def dense(model):
+    """W of every head of the second layer, the norm's gain folded in, and centred as its output is."""
+    block = model.transformer.h[1]
+    weight = block.attn.c_attn.weight.detach().double() * block.ln_1.weight.detach().double()[:, None]
+    weight = weight - weight.mean(0)
+    query, key = (part.unflatten(1, (4, 8)) for part in weight.chunk(3, 1)[:2])
+    return [key[:, head] @ query[:, head].mT for head in range(4)]
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_no_logit_exceeds_the_bound_of_the_weights(make):
+    """With biases, without, with rotary positions; inputs along the worst direction come near to it."""
+    model = make()
+    layer = watch(model, lambda: model(TOKENS)).training[0]
+    for largest, bound in zip(layer.statistics["max_logit"], layer.weights["logit_bound"], strict=True):
+        assert largest <= bound < 1e3 * abs(largest)
+
+
+def test_frames_and_the_worst_heads():
+    model = llama()
+    explode(model, 10.0)
+    report = watch(model, lambda: model(TOKENS))
+    frame = report.to_frame()
+    assert len(frame) == 8 and {"layer", "head", "entropy", "sigma_1", "mode"} <= set(frame.columns)
+    worst = report.worst(count=3)
+    assert [row["layer"] for row in worst] == [1, 1, 1]
+    assert worst[0]["max_logit"] == frame["max_logit"].max()
+    assert report.worst("normalised_entropy", 1)[0]["normalised_entropy"] == frame["normalised_entropy"].min()
+
+
+@pytest.mark.parametrize("sink", [WeightsAndBiases, Trackio])
+def test_trackers_raise_an_alarm_once_for_as_long_as_it_lasts(sink):
+    raised = []
+    run = types.SimpleNamespace(log=lambda metrics: None, alert=lambda **given: raised.append(given["title"]))
+    model = llama()
+    with AttentionMonitor(model, every=1, sinks=[sink(run)]) as monitor:
+        model(TOKENS)
+        monitor.step()
+        assert not raised
+        explode(model)
+        for _ in range(2):
+            model(TOKENS)
+            monitor.step()
+    assert sorted(raised) == ["attention: entropy collapse", "attention: logit explosion"]
+
+
+def test_mlflow_gets_metrics_a_tag_and_a_text():
+    calls = []
+    names = ("log_metrics", "set_tag", "log_text")
+    run = types.SimpleNamespace(**{name: lambda *a, name=name, **k: calls.append((name, a, k)) for name in names})
+    model = llama()
+    explode(model)
+    watch(model, lambda: model(TOKENS), sinks=[MLflow(run)])
+    assert [name for name, *_ in calls] == list(names)
+    assert calls[1][1] == ("attention.alarm", "step 0: logit explosion") and "try RollBack" in calls[2][1][0]
+
+
+def trainer(folder, callback, **more):
+    given = dict(per_device_train_batch_size=2, max_steps=6, logging_steps=50, report_to=[], use_cpu=True) | more
+    arguments = TrainingArguments(output_dir=str(folder), disable_tqdm=True, save_strategy="no", **given)
+    return Trainer(model=llama(), args=arguments, train_dataset=Texts(), callbacks=[callback])
+
+
+def test_the_hugging_face_trainer_logs_prints_saves_and_stops(tmp_path, capsys):
+    callback = AttentionCallback(
+        every=2, thresholds=Thresholds(logit_explosion=1e-6), on_alarm={"logit explosion": [Checkpoint(), Stop()]}
+    )
+    run = trainer(tmp_path, callback)
+    run.train()
+    assert run.state.global_step == 1
+    assert "step 0: logit explosion: decoder layer" in capsys.readouterr().out
+    assert any("attn/layer_01/entropy" in entry for entry in run.state.log_history)
+    assert (tmp_path / "checkpoint-1" / "attention_monitor.pt").exists()
+
+
+def test_the_hugging_face_trainer_rolls_back(tmp_path):
+    class ExplodeAt(AttentionCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                explode(kwargs["model"])
+
+    callback = ExplodeAt(every=1, on_alarm=RollBack(0.5))
+    run = trainer(tmp_path, callback, learning_rate=1e-4, lr_scheduler_type="constant")
+    run.train()
+    assert run.state.global_step == 6
+    assert max(callback.report.training[1].statistics["max_logit"]) < 50, "back where it was"
+    assert run.lr_scheduler.base_lrs == [1e-4, 1e-4] and callback.report.step == 5

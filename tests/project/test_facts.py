@@ -1,0 +1,66 @@
+"""A fact stands once: what had two homes before, and drifted, is held to one."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from locater.cli.program import VERBS
+
+SOURCE = Path(__file__).parents[2] / "src"
+TEXTS = {
+    path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8")
+    for package in ("locater", "locater_lab")
+    for path in sorted((SOURCE / package).rglob("*.py"))
+}
+HOMES = {
+    "the name of a layer in logs": (r"layer_\{", "locater/records.py"),
+    "the name of a head in logs": (r"head_\{", "locater/records.py"),
+    "gathering a shard": (r"full_tensor", "locater/projections.py"),
+    "whether backward runs": (r"_current_graph_task_id", "locater/attention/calls.py"),
+    "the weights of η²": (r"ETA_WEIGHTS\w* *[:=]", "locater/spectra/moments.py"),
+    "which regimes are localized": (r"^LOCALIZED\b", "locater/theory/words.py"),
+    "how near is near": (r"^NEAR\b", "locater/attention/statistics.py"),
+    "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "locater/scanning/__init__.py"),
+    "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/locate.py"),
+}
+
+
+@pytest.mark.parametrize("fact", HOMES)
+def test_a_fact_has_one_home(fact):
+    pattern, home = HOMES[fact]
+    found = [name for name, text in TEXTS.items() if re.search(pattern, text, flags=re.MULTILINE)]
+    assert found == [home]
+
+
+def test_entropy_is_defined_in_one_room():
+    """−Σ p log p of attention, by whatever form, outside of `attention` and the singular values' own."""
+    pattern = re.compile(r"torch\.(special\.)?(xlogy|entr)\(")
+    elsewhere = [
+        name for name, text in TEXTS.items() if pattern.search(text) and not name.startswith("locater/attention/")
+    ]
+    assert set(elsewhere) <= {"locater/spectra/singular.py", "locater/theory/regimes.py"}, elsewhere
+
+
+def test_everything_that_is_defined_is_used():
+    """Every constant, function and class of the source is named again: there, in a test, a script or an entry point."""
+    root = SOURCE.parent
+    points = re.findall(r'= "locater[\w.]*:(\w+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    used, defined = {*points, *VERBS}, {}
+    for path in (path for folder in ("src", "tests", "bench", "runs", "dev") for path in (root / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.alias):
+                used.add(node.name)
+        for node in tree.body if root / "src" in path.parents else ():
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            defined |= {name: path for name in names if not name.startswith("__")}
+    unused = {name: str(path) for name, path in defined.items() if name not in used}
+    assert not unused

@@ -1,0 +1,322 @@
+"""Pages without a browser: what is read, refused and said; figures and notebooks."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+
+from command import locater
+from locater.cli.report import read
+from locater.errors import Refusal
+from locater.monitor.alarms import Alarm, Thresholds
+from locater.monitor.report import LayerReport, Report
+from locater.report import head_figures, quantities
+from locater.report.head_figures import plot
+from locater.report.headline import headline
+from locater.report.packing import Pack
+from locater.report.reading import read_record
+from locater.report.views import views_of
+from locater_lab.studies.study import measure_for, points_of
+from locater_lab.studies.sweep.folder import create, open_sweep
+
+
+def head(layer, number, **columns):
+    base = dict(block="decoder", layer=layer, head=number, key_head=number, d_model=64, d_head=16, temperature=4.0)
+    numbers = dict(trace=4.0, trace_of_square=2.0, frobenius_squared=8.0, xi=1.0, eta=2.5, localisation=0.2, spread=0.1)
+    return base | numbers | {"regime": "late"} | columns
+
+
+def scanned(*heads, **facts):
+    whole = {
+        "schema": "locater.scan/1",
+        "source": "some/where",
+        "family": "llama",
+        "format": "x",
+        "coverage": "COMPLETE",
+    }
+    return whole | {"length": 64, "heads": list(heads)} | facts
+
+
+def sentences(*documents):
+    return [sentence.text for sentence in headline(views_of(documents), [])]
+
+
+def test_random_weights_are_called_so_and_no_scale_is_warned_of():
+    trained = [head(0, n) for n in range(8)] + [head(1, 0, eta=100.0), head(1, 1, eta=0.01)]
+    assert not any("random" in one and "trained" in one or "Unusual" in one for one in sentences(scanned(*trained)))
+    chance = [head(0, n, trace=(-1) ** n * 0.3, frobenius_squared=8.0) for n in range(10)]
+    assert any(one.startswith("The weights look random, not trained") for one in sentences(scanned(*chance)))
+
+
+def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
+    plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
+    assert (
+        "heads look" not in plain
+        and "In the paper's theory: 2 late. These words describe a random walk, not what heads do." in plain
+    )
+    masses = [
+        dict(estimated_near_mass=near, estimated_near_mass_interval=[near - 0.1, near + 0.1]) for near in (0.9, 0.1)
+    ]
+    estimated = " ".join(sentences(scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))))
+    assert "1 of 2 heads probably look mostly at the 16 nearest tokens (by estimate)" in estimated
+    alone = " ".join(sentences(scanned(head(0, 0, **masses[1]))))
+    assert "The head probably does not look mostly at the 16 nearest tokens (by estimate)" in alone
+
+
+def test_an_estimate_of_what_was_measured_is_not_on_the_page():
+    """As in the demo: a scan and a run of the same head; a model with other heads keeps its estimates."""
+    guess = dict(estimated_near_mass=0.1, estimated_sink_mass=0.2)
+    seen = dict(layer=0, head=0, near_mass=0.8)
+    steps = {"schema": "locater.steps/1", "source": "run", "steps": [{"step": n, "heads": [seen]} for n in (1, 2)]}
+    scan, _, other = views_of([scanned(head(0, 0, **guess)), steps, scanned(head(0, 1, **guess), source="other")])
+    assert "estimated_near_mass" not in scan.columns and "estimated_sink_mass" in scan.columns
+    assert "estimated_near_mass" in other.columns
+
+
+def test_a_model_of_the_same_shape_keeps_its_estimates():
+    """Two models with the same heads, of which one is measured: by the record of its run, or on a text."""
+    one, other = (
+        scanned(head(0, 0, estimated_near_mass=0.1), source=f"demo/{name}/model") for name in ("with", "without")
+    )
+    seen = dict(layer=0, head=0, near_mass=0.8)
+    for place in ("demo/with", "demo/with/metrics.jsonl"):
+        steps = {"schema": "locater.steps/1", "source": place, "steps": [{"step": n, "heads": [seen]} for n in (1, 2)]}
+        first, second, *_ = views_of([one, other, steps])
+        assert "estimated_near_mass" not in first.columns and "estimated_near_mass" in second.columns
+    elsewhere = steps | {"source": "monitor"}  # it may be either's
+    first, second, *_ = views_of([one, other, elsewhere])
+    assert "estimated_near_mass" in first.columns and "estimated_near_mass" in second.columns
+    masses = dict(near_mass_beyond_first=0.8)
+    measured = {
+        "schema": "locater.predict/1", "source": "demo/with/model", "text": "t", "window": 8, "distance_bins": [[0, 1]],
+        "heads": [{"block": "decoder", "layer": 0, "head": 0, "predicted": masses, "measured": masses,
+                   "attention_profile": [1.0], "logit_profile": [0.0]}],
+    }  # fmt: skip
+    first, second, *_ = views_of([one, other, measured])
+    assert "estimated_near_mass" not in first.columns and "estimated_near_mass" in second.columns
+
+
+def test_an_estimate_is_not_said_beside_a_measurement():
+    guess = dict(estimated_near_mass=0.1, estimated_near_mass_interval=[0, 0.4])
+    (estimated,), (plain,) = views_of([scanned(head(0, 0, **guess))]), views_of([scanned(head(0, 0))])
+    measured = replace(plain, columns=plain.columns | {"measured_near_mass_beyond_first": [[0.8]]})
+    assert any("by estimate" in one.text for one in headline([estimated], []))
+    said = [one.text for one in headline([estimated, measured], [])]
+    assert not any("by estimate" in one for one in said)
+    assert any("The head looks mostly at the 16 nearest tokens (on the text measured)" in one for one in said)
+
+
+def test_limits_are_those_of_the_scan_and_the_monitor():
+    limits = Thresholds()
+    assert quantities.COLLAPSED.value == limits.entropy_collapse and quantities.DEAD.value == limits.dead_uniform
+    assert quantities.SINK.value == limits.dead_sink
+
+
+def test_two_models_of_one_shape_stand_side_by_side_and_a_prediction_joins_its_scan():
+    first, second = scanned(head(0, 0), head(0, 1)), scanned(head(0, 0, xi=3.0), head(0, 1), source="b")
+    views = views_of([first, second])
+    assert [view.frames for view in views] == [["where"], ["b"], ["where", "b"]]
+    assert views[2].columns["xi"] == [[1.0, 1.0], [3.0, 1.0]]
+    measured = {"near_mass_beyond_first": 0.8, "sink_mass": 0.1}
+    lines = {"predicted": [0.5, 0.5], "measured": [0.25, 0.75]}
+    one = dict(block="decoder", layer=0, head=1, predicted=measured, measured=measured)
+    predicted = {"schema": "locater.predict/2", "source": "some/where", "text": "t", "window": 2, "left_out": []}
+    predicted |= {
+        "distance_bins": [[0, 0], [1, 1]],
+        "heads": [one | {"attention_profile": lines, "logit_profile": lines}],
+    }
+    (joined,) = views_of([scanned(head(0, 0), head(0, 1)), predicted])
+    assert joined.columns["measured_sink_mass"] == [[None, 0.1]] and joined.bins == [[0, 0], [1, 1]]
+
+
+BAD = {
+    "half.json": ('{"schema": "locater.scan/1", "heads": [', "valid JSON"),
+    "foreign.json": ('{"results": []}', "a document of locater"),
+    "list.json": ("[1, 2]", "a JSON object"),
+    "newer.json": ('{"schema": "locater.scan/7", "heads": []}', "update locater"),
+    "damaged.json": (json.dumps(scanned({"layer": 0, "head": 0})), "got KeyError"),
+    "headless.json": (
+        json.dumps({"schema": "locater.scan/1", "source": "x"}),
+        "a whole locater.scan/1 document as locater writes them, got KeyError ('heads')",
+    ),
+    "other.jsonl": ('{"kind": "train", "step": 1}\n', "validations of locater train"),
+    "bytes.json": ("\udcff", "no text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_sentence_and_leaves_the_page_alone(name, tmp_path):
+    text, words = BAD[name]
+    source, out = tmp_path / name, tmp_path / "page.html"
+    source.write_bytes(text.encode("utf-8", "surrogateescape"))
+    out.write_text("the page of yesterday", encoding="utf-8")
+    found = locater("report", source, "-o", out)
+    assert found.code == 1 and found.err.startswith(f"locater: {source}") and words in found.err
+    assert found.err.count("\n") == 1 and out.read_text() == "the page of yesterday"
+
+
+def test_a_run_and_a_monitor_become_steps(tmp_path):
+    run = Path(__file__).parents[2] / "runs/measured/words/none-seed0"
+    (view,) = views_of([read_record(run)])
+    assert view.frames == ["510", "1020"] and view.heads == [("decoder", 0, 0)]
+    assert view.columns["near_mass"][-1] == [0.7639560699462891]
+    layer = {"block": "decoder", "layer": 2, "heads": [0, 1], "statistics": {"normalised_entropy": [0.01, None]}}
+    alarm = {
+        "kind": "entropy collapse",
+        "block": "decoder",
+        "layer": 2,
+        "heads": [0],
+        "meaning": "low",
+        "remedy": "less",
+    }
+    report = {"schema": "locater.monitor/1", "step": 5, "training": [layer], "evaluation": [], "alarms": [alarm]}
+    path = tmp_path / "attention.jsonl"
+    path.write_text(f"{json.dumps(report)}\n" + '{"schema": "locater.mon', encoding="utf-8")
+    (view,) = views_of([read_record(path)])
+    assert view.columns["normalised_entropy"] == [[0.01, None]] and view.alarms == [alarm | {"step": 5}]
+    (said,) = [one for one in headline([view], []) if one.text.startswith("Alarm")]
+    assert "first at step 5" in said.text and said.heads == (0,)
+
+
+def test_packed_lines_are_within_their_bound():
+    rows = numpy.random.default_rng(0).normal(size=(5, 64)) * [[1e-6], [1], [1e9], [0], [3]]
+    pack = Pack()
+    place = pack.add_scaled(rows)
+    whole = b"".join(pack.parts)
+    values, units = (
+        numpy.frombuffer(whole, dtype=f"<{part['kind']}", count=part["count"], offset=part["at"])
+        for part in (place["values"], place["units"])
+    )
+    back = values.reshape(5, 64) * units[:, None]
+    assert (abs(back - rows) <= abs(rows).max(1, keepdims=True) / 65_534 * 1.0001).all()
+
+
+def test_no_torch_is_loaded_for_a_page(tmp_path):
+    source = tmp_path / "scan.json"
+    source.write_text(json.dumps(scanned(head(0, 0))), encoding="utf-8")
+    script = (
+        "import sys; sys.argv = ['locater', 'report', sys.argv[1], '-o', sys.argv[2]]\n"
+        "from locater.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "page.html")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
+
+
+def test_figures_of_a_map_and_of_a_head(tmp_path):
+    document = scanned(head(0, 0, eigenvalues=[[1, 0.5], [1, -0.5]], profiles={"closed": [0, 1]}), head(0, 1))
+    assert plot(document).axes[0].get_xlabel() == "head"
+    assert len(plot(document, head=(0, 0)).axes) == 2
+    with pytest.raises(Refusal, match="one of temperature"):
+        plot(document, "nonsense")
+    with pytest.raises(Refusal, match="eigenvalues or curves"):
+        plot(document, head=(0, 1))
+    source = tmp_path / "scan.json"
+    source.write_text(json.dumps(document), encoding="utf-8")
+    figures = tmp_path / "figures"
+    assert locater("report", source, "-o", tmp_path / "page.html", "--figures", figures).code == 0
+    assert (figures / "where-xi.png").read_bytes().startswith(b"\x89PNG") and (figures / "where-xi.svg").exists()
+
+
+def test_figures_of_the_heads_that_are_asked_for(tmp_path, monkeypatch):
+    lines = {"profiles": {"closed": [0, 1], "exact": [0, 0.9]}, "expected_logits": {"weights": [2, 1]}}
+    spectrum = [[1, 0.5], [1, -0.5]]
+    heads = [head(0, 0, xi=-9.0, eigenvalues=spectrum, **lines), head(0, 1, eigenvalues=spectrum), head(1, 0)]
+    source, figures = tmp_path / "scan.json", tmp_path / "figures"
+    source.write_text(json.dumps(scanned(*heads, distances=[0, 1])), encoding="utf-8")
+    assert len(plot(json.loads(source.read_text()), head=(0, 0)).axes) == 3
+    page = tmp_path / "page.html"
+    assert locater("report", source, "-o", page, "--figures", figures).code == 0
+    assert [path.name for path in sorted(figures.glob("*head*"))] == ["where-head-0.0.png", "where-head-0.0.svg"]
+    names = []
+    monkeypatch.setattr(head_figures, "save", lambda figure, path: names.append(path.stem))
+    assert locater("report", source, "-o", page, "--figures", figures, "--heads", "all").code == 0
+    assert {name for name in names if "head" in name} == {"where-head-0.0", "where-head-0.1"}  # 1.0 has no lines
+    page.unlink()
+    for heads, code, words in (
+        ("7.7", 1, "heads that a result has"),
+        ("1.0", 1, "results with eigenvalues or curves"),
+        ("first", 2, "such as 5.6,9.1"),
+    ):
+        found = locater("report", source, "-o", page, "--figures", tmp_path / "none", "--heads", heads)
+        assert found.code == code and words in found.err and not page.exists()
+
+
+def test_curves_over_time_are_figures_too(tmp_path):
+    run = Path(__file__).parents[2] / "runs/measured/words/none-seed0"
+    document = read_record(run)
+    (panel,) = plot(document, "near_mass", over_time=True).axes
+    (line,) = panel.get_lines()
+    assert line.get_xdata().tolist() == [510, 1020] and line.get_ydata()[-1] == pytest.approx(0.76395607)
+    with pytest.raises(Refusal, match="several steps"):
+        plot(scanned(head(0, 0)), over_time=True)
+    (view,) = views_of([document])
+    assert [pair[0] for pair in view.course["held-out loss"]] == [510, 1020] and len(
+        view.course["training loss"]
+    ) == 102
+
+
+def test_a_monitors_report_is_a_page_and_a_figure(tmp_path):
+    layer = LayerReport("decoder", 0, (0, 1), {"normalised_entropy": (0.01, 0.7), "near_mass": (0.5, float("nan"))}, {},
+                        {}, 8, 1.0, 0, 0, 0, 1, 2.0, weights={"eta": (1.0, 2.0), "sigma_1": (3.0, 4.0)})  # fmt: skip
+    alarm = Alarm("entropy collapse", "decoder", 0, (0,), 0.01, 0.02, "each query sees one key", "QKNorm")
+    report = Report(7, (layer,), alarms=(alarm,), notes=("the budget was spent",))
+    path = tmp_path / "monitor.html"
+    text = report.to_html(path, title="Step 7")
+    assert path.read_text(encoding="utf-8") == text and "Step 7" in text and "sandbox=" in report._repr_html_()
+    (view,) = views_of([report.to_json()])
+    assert view.columns["sigma"] == [[3.0, 4.0]] and view.columns["near_mass"] == [[0.5, None]]
+    said = [sentence.text for sentence in headline([view], [])]
+    assert any("entropy collapse, first at step 7" in one for one in said) and "Note: the budget was spent." in said
+    assert report.plot("eta").axes[0].get_ylabel() == "layer"
+    source = tmp_path / "report.json"
+    source.write_text(json.dumps(report.to_json()), encoding="utf-8")
+    assert locater("report", source, "-o", path).code == 0
+
+
+def swept(folder, *, failed=False):
+    """A sweep of two arms and two seeds as the engine leaves it, without the runs' own folders."""
+    points = [{"name": f"{arm}-seed{seed}", "arm": arm, "seed": seed} for arm in ("a", "b") for seed in (0, 1)]
+    sweep = create(folder, "train", points)
+
+    def measure(point, place):
+        if failed and point["name"] == "b-seed1":
+            raise ValueError("it exploded")
+        loss = 3.0 + point["seed"] / 10 - (point["arm"] == "b") / 2
+        return {"step": 20, "course": {"10": 4.0, "20": loss}, "loss": loss, "perplexity": math.exp(loss), "xi": 1.0}
+
+    sweep.work(measure)
+    return sweep
+
+
+def test_a_sweeps_own_folder_is_a_page_of_arms(tmp_path):
+    swept(tmp_path / "sweep", failed=True)
+    document = read(str(tmp_path / "sweep"))
+    arms = {arm["arm"]: arm for arm in document["arms"]}
+    assert document["step"] == 20 and arms["a"]["quantities"]["loss"]["mean"] == pytest.approx(3.05)
+    assert arms["a"]["seeds"] == [0, 1] and arms["b"]["seeds"] == [0]
+    said = [sentence.text for sentence in headline([], [document])]
+    assert any("b-seed1" in one and "it exploded" in one for one in said)
+    rows = {"schema": "locater.sweep/1", "folder": "elsewhere", "rows": open_sweep(tmp_path / "sweep").rows()}
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    assert read(str(tmp_path / "rows.json"))["arms"] == document["arms"]
+    assert locater("report", tmp_path / "sweep", "-o", tmp_path / "page.html").code == 0
+
+
+def test_an_unfinished_study_is_concluded_from_its_rows(tmp_path):
+    sweep = create(tmp_path / "study", "study profiles", points_of("profiles", quick=True)[:2])
+    sweep.work(lambda point, place: measure_for(sweep)(point, place), only=[0])
+    document = read(str(tmp_path / "study"))
+    assert document["schema"] == "locater.study/1" and any("1 of 2 points" in one for one in document["answer"])
+
+
+def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
+    create(tmp_path / "sweep", "train", [{"name": "a-seed0", "arm": "a", "seed": 0}])
+    found = locater("report", tmp_path / "sweep", "-o", tmp_path / "page.html")
+    assert found.code == 1 and "a finished run" in found.err and not (tmp_path / "page.html").exists()

@@ -1,0 +1,157 @@
+"""Words for what heads do: held against attention that is written down pair by pair."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from locater.behaviour import MOST_HEADS, VOCABULARY, Attention, describe, numbers_of, words_of
+from locater.head import Head
+from locater.prediction.numbers import Gatherer
+from locater.prediction.result import HeadPrediction, Prediction
+from locater.projections import Projection
+from locater.report.headline import headline
+from locater.report.views import views_of
+from locater_lab.studies import words
+
+pytestmark = pytest.mark.quick
+LENGTH = 256
+ROOT = Path(__file__).parents[2]
+ROWS = json.loads((ROOT / "runs" / "studies" / "words.json").read_text(encoding="utf-8"))
+
+
+def numbers(probabilities: torch.Tensor):
+    """The numbers of a causal head whose attention is this matrix."""
+    weight = Projection(torch.zeros(4, 4))
+    head = Head(0, 0, weight, weight, 0.5, lookahead=0)
+    gatherer = Gatherer(head, LENGTH)
+    gatherer.add(probabilities.clamp(min=1e-30).log()[None, gatherer.queries])
+    return gatherer.numbers()
+
+
+def causal(weight) -> torch.Tensor:
+    """Rows of probabilities from a function of query, key and distance."""
+    query, key = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    p = weight(query, key, query - key).float() * (key <= query)
+    return p / p.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+CASES = {
+    "first token": lambda q, k, d: (k == 0) * 9.0 + (d == 3),
+    "itself": lambda q, k, d: (d == 0) * 9.0 + 1 / 256,
+    "adjacent": lambda q, k, d: (d == 1) * 9.0 + 1 / 256,
+    "one token": lambda q, k, d: d == 7,
+    "broad": lambda q, k, d: torch.ones_like(d),
+    "near": lambda q, k, d: d < 12,
+    "far": lambda q, k, d: (d > 30) & (k > 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_word_holds_of_attention_that_is_so_and_of_no_other(name):
+    found = numbers(causal(CASES[name]))
+    attention = numbers_of(found.to_json(), found.profile)
+    assert name in [word.name for word in words_of(attention)]
+    opposite = {"broad": "one token", "one token": "broad", "near": "far", "far": "near", "first token": "itself"}
+    assert opposite.get(name, "first token") not in [word.name for word in words_of(attention)]
+
+
+def test_every_word_has_a_case_and_the_rule_is_the_number():
+    assert [word.name for word in VOCABULARY] == [*CASES]
+    for word in VOCABULARY:
+        for value in (0.0, word.limit, 1.0):
+            attention = Attention(**{n: 0.5 for n in Attention._fields} | {"first": 0.0} | {word.number: value})
+            assert word.holds(attention) == (value <= word.limit if word.is_low else value >= word.limit)
+    resting = Attention(near=0.5, entropy=0.5, first=0.6, itself=0.9, adjacent=0.0)
+    assert "itself" not in [word.name for word in words_of(resting)]
+
+
+def made(*names: str) -> Prediction:
+    """A prediction of a head per layer, each with the attention of a case."""
+    rows = []
+    for layer, name in enumerate(names):
+        found = numbers(causal(CASES[name]))
+        rows.append(HeadPrediction("decoder", layer, 0, found, found))
+    return Prediction("model", "text", LENGTH, 1, 1, tuple(rows))
+
+
+def test_sentences_count_heads_say_their_layers_and_where_to_look_first():
+    found = made(*["broad"] * 6, "first token", "first token", "first token", "itself")
+    sentences = [told.sentence for told in found.behaviour()]
+    assert "3 of 10 heads rest on the first token, from layer 6 on (on the text measured)." in sentences
+    assert any(
+        sentence.startswith("1 of 10 heads looks at itself, in layer 9 (on the text measured; too rare")
+        for sentence in sentences
+    )
+    assert sentences[-1].startswith("Look first at decoder 9.0, which looks at itself (")
+    assert all(sentence in found.summary() for sentence in sentences)
+    assert found.to_json()["behaviour"] == sentences
+    assert found.to_json()["heads"][9]["words"][0] == "itself"
+
+
+def test_random_ids_say_fewer_words_and_need_a_margin():
+    found = replace(made("first token", "broad", "near", "far", "adjacent"), text="random ids")
+    sentences = [told.sentence for told in found.behaviour()]
+    assert any("nearest tokens" in sentence and sentence.endswith("(on random ids).") for sentence in sentences)
+    assert not any("first token" in sentence or "spreads" in sentence for sentence in sentences)
+    barely = Attention(near=0.72, entropy=0.5, first=0.0, itself=0.1, adjacent=0.1)
+    assert [word.name for word in words_of(barely)] == ["near"] and not words_of(barely, "random ids")
+
+
+def test_a_page_says_the_same_with_the_accuracy_next_to_it():
+    found = made("near", "far", "broad", "itself")
+    said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
+    assert [told.sentence for told in found.behaviour()] == [
+        text for text in said if text.endswith(").") or "Look" in text
+    ]
+    assert any(text.startswith("Rank correlation (Spearman)") for text in said)
+
+
+def test_words_are_said_as_the_kept_rows_allow():
+    """A word without enough held-out heads is said of the measured text alone; near and far also from random ids."""
+    models = words.read(ROWS)
+    for word in VOCABULARY:
+        assert word.is_rare != words.may_be_said(words.left_out(word, models, "text"), fewest=words.FEWEST["text"])
+        is_told = words.may_be_said(words.left_out(word, models, "random ids"))
+        every = [head for heads in models.values() for head in heads]
+        assert word.margin == (words.margin_of(word, every) if is_told else None)
+
+
+def test_the_page_of_evidence_has_the_tables_of_the_kept_rows():
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert words.page(ROWS) in text
+    name = next(iter(ROWS["models"]))
+    fewer = ROWS["models"] | {name: ROWS["models"][name] | {"heads": ROWS["models"][name]["heads"][1:]}}
+    assert words.page({"models": fewer}) not in text
+
+
+def test_precision_counts_what_was_planted():
+    """Ten heads whose random ids say near; on text eight are, in two models that the others choose the margin for."""
+    near, far = Attention(0.9, 0.5, 0.0, 0.1, 0.1), Attention(0.1, 0.5, 0.0, 0.1, 0.1)
+    (word,) = [word for word in VOCABULARY if word.name == "near"]
+    heads = [words.Measured((one, one), near, 1.0) for one in [near] * 8 + [far] * 2]
+    judged = words.judge(word, heads, "random ids")
+    assert (judged.said, judged.right, judged.holds, judged.heads) == (10, 8, 8, 10)
+    models = {name: heads for name in "abc"}
+    assert not words.may_be_said(words.left_out(word, models, "random ids"))  # right of 80 %, as by chance
+    mixed = {name: heads[:8] + [words.Measured((far, far), far, 1.0)] * 8 for name in "abc"}
+    assert words.may_be_said(words.left_out(word, mixed, "random ids"))
+    assert words.interval(words.left_out(word, mixed, "random ids")) == (1.0, 1.0)
+
+
+def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
+    attentions = [Attention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
+    told = describe([("decoder", n, 0) for n in range(4)], attentions, text="x")
+    assert [one.sentence for one in told] == [
+        "4 of 4 heads look mostly at the 16 nearest tokens (on the text measured)."
+    ]
+    assert len(told[0].heads) == 4 and MOST_HEADS == 3
+
+
+def test_results_and_heads_are_short_in_a_session():
+    found = made("near", "far")
+    assert repr(found).startswith("Prediction(model: 2 heads predicted") and len(repr(found)) < 250
+    weight = Projection(torch.zeros(4, 16))
+    assert repr(Head(3, 1, weight, weight, 0.5)) == "Head(decoder layer 3, head 1, 4 of 16, λ = 2)"

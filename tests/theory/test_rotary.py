@@ -1,0 +1,97 @@
+import pytest
+import torch
+from test_spectra import FREQUENCIES, PAIRS, turn
+
+from locater.errors import Refusal
+from locater.theory import closed_form, monte_carlo, rotary
+from theory_cases import construct
+
+pytestmark = pytest.mark.quick
+
+
+def brute_force(query, key, *, length: int, amplitude: float, temperature: float):
+    """The profile from the matrices C_i themselves."""
+    forms = [
+        key.mT @ turn(length - s, d_head=query.shape[-2], amplitude=amplitude) @ query / temperature
+        for s in range(1, length + 1)
+    ]
+    answer = []
+    for position in range(1, length + 1):
+        parts = [
+            (step <= position) * forms[position - 1] - sum(forms[step - 1 :]) / length for step in range(1, length + 1)
+        ]
+        total = sum(parts)
+        variance = length * sum(part.square().sum() for part in parts) + (total @ total).trace()
+        answer.append(closed_form.between(-1.0, length - 1.0, mean=total.trace(), variance=variance))
+    return torch.stack(answer)
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "symmetric", "negative"])
+@pytest.mark.parametrize("d_head", [8, 9])
+def test_the_profile_equals_that_of_dense_matrices(kind, d_head):
+    query, key = construct(kind, d_head)
+    settings = {"length": 11, "amplitude": 1.2, "temperature": 1.7}
+    found = rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, **settings)
+    torch.testing.assert_close(found, brute_force(query, key, **settings))
+
+
+def test_without_turning_it_is_the_plain_profile():
+    query, key = construct("asymmetric", 8)
+    still = {"frequencies": torch.zeros(3), "pairs": PAIRS, "length": 20, "covariance": 1.5}
+    plain = closed_form.profile(query, key, length=20, covariance=1.5)
+    torch.testing.assert_close(rotary.profile(query, key, **still), plain)
+    walks = {"num_walks": 2000}
+    turned = rotary.monte_carlo(query, key, generator=torch.Generator().manual_seed(1), **walks, **still)
+    straight = monte_carlo.profile(
+        query, key, length=20, covariance=1.5, generator=torch.Generator().manual_seed(1), **walks
+    )
+    # The same walks, counted by another road.
+    torch.testing.assert_close(turned.mean, straight.mean, atol=1 / 2000, rtol=0)
+
+
+def test_without_pairs_nothing_turns():
+    query, key = construct("asymmetric", 3)
+    none = {"frequencies": torch.zeros(0), "pairs": torch.zeros(0, 2, dtype=torch.long)}
+    torch.testing.assert_close(rotary.profile(query, key, length=9, **none), closed_form.profile(query, key, length=9))
+
+
+@pytest.mark.parametrize("kind", ["asymmetric", "symmetric", "negative"])
+def test_simulation_agrees(kind):
+    query, key = (weight.float() for weight in construct(kind, 64, scale=0.3))
+    pairs = torch.arange(48).reshape(2, 24).mT
+    settings = {"frequencies": 10.0 ** (-torch.arange(24) / 8), "pairs": pairs, "length": 48, "amplitude": 1.1}
+    found = rotary.profile(query, key, **settings)
+    generator = torch.Generator().manual_seed(4)
+    simulated = rotary.monte_carlo(query, key, num_walks=3000, generator=generator, **settings)
+    # The second term is the Gaussian approximation's own error at this d_h.
+    assert ((found - simulated.mean).abs() <= 4 * simulated.standard_error + 0.02).all()
+    assert (closed_form.profile(query, key, length=48) - found).abs().max() > 0.04
+
+
+def test_chosen_positions_and_batches_are_parts_of_the_whole(monkeypatch):
+    heads = [construct("asymmetric", 8, seed=seed) for seed in range(4)]
+    query = torch.stack([query for query, _ in heads]).reshape(2, 2, 8, -1)
+    key = torch.stack([heads[0][1], heads[2][1]])[:, None]
+    settings = {"frequencies": FREQUENCIES, "pairs": PAIRS, "length": 30}
+    whole = rotary.profile(query, key, **settings)
+    assert whole.shape == (2, 2, 30)
+    torch.testing.assert_close(whole[1, 0], rotary.profile(query[1, 0], key[1, 0], **settings))
+    # One head at a time, where memory wants it so.
+    monkeypatch.setattr(rotary, "ENTRIES_AT_ONCE", 1)
+    chosen = torch.tensor([1, 7, 30])
+    torch.testing.assert_close(rotary.profile(query, key, positions=chosen, **settings), whole[..., chosen - 1])
+
+
+def test_extremes_stay_probabilities():
+    for scale in (0.0, 1e-100, 1e8):
+        query, key = construct("asymmetric", 8, scale=scale)
+        for length in (1, 2, 40):
+            found = rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, length=length)
+            expected = 0.0 if length == 1 or scale > 1 else 1.0
+            torch.testing.assert_close(found, torch.full_like(found, expected), atol=1e-6, rtol=0)
+
+
+def test_positions_outside_the_context_are_refused():
+    query, key = construct("asymmetric", 8)
+    with pytest.raises(Refusal, match=r"positions from 1 to 5, got \[0, 2\]"):
+        rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, length=5, positions=torch.tensor([0, 2]))
