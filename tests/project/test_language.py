@@ -39,9 +39,10 @@ BANNED = {
     "whoever": "name who",
 }
 WORDS = re.compile(r"\b(" + "|".join(sorted(BANNED, key=len, reverse=True)) + r")\b", re.IGNORECASE)
-# Pages whose sentences a newcomer reads first, and how long these are on average at most.
+# Pages whose sentences a newcomer reads first, and how long these are: on average, and each.
 READ_FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
-MEAN_WORDS = 20
+MEAN_WORDS, MOST_WORDS = 20, 25
+README_LINES, README_COLUMNS, README_WORDS = 90, 120, 700
 # What people are promised of each other, and what was said in earlier versions, stay as they are.
 EXEMPT = {"CODE_OF_CONDUCT.md", "CHANGELOG.md"}
 
@@ -113,7 +114,15 @@ def test_pages_use_words_of_the_field(path):
 
 @pytest.mark.parametrize("path", READ_FIRST, ids=lambda path: path.name)
 def test_sentences_are_short_on_pages_read_first(path):
-    assert mean_words(path.read_text(encoding="utf-8")) <= MEAN_WORDS
+    page = path.read_text(encoding="utf-8")
+    assert mean_words(page) <= MEAN_WORDS
+    assert [sentence for sentence in sentences(page) if len(sentence.split()) > MOST_WORDS] == []
+
+
+def test_the_readme_is_short():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= README_LINES and len(page.split()) <= README_WORDS
+    assert [line for line in page.splitlines() if len(line) > README_COLUMNS] == []
 
 
 def test_the_lint_finds_what_it_bans():
