@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from .errors import net, refusal
+from .errors import failed, net, refusal
 
 Answer = TypeVar("Answer")
 
@@ -49,7 +49,7 @@ class Budget:
             return None
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise refusal("an answer within --timeout", "none", "allow more seconds, or fetch the files first")
+            raise failed("read it in time", "no answer within --timeout", "allow more seconds, or fetch the files first")
         return left
 
 

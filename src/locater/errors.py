@@ -1,4 +1,4 @@
-"""Errors that word themselves: what was expected, what came, what to do.
+"""Errors in three forms: a value that cannot be used, an action that failed, a thing that is missing.
 
 Deep code raises `Refusal` with a short cause; a public door may prefix where it happened with `within`, and spans a
 `net` under itself for unexpected exceptions.
@@ -59,14 +59,51 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def refusal(expected: str, got: object, remedy: str = "") -> Refusal:
-    """The exception to raise, with its sentence.
+def bad_value(expected: str, got: object, remedy: str = "") -> Refusal:
+    """The exception for a value that was given and cannot be used.
 
-    >>> raise refusal("a length of at least 1", 0, "pass --length 128")
+    >>> raise bad_value("a length of at least 1", 0, "pass --length 128")
     Traceback (most recent call last):
     locater.errors.Refusal: expected a length of at least 1, got 0; pass --length 128
     """
-    return Refusal(f"expected {shown(expected)}, got {shown(got)}" + (f"; {shown(remedy)}" if remedy else ""))
+    return _sentence(f"expected {shown(expected)}, got {shown(got)}", remedy)
+
+
+def failed(action: str, cause: object, remedy: str = "") -> Refusal:
+    """The exception for something that could not be done.
+
+    >>> raise failed("write run/model", "No space left on device", "free some space")
+    Traceback (most recent call last):
+    locater.errors.Refusal: cannot write run/model: No space left on device; free some space
+    """
+    return _sentence(f"cannot {shown(action)}: {shown(cause)}", remedy)
+
+
+def missing(what: str, remedy: str = "", *, extra: str = "") -> Refusal:
+    """The exception for something that is not there; with `extra`, a package that an extra of locater installs.
+
+    >>> raise missing("the package pandas", extra="report")
+    Traceback (most recent call last):
+    locater.errors.Refusal: missing the package pandas; pip install "locater[report]"
+    """
+    remedies = (install(extra) if extra else "", remedy)
+    return _sentence(f"missing {shown(what)}", ", or ".join(filter(None, remedies)))
+
+
+def install(*extras: str) -> str:
+    """The command that installs extras of locater.
+
+    >>> install("hf", "plot")
+    'pip install "locater[hf,plot]"'
+    """
+    return f'pip install "locater[{",".join(extras)}]"'
+
+
+def _sentence(said: str, remedy: str) -> Refusal:
+    return Refusal(said + (f"; {shown(remedy)}" if remedy else ""))
+
+
+refusal = bad_value
 
 
 @contextmanager
@@ -105,10 +142,10 @@ def callers_own() -> Iterator[None]:
 def unforeseen(cause: BaseException) -> str:
     """The sentence for an error of ours: its kind, its place, and what to do."""
     if isinstance(cause, MemoryError):
-        return "expected to fit in memory, got too little of it; free some"
+        return "cannot read it: too little memory is free; free some"
     frames = extract_tb(cause.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return (
-        f"expected to read it or to say why not, got {type(cause).__name__}{place} ({shown(cause, 160)}), a fault of "
+        f"cannot read it: {type(cause).__name__}{place} ({shown(cause, 160)}), a fault of "
         f"locater's; please report it with the file ({DEBUG}=1 shows all)"
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import refusal
+from .errors import failed, missing, refusal
 
 if TYPE_CHECKING:
     import pandas
@@ -61,7 +61,7 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
         _sweep(path)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=_prefix(path), suffix=path.suffix)
     except (OSError, RuntimeError) as reason:
-        raise refusal(f"a place to write {path}", _cause(reason), "choose another path") from None
+        raise failed(f"write {path}", _cause(reason), "choose another path") from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -70,7 +70,7 @@ def write(path: Path, save: Callable[[Path], object]) -> None:
         temporary.chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
         temporary.replace(path)
     except OSError as reason:
-        raise refusal(f"to write {path}", _cause(reason), "free some room or choose another path") from None
+        raise failed(f"write {path}", _cause(reason), "free some room or choose another path") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def data_frame(rows: Sequence[JsonMapping]) -> "pandas.DataFrame":
     try:
         import pandas
     except ImportError:
-        raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+        raise missing("pandas, for data frames", extra="report") from None
     return pandas.DataFrame(rows)
 
 
@@ -133,7 +133,7 @@ def write_parquet(rows: Sequence[JsonMapping], path: Path) -> None:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise refusal("pyarrow, for Parquet", "none", 'install it with: pip install "locater[report]"') from None
+        raise missing("pyarrow, for Parquet", extra="report") from None
     columns = pyarrow.Table.from_pylist([dict(row) for row in rows])
     write(path, lambda temporary: pyarrow.parquet.write_table(columns, temporary))
 

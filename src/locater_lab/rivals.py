@@ -196,7 +196,7 @@ class AlphaDecay(Stabiliser):
         every: int = 500,
     ) -> None:
         if every < 1:
-            raise refusal("to measure at most once in a step", every, "give every=1 or more")
+            raise refusal("a measurement at most once in a step", every, "give every=1 or more")
         self.decay, self.optimizer, self.every = non_negative(decay, "decay"), optimizer, every
         self.lowest, self.highest = non_negative(lowest, "lowest share"), non_negative(highest, "highest share")
         names = {id(module): name for name, module in model.named_modules()}

@@ -82,7 +82,7 @@ def test_agrees_with_torch(saved):
 
 def test_missing_file(saved):
     (saved[0] / "__0_0.distcp").unlink()
-    with pytest.raises(Refusal, match="__0_0.distcp .* no such file"):
+    with pytest.raises(Refusal, match="missing the file __0_0.distcp"):
         checkpoints.open(saved[0])
 
 

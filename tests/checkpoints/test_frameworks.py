@@ -94,7 +94,7 @@ def test_metas_file_reads_as_its_model(llama, tmp_path):
 def test_what_metas_settings_leave_open_is_asked_for(llama, tmp_path, missing):
     torch.save(as_meta(llama[1]), tmp_path / "consolidated.00.pth")
     settings(tmp_path, {key: value for key, value in META.items() if key != missing}, "params.json")
-    with pytest.raises(Refusal, match=f"`{missing}` in the config, got none"):
+    with pytest.raises(Refusal, match=f"missing `{missing}` in the config"):
         scan(tmp_path, length=64)
 
 

@@ -330,7 +330,7 @@ def test_runs_that_cannot_be_told_apart_or_compared_are_refused(folder):
     assert "one run for each seed of the arm late, got late-seed0, late-seed1, late-seed2, late" in refused()
     (folder / "late").rename(folder / "later")
     (folder / "later" / "metrics.jsonl").write_text(json.dumps(row(15, 100.0)) + "\n")
-    assert "a step that every run was validated at, got none; choose one by --step: 10, 15, 20" in refused()
+    assert "missing a step that every run was validated at; choose one by --step: 10, 15, 20" in refused()
 
 
 def test_files_are_written_when_the_reader_leaves(folder, tmp_path):

@@ -383,7 +383,7 @@ def test_the_heads_of_timms_architectures(architecture, width, num_heads, tmp_pa
 @pytest.mark.parametrize(
     ("config", "extra", "message"),
     [
-        ({}, (), "expected a config.json with `num_heads` or `model_args.num_heads`, got none, or an empty one"),
+        ({}, (), "missing a config.json with `num_heads` or `model_args.num_heads`"),
         ({"architecture": "vit_base_patch16_plus_240", "num_features": 896}, (), "`num_heads`"),
         (
             {"architecture": "vit_base_patch16_rope_224", "num_heads": 4},

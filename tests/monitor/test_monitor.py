@@ -150,7 +150,7 @@ def test_chosen_layers_and_heads():
     torch.testing.assert_close(layer.statistics["entropy"], (expected[0], expected[3]))
     assert some.metrics()["attn/layer_01/head_03/entropy"] == layer.statistics["entropy"][1]
     assert not any("head" in name for name in whole.metrics())
-    with pytest.raises(Refusal, match="layers among 0-1 with the heads asked for, got none"):
+    with pytest.raises(Refusal, match="missing layers among 0-1 with the heads asked for"):
         AttentionMonitor(model, layers=[7])
     with pytest.raises(Refusal, match="of at least 1, got 0"):
         AttentionMonitor(model, every=0)

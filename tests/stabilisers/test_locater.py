@@ -544,7 +544,7 @@ BAD = {
     bad_weight: "weight of the mean penalty of at least 0",
     bad_warm_up: "warm-up of at least one step",
     bad_end: "held for at least one step",
-    no_attention: "attention in one pass of Sequential .*, got none",
+    no_attention: "missing attention in one pass of Sequential",
     foreign_optimiser: "optimiser that owns `model.layers.0.self_attn.q_proj.weight`",
     no_optimiser: r"penalty\(\) in the loss, or an optimiser",
     out_of_reach: "decoder layer 0 .* within reach, got 141.4 where tr W = -",

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
-from ..errors import refusal
+from ..errors import missing, refusal
 
 
 class Hook:
@@ -47,13 +47,13 @@ def inputs_of(
     with ExitStack() as stack:
         for name in waiting:
             if name not in modules:
-                raise refusal(f"a module {name} to listen to", "none", "only models of modules can be run")
+                raise missing(f"a module {name} to listen to", "only models of modules can be run")
             hook = _receive(name, waiting[name], take)
             stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield kept
     missed = [name for name, left in waiting.items() if left]
     if missed:
-        raise refusal("a forward pass that calls every attention layer", f"none of `{missed[0]}`")
+        raise missing(f"a call of the attention layer `{missed[0]}` in the forward pass")
     kept += [x for _, x in sorted(seen.items(), key=lambda item: item[0])]
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..projections import widen
 
 
@@ -94,7 +94,7 @@ class MomentsCollector:
     def _begin(self, x: Tensor, valid: Tensor) -> None:
         tokens = x[valid]
         if not len(tokens):
-            raise refusal("at least one valid token in the first batch", "none")
+            raise missing("at least one valid token in the first batch")
         self.shift = tokens.mean(0)
         if self.rank is not None and self.rank < x.shape[-1]:
             if len(tokens) <= self.rank:
@@ -126,7 +126,7 @@ class MomentsCollector:
         """Moments from the sums, in float64."""
         if self.shift is None or not bool((self.counts > 0).all()):
             longest = max(self.lags) + self.skip
-            raise refusal(f"texts of more than {longest} tokens", "none yet", "add some, or take shorter lags")
+            raise missing(f"texts of more than {longest} tokens", "add some, or take shorter lags")
         mean = self.total / self.counts[0]
         inside = mean if self.basis is None else mean @ self.basis.double()
         counts = self.counts[:, None]

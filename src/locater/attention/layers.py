@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..head import Head
 from ..positions import Alibi, Buckets, Rotary
 from ..projections import Projection, widen
@@ -170,7 +170,7 @@ def observe(
 def check(heads: Sequence[Head]) -> Head:
     """The first head, which speaks for all: heads of one layer differ in weights, slopes and tables only."""
     if not heads:
-        raise refusal("at least one head", "none")
+        raise missing("at least one head")
     names = ("block", "layer", "scale", "rotary", "softcap", "lookback", "lookahead", "turns_first")
     if len({tuple(getattr(head, name) for name in names) for head in heads}) > 1:
         raise refusal("heads of one layer", "heads that differ in their layer, scale, rotary positions or window")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from ..errors import Refusal, refusal, within
+from ..errors import Refusal, missing, refusal, within
 from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
@@ -67,7 +67,7 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
     config = read_config(folder)
     first = folder.find(files[0])
     if first is None:
-        raise refusal(f"the file {files[0]} in {folder.place}", "no such file")
+        raise missing(f"the file {files[0]} in {folder.place}")
     if files[0].endswith(METADATA):
         return Distributed(folder, first, config=config)
     if files[0].endswith(GGUF):

@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..budget import budget
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder
@@ -99,8 +99,8 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
     settings = read_settings(folder)
     source = next((found for name in WEIGHTS if (found := folder.find(name)) is not None), None)
     if settings is None or source is None:
-        missing = CONFIG if settings is None else WEIGHTS[0]
-        raise refusal(f"{missing} in {folder.place}", "no such file", "name the directory that peft saved")
+        file = CONFIG if settings is None else WEIGHTS[0]
+        raise missing(f"the file {file} in {folder.place}", "name the directory that peft saved")
     if source.name.endswith(".safetensors"):
         return Adapted(base, SafetensorsFile(source, config={}), settings)
     return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
@@ -126,7 +126,7 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
         name = _find(base, f"{module}.weight")
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
-            raise refusal(f"{cause} for {module[:120]!r}", "none", "check that adapter and base belong together")
+            raise missing(f"{cause} for {module[:120]!r}", "check that adapter and base belong together")
         changed[name] = module, sides
     return changed, replaced
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ..errors import Refusal, refusal
+from ..errors import Refusal, failed, refusal
 
 
 @runtime_checkable
@@ -165,9 +165,7 @@ def reading(name: str) -> Iterator[None]:
         if isinstance(cause, Refusal):
             raise
         reason = getattr(cause, "strerror", None) or str(cause)
-        raise refusal(
-            f"to read {name[:200]!r}", f"an error of the system ({reason})", "check its permissions"
-        ) from None
+        raise failed(f"read {name[:200]!r}", reason, "check its permissions") from None
 
 
 def check_range(source: ByteSource, start: int, length: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..budget import budget, check_memory
 from ..documents import check_beside
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
@@ -89,7 +89,7 @@ class Distributed(Checkpoint):
             for chunk in tensor.chunks:
                 check_range(self.sources[chunk.file], chunk.start, chunk.length)
         if not self.tensors:
-            raise refusal(f"tensors in {folder.place}", "none", "name the directory of a model's checkpoint")
+            raise missing(f"tensors in {folder.place}", "name the directory of a model's checkpoint")
         entries = {name: tensor.entry for name, tensor in self.tensors.items()}
         super().__init__(entries, config=config, place=folder.place)
 
@@ -141,7 +141,7 @@ def check_harmless(folder: Path) -> None:
         name = _index_key(index)[0]
         if not isinstance(tensors.get(name), TensorRecord):
             if not isinstance(info, Record):
-                raise refusal(f"the place of {name[:80]!r} in .metadata", "none", "do not load this checkpoint")
+                raise missing(f"the place of {name[:80]!r} in .metadata", "do not load this checkpoint")
             start, length = _counts((info.get("offset"), info.get("length")), "the place of an object")
             file = _open_file(place, check_beside(info.get("relative_path"), ".metadata"))
             open_archive(Part(file, start, length))
@@ -232,7 +232,7 @@ def _parse_chunk(name: str, record: object, entry: Entry, places: Mapping[Any, A
         raise refusal(f"a chunk within {name[:80]!r} of shape {list(entry.shape)}", f"{sizes} at {offsets}")
     info = places.get((name, offsets))
     if not isinstance(info, Record):
-        raise refusal(f"the place of the chunk at {list(offsets)} of {name[:80]!r} in .metadata", "none")
+        raise missing(f"the place of the chunk at {list(offsets)} of {name[:80]!r} in .metadata")
     if info.get("transform_descriptors"):
         raise refusal("chunks as they are", "chunks that were transformed (compressed) on saving", "save without it")
     start, length = _counts((info.get("offset"), info.get("length")), "the place of a chunk")
@@ -249,7 +249,5 @@ def _counts(values: Any, what: str) -> tuple[int, ...]:
 def _open_file(folder: Folder, file: str) -> ByteSource:
     source = folder.find(file)
     if source is None:
-        raise refusal(
-            f"the file {file[:120]} in {folder.place}, which .metadata names", "no such file", "fetch it again"
-        )
+        raise missing(f"the file {file[:120]} in {folder.place}, which .metadata names", "fetch it again")
     return source

@@ -6,7 +6,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..errors import refusal
+from ..errors import failed, refusal
 from ..packaged import packaged
 from .bytes import Folder, LocalFolder
 
@@ -51,7 +51,7 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
     if exists:
         raise refusal("a file or a directory", f"{text}, which is neither")
     if looks_like_path(text):
-        raise refusal("a path that exists", "no such file or folder", _meant(path))
+        raise failed("open it", "no such file or folder", _meant(path))
     from .remote import locate_hub
 
     return locate_hub(text), None
@@ -147,8 +147,8 @@ def complete_parts(first: str, files: list[str]) -> list[str]:
         raise refusal("one file of weights, or an index", f"{len(files)}, such as {', '.join(files[:3])}", "name one")
     count = int(part["count"])
     expected = [f"{part['stem']}-{number:05d}-of-{part['count']}{part['suffix']}" for number in range(1, count + 1)]
-    if missing := [name for name in expected[: len(files) + 1] if name not in files]:
-        raise refusal(f"all {count} parts of {part['stem']}", f"no {missing[0]}", "fetch it again")
+    if absent := [name for name in expected[: len(files) + 1] if name not in files]:
+        raise refusal(f"all {count} parts of {part['stem']}", f"no {absent[0]}", "fetch it again")
     if len(files) != count:
         raise refusal("one file of weights, or an index", f"several, such as {files[0]} and {files[-1]}", "name one")
     return expected

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..budget import budget, timed
 from ..documents import check_beside
-from ..errors import Refusal, refusal
+from ..errors import Refusal, failed, install, missing, refusal
 from ..records import Json, JsonMapping
 from .bytes import ByteSource, Folder, LocalFolder, check_range
 from .document import read_object
@@ -184,7 +184,7 @@ def locate_address(address: str) -> tuple[Folder, str | None]:
     try:
         system, path = fsspec.core.url_to_fs(bare, **(_web_settings(address) if is_web else {}))
     except (ImportError, ValueError) as cause:
-        remedy = f'install what reads {protocol}://, or install it with: pip install "locater[remote]"'
+        remedy = f"{install('remote')}, or what reads {protocol}://"
         raise refusal("an address that can be read", f"{address[:200]} ({cause})", remedy) from None
     root, _, last = path.rstrip("/").rpartition("/")
     if last.endswith((*WEIGHTS, INDEX)) or last == METADATA:
@@ -239,8 +239,7 @@ def _import(module: str, source: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        remedy = f'to read from elsewhere, install it with: pip install "locater[{extra}]"'
-        raise refusal("a path on disk", f"{source[:200]!r}, which needs {module}", remedy) from None
+        raise missing(f"the package {module}, to read {source[:200]!r}, no path on disk", extra=extra) from None
 
 
 def _unreachable(path: str, cause: BaseException) -> Refusal:
@@ -248,7 +247,7 @@ def _unreachable(path: str, cause: BaseException) -> Refusal:
     if isinstance(status, int):
         got = f"the answer {status} ({getattr(cause, 'message', '') or 'no reason given'})"
         remedy = "log in, or check that the address is signed" if status in (401, 403) else "try again later"
-        return refusal(f"to read {path.partition('?')[0][:200]}", got, remedy)
+        return failed(f"read {path.partition('?')[0][:200]}", got, remedy)
     reason = (str(cause).splitlines() or [""])[0][:160] or type(cause).__name__
     remedy = "check the network and the address, or give a local copy"
-    return refusal(f"to reach {path.partition('?')[0][:200]}", f"{type(cause).__name__} ({reason})", remedy)
+    return failed(f"reach {path.partition('?')[0][:200]}", f"{type(cause).__name__} ({reason})", remedy)

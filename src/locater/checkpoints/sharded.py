@@ -6,7 +6,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..documents import check_beside
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing, refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder
@@ -40,13 +40,10 @@ def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, conf
     if not isinstance(weight_map, dict) or not weight_map:
         raise refusal(f"a weight_map of names to files in {index.name}", f"{weight_map!r:.80}")
     opened = {file: _open_named(folder, index, file, open_shard) for file in _shard_files(weight_map, index)}
-    missing = [name for name, file in weight_map.items() if name not in opened[file].entries]
-    if missing:
-        raise refusal(
-            f"{missing[0][:80]!r} in {weight_map[missing[0]]}, as {index.name} says",
-            f"a file without it ({len(missing)} missing in all)",
-            "fetch index and shards again, from one revision",
-        )
+    absent = [name for name, file in weight_map.items() if name not in opened[file].entries]
+    if absent:
+        what = f"{absent[0][:80]!r} in {weight_map[absent[0]]}, as {index.name} says ({len(absent)} missing in all)"
+        raise missing(what, "fetch index and shards again, from one revision")
     return Sharded({name: opened[file] for name, file in weight_map.items()}, config=config, place=folder.place)
 
 
@@ -59,7 +56,7 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
             raise refusal(f"each tensor once in {folder.place}", f"{min(twice)[:80]!r} twice", "name one of the files")
         shards |= dict.fromkeys(shard.entries, shard)
     if not shards:
-        raise refusal(f"at least one tensor in {folder.place}", "none")
+        raise missing(f"at least one tensor in {folder.place}")
     return Sharded(shards, config=config, place=folder.place)
 
 
@@ -71,7 +68,7 @@ def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard:
     source = folder.find(file)
     if source is None:
         named = f", which {index.name} names" if index else ""
-        raise refusal(f"the shard {file[:120]} in {folder.place}{named}", "no such file", "fetch it again")
+        raise missing(f"the shard {file[:120]} in {folder.place}{named}", "fetch it again")
     try:
         return open_shard(source)
     except Refusal as cause:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..errors import counted
+from ..errors import counted, install
 from ..records import Json
 from .options import JsonPath
 from .output import console_for, table
@@ -101,4 +101,4 @@ def show(document: Json, console: Console) -> None:
         body.append([extra, f"without {', '.join(absent)}" if absent else "yes", EXTRAS[extra]])
     console.print(table(["extra", "installed", "gives"], body, words=["extra", "installed", "gives"]))
     if missing := [row[0] for row in body if row[1] != "yes"]:
-        console.print(f'\nfor the rest: pip install "locater[{",".join(missing)}]"', markup=False, soft_wrap=True)
+        console.print(f"\nfor the rest: {install(*missing)}", markup=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import BadArguments, refusal
+from ..errors import BadArguments, failed
 from ..packaged import EXAMPLE
 from ..records import STANDARD_OUTPUT
 
@@ -83,7 +83,7 @@ def writing() -> Iterator[None]:
             raise
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise refusal("to write to standard output", reason.strerror, "free some room") from None
+        raise failed("write to standard output", reason.strerror, "free some room") from None
 
 
 class Speaker(Console):

@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Any
 
 from ..documents import read_yaml
-from ..errors import refusal, within
+from ..errors import missing, refusal, within
 from ..head import BLOCKS
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
 
@@ -69,7 +69,7 @@ def _row(kind: type, entry: object, place: str) -> Any:
         raise refusal(f"columns of {place} among {', '.join(columns)}", ", ".join(map(str, sorted(unknown, key=str))))
     needed = [name for name, field in columns.items() if field.default is MISSING and name not in entry]
     if needed:
-        raise refusal(f"{', '.join(needed)} in {place}", "none")
+        raise missing(f"{', '.join(needed)} in {place}")
     return kind(**{name: _cell(name, value, f"{place}.{name}") for name, value in entry.items()})
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
 from .module import AttentionModule, modules_of
 from .neighbours import Surroundings, outer_modules
@@ -39,7 +39,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
     places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
     if not places:
         first = family.attention[0].query
-        raise refusal(f"tensors of the family {family.name}, such as `{first}`", "none", "describe them with --layout")
+        raise missing(f"tensors of the family {family.name}, such as `{first}`", "describe them with --layout")
     _check_torn(family, config, places)
     coverage = coverage_of(family, given, places, proven=None if proof is None else config)
     if is_described:
@@ -65,7 +65,7 @@ def _check_torn(family: Family, config: Config, places: tuple[Places, ...]) -> N
         inside = (f"{prefix}{module}." for prefix in row.prefixes or ())
         torn = next((name for part in inside for name in names if name.startswith(part)), None)
         if torn is not None and module and not any(outer in around.modules for outer in outer_modules(torn)):
-            raise refusal(f"queries as `{row.query}` beside `{torn[:120]}`", "none", "the file is incomplete")
+            raise missing(f"queries as `{row.query}` beside `{torn[:120]}`", "the file is incomplete")
 
 
 def wanted_layers(wanted: Iterable[int] | None, known: Iterable[int]) -> frozenset[int]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from ..errors import refusal
+from ..errors import missing
 from .places import Places, Tensors
 from .schema import NormAt, ask, resolve
 
@@ -103,7 +103,7 @@ def missing_layers(places: Places) -> tuple[list[int], list[int], list[int]]:
         key = places.name(places.row.key, layer)
         if places.row.key != places.row.query and places.stored(key):
             query = places.name(places.row.query, layer)
-            raise refusal(f"a tensor `{query}.weight` beside `{key}.weight`", "none", "the file is incomplete")
+            raise missing(f"a tensor `{query}.weight` beside `{key}.weight`", "the file is incomplete")
         (without if _layer_of(key) in held else absent).append(layer)
     further = places.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own
     first = places.num_layers + (further if isinstance(further, int) else 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..budget import budget
-from ..errors import refusal
+from ..errors import missing, refusal
 from .schema import Attention, Config, ask, count, optional_count, resolve
 
 
@@ -146,7 +146,7 @@ class Places:
     def required(self, module: str) -> str:
         """The name of the weight beneath a module; refused where there is none."""
         if (name := self.stored(module)) is None:
-            raise refusal(f"a tensor `{module}.weight`", "none", "the file is incomplete or of another family")
+            raise missing(f"a tensor `{module}.weight`", "the file is incomplete or of another family")
         return name
 
     def weight(self, module: str, rows: tuple[int, int] | None = None) -> Tensor:

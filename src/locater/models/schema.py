@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing, refusal
 from ..head import Block
 from ..positions import Rotary
 from ..records import JsonMapping
@@ -35,9 +35,9 @@ class Config:
             wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
             if not self.values:
                 remedy = "put the model's config.json beside its weights, or describe the model with --layout"
-                raise refusal(f"a config.json with {wanted}", "none, or an empty one", remedy)
+                raise missing(f"a config.json with {wanted}", remedy)
             remedy = "add it to config.json, or describe the model with --layout"
-            raise refusal(f"{wanted} in the config", "none", remedy)
+            raise missing(f"{wanted} in the config", remedy)
         return value
 
     def anywhere(self, keys: str) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..models.live.watch import Sample
 from ..records import State
 from .attach import Attach
@@ -48,7 +48,7 @@ class Checkpoint(Action):
     def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
         path = self._path(0)
         if path is None and isinstance(host, OwnLoop):
-            raise refusal("a path for the checkpoint", "none", "pass Checkpoint(path)")
+            raise missing("a path for the checkpoint", "pass Checkpoint(path)")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import refusal, within
+from ..errors import missing, within
 from ..models.live import Sample
 from ..models.live.tensors import called
 from ..models.live.watch import quietly, run
@@ -62,7 +62,7 @@ class Attach(Action):
 
     def _check_parameters(self, stabiliser: "Stabiliser", host: Host) -> None:
         if stabiliser.parameters() and not host.optimizers:
-            raise refusal("an optimiser for the stabiliser's parameters", "none", "pass optimizer= to the monitor")
+            raise missing("an optimiser for the stabiliser's parameters", "pass optimizer= to the monitor")
 
     def _attach(self, model: nn.Module, host: Host) -> None:
         self.stabiliser = self._make(model, host)

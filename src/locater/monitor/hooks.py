@@ -20,7 +20,7 @@ from ..attention.compilation import Eagerly, in_compiled, in_shape_inference
 from ..attention.gates import Trails
 from ..attention.interception import Interception
 from ..attention.outside import OutsideHook
-from ..errors import refusal
+from ..errors import missing
 from ..models.module import PACKED, AttentionModule
 from ..projections import whole
 from .inputs import Inputs, arguments, has_cached_keys
@@ -87,7 +87,7 @@ class Hooks:
         for site in sites:
             name = site.owner
             if name not in modules:
-                raise refusal(f"a module `{name}` around the queries of layer {site.number}", "none")
+                raise missing(f"a module `{name}` around the queries of layer {site.number}")
             self.owners.setdefault(name, Owner(modules[name])).sites.append(site)
         self.owner_names = {id(owner.module): name for name, owner in self.owners.items()}
         self._register(entry)

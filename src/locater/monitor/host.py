@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..models.live.watch import Sample
 from ..records import State
 from .report import SERIOUS, Report
@@ -63,7 +63,7 @@ class OwnLoop:
 
     def save(self, path: Path | None) -> None:
         if path is None:
-            raise refusal("a path for the checkpoint", "none", "pass Checkpoint(path)")
+            raise missing("a path for the checkpoint", "pass Checkpoint(path)")
         state: State = {"model": self.model.state_dict()}
         states = [one.state_dict() for one in self.optimizers]
         if states:

@@ -16,7 +16,7 @@ from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
 from ..attention.gates import Trail
 from ..attention.kernels import packed
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing, refusal
 from ..head import Block
 from ..models import spans
 from ..models.live import AttentionModule, Sample, sites
@@ -98,9 +98,7 @@ class Observation:
         if not known and self.left_out:
             raise Refusal(self.left_out[0])
         if not known:
-            raise refusal(
-                f"layers among {spans(sorted({site.number for site in found}))} with the heads asked for", "none"
-            )
+            raise missing(f"layers among {spans(sorted({site.number for site in found}))} with the heads asked for")
         return known
 
     def recording(self) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..attention import NAMES
-from ..errors import refusal
+from ..errors import missing
 from ..head import Block
 from ..models import spans
 from ..records import Json, head_key, layer_key
@@ -207,7 +207,7 @@ class Report(Shown):
         try:
             import pandas
         except ImportError:
-            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+            raise missing("pandas, for data frames", extra="report") from None
         return pandas.DataFrame(list(self._rows()))
 
     def _rows(self) -> Iterator[Json]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write
 from ..models.live.rate_factor import factor_on, rates, release
 from ..models.live.watch import Sample
@@ -45,7 +45,7 @@ class RollBack(Action):
 
     def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
         if not host.optimizers:
-            raise refusal("an optimiser to roll back", "none", "pass AttentionMonitor(…, optimizer=…)")
+            raise missing("an optimiser to roll back", "pass AttentionMonitor(…, optimizer=…)")
         self._scale(host)
         self.last = self.last or _keep(None, model, host)
         if self.then is not None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import refusal
+from ..errors import missing
 from .report import LayerReport, Report
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class TensorBoard:
             try:
                 module = importlib.import_module("torch.utils.tensorboard")
             except ImportError:
-                raise _missing("tensorboard", 'pip install "locater[tensorboard]"') from None
+                raise missing("the package tensorboard", extra="tensorboard") from None
             writer = module.SummaryWriter(log_dir=None if directory is None else str(directory))
         self.writer = writer
 
@@ -81,7 +81,7 @@ class _Run:
             try:
                 run = importlib.import_module(self.library)
             except ImportError:
-                raise _missing(self.library, f"pip install {self.library}") from None
+                raise missing(f"the package {self.library}", f"pip install {self.library}") from None
         self.run, self.metrics = run, metrics
         self.raised: set[tuple[str, str, int]] = set()
 
@@ -164,7 +164,3 @@ def _table(layers: tuple[LayerReport, ...], title: str) -> Table:
         cells = ("–" if math.isnan(number) else f"{number:.3f}" for number in numbers)
         table.add_row(f"{layer.block} {layer.layer}", *cells)
     return table
-
-
-def _missing(library: str, remedy: str):
-    return refusal(f"{library} to be installed", "no such module", f"install it with: {remedy}")

@@ -18,7 +18,7 @@ from ..budget import timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder
 from ..checkpoints.document import read_config
 from ..checkpoints.gguf.header import read_header
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing, refusal
 from ..models import Layer, live
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules
@@ -28,7 +28,6 @@ from .model_type import type_by_names, untyped
 from .named import TAKEN, named
 from .windows import Tokenizer
 
-INSTALL = 'install it with: pip install "locater[hf]"'
 Source = str | PathLike[str] | nn.Module
 
 
@@ -62,9 +61,9 @@ def _load_untyped(transformers: Any, place: str, settings: Json, options: Json) 
     config = transformers.AutoConfig.for_model(type_by_names(place, settings), **settings)
     load = transformers.AutoModel.from_pretrained
     model, told = load(place, config=config, trust_remote_code=False, output_loading_info=True, **options)
-    missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
-    if missing:
-        raise refusal(f"all tensors of {config.model_type}", f"none for `{missing[0]}`", "name its type in config.json")
+    absent = sorted(name for name in told["missing_keys"] if "pooler" not in name)
+    if absent:
+        raise missing(f"a tensor `{absent[0]}` of {config.model_type}", "name its type in config.json")
     return model.eval()
 
 
@@ -113,7 +112,7 @@ def registered_loader(source: str | PathLike[str]) -> Any:
 def load_tokenizer(source: Source) -> Tokenizer:
     """The tokenizer that lies beside or within the source; a GGUF file says whether a text begins with BOS."""
     if isinstance(source, nn.Module):
-        raise refusal("a tokenizer for a live model", "none", "pass tokenizer=, or tokens= instead of a text")
+        raise missing("a tokenizer for a live model", "pass tokenizer=, or tokens= instead of a text")
     if (loader := registered_loader(source)) is not None:
         return loader.load_tokenizer(Path(source).expanduser())
     transformers = transformers_here()
@@ -158,7 +157,7 @@ def transformers_here() -> Any:
     try:
         import transformers
     except ImportError:
-        raise refusal("transformers, for running models", "none", INSTALL) from None
+        raise missing("transformers, for running models", extra="hf") from None
     return transformers
 
 
@@ -202,7 +201,7 @@ def self_attention(
         elif layer.heads:
             found.append(layer)
     if not found:
-        raise Refusal(left_out[0]) if left_out else refusal("self-attention layers", "none")
+        raise Refusal(left_out[0]) if left_out else missing("self-attention layers")
     return found, [*left_out, *([TAKEN] if heads else [])]
 
 

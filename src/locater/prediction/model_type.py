@@ -6,7 +6,7 @@ from pathlib import Path
 from .. import checkpoints
 from ..checkpoints.bytes import LocalFolder
 from ..checkpoints.document import read_config
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing
 from ..models import Config
 from ..models.registry import find_family
 from ..records import Json
@@ -32,7 +32,7 @@ def type_by_names(place: str | PathLike[str], settings: Json) -> str:
     fitting = [kind for kind in family.model_types if any(name.startswith(f"{kind}.") for name in names)]
     if len(fitting) != 1:
         types = " or ".join(f'"model_type": "{kind}"' for kind in family.model_types) or "its model type"
-        raise refusal("a model type in config.json, for running a model", "none", f"add {types} to it")
+        raise missing("a model type in config.json, for running a model", f"add {types} to it")
     return fitting[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header
 from ..checkpoints.gguf.vocabulary import read_vocabulary
-from ..errors import Refusal, refusal
+from ..errors import Refusal, missing
 from .language_model import load_tokenizer
 from .settings import Effort
 from .windows import Windows, longest, special_tokens, spread, vocabulary_size
@@ -52,7 +52,7 @@ def random_ids(place: str | PathLike[str] | nn.Module, model: nn.Module, effort:
 def num_embeddings(model: nn.Module) -> int:
     rows = vocabulary_size(model)
     if rows is None:
-        raise refusal("a table of embeddings that ids look up", "none", "give windows as Tokens")
+        raise missing("a table of embeddings that ids look up", "give windows as Tokens")
     return rows
 
 

@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
 from ..behaviour import Told, describe, numbers_of, words_of
-from ..errors import counted, refusal
+from ..errors import counted, missing
 from ..records import Json
 from ..report.shown import Shown
 from .numbers import NAMES, Numbers, distance_bins, first_query
@@ -137,7 +137,7 @@ class Prediction(Shown):
         try:
             import pandas
         except ImportError:
-            raise refusal("pandas, for data frames", "none", 'install it with: pip install "locater[report]"') from None
+            raise missing("pandas, for data frames", extra="report") from None
         rows = []
         for head in self.heads:
             sides = {"predicted": head.predicted, "measured": head.measured}

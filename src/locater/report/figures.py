@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import refusal
+from ..errors import missing, refusal
 from ..records import Json, write
 from ..theory.words import LOCALIZED, WORDS
 
@@ -151,7 +151,7 @@ def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axe
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise refusal("matplotlib, for pictures", "none", 'install it with: pip install "locater[plot]"') from None
+        raise missing("matplotlib, for pictures", extra="plot") from None
     figure = Figure(figsize=size)
     grid = figure.subplots(2, (panels + 1) // 2) if panels >= 4 else figure.subplots(1, panels)
     axes = list(grid.flat) if panels > 1 else [grid]

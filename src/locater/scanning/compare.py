@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
-from ..errors import counted, net, refusal
+from ..errors import counted, missing, net, refusal
 from ..models.sources import Stored
 from ..records import Json, data_frame
 from ..report.shown import Shown
@@ -210,7 +210,7 @@ def on_ray(address: str) -> Run:
         try:
             import ray
         except ImportError:
-            raise refusal("Ray, for --ray", "none", 'install it with: pip install "locater[ray]"') from None
+            raise missing("Ray, for --ray", extra="ray") from None
         ray.init(address=address, ignore_reinit_error=True)
 
         def scan_one(source: Stored) -> Scan:

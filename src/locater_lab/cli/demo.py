@@ -11,7 +11,7 @@ from rich.markup import escape
 from locater.cli.options import HtmlPath
 from locater.cli.output import console_for
 from locater.cli.pages import save_html
-from locater.errors import refusal
+from locater.errors import missing
 from locater.records import Json
 from locater.theory.words import WORDS
 
@@ -91,10 +91,10 @@ def demo(
 
 def _require_extras() -> None:
     """Before any time is spent: byte pairs and pictures."""
-    missing = [name for name in ("tokenizers", "matplotlib") if find_spec(name) is None]
-    if missing:
-        remedy = 'install them with: pip install "locater[hf,plot]", or use locater demo --quick, which needs neither'
-        raise refusal("the packages tokenizers and matplotlib", f"no {' and no '.join(missing)}", remedy)
+    absent = [name for name in ("tokenizers", "matplotlib") if find_spec(name) is None]
+    if absent:
+        remedy = "use locater demo --quick, which needs neither"
+        raise missing(f"the packages {' and '.join(absent)}", remedy, extra="hf,plot")
 
 
 def _save_page(out: Path, path: Path) -> None:

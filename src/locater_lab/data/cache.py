@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy
 
-from locater.errors import refusal
+from locater.errors import failed, refusal
 from locater.records import cache_folder
 
 from ..fields import DataOptions
@@ -90,4 +90,4 @@ def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
         if folder.exists():
             return  # another process was quicker; its content is the same
         remedy = "free some room, or name another folder by LOCATER_CACHE"
-        raise refusal(f"to write the tokens to {folder}", reason.strerror or reason, remedy) from None
+        raise failed(f"write the tokens to {folder}", reason.strerror or reason, remedy) from None

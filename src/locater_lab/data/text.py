@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from locater.errors import refusal
+from locater.errors import missing, refusal
 
 HELD_OUT = 0.05
 WIKITEXT = "wikitext-2"
@@ -96,8 +96,7 @@ def download() -> Corpus:
     try:
         from datasets import load_dataset
     except ImportError:
-        install = f'install it with: pip install "locater[data]", or {remedy}'
-        raise refusal("the package datasets, to download WikiText-2", "none", install) from None
+        raise missing("the package datasets, to download WikiText-2", remedy, extra="data") from None
     try:
         with _offline_if_silent():
             found = load_dataset("Salesforce/wikitext", "wikitext-2-v1")

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy
 
-from locater.errors import refusal
+from locater.errors import missing, refusal
 
 END_OF_LINE, UNKNOWN = "<eos>", "<unk>"
 
@@ -71,8 +71,7 @@ class BytePairs:
         try:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         except ImportError:
-            remedy = 'install it with: pip install "locater[hf]", or use tokenizer=words'
-            raise refusal("the package tokenizers, for byte pairs", "none", remedy) from None
+            raise missing("the package tokenizers, for byte pairs", "use tokenizer=words", extra="hf") from None
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
         tokenizer.decoder = decoders.ByteLevel()  # type: ignore

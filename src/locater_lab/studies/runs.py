@@ -10,7 +10,7 @@ from statistics import StatisticsError, fmean, stdev
 from typing import NamedTuple
 
 from locater.documents import read_json
-from locater.errors import Refusal, refusal
+from locater.errors import Refusal, missing, refusal
 from locater.records import Json
 
 from ..train.metrics import METRICS, Row, read_rows
@@ -205,7 +205,7 @@ def _common_step(runs: Sequence[Run]) -> int:
         raise refusal("a run with a validation", f"{len(runs)} without", "wait for the first one")
     common = set.intersection(*validated)
     if not common:
-        raise refusal("a step that every run was validated at", "none", f"choose one by --step: {_steps(runs)}")
+        raise missing("a step that every run was validated at", f"choose one by --step: {_steps(runs)}")
     return max(common)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from locater.errors import refusal
+from locater.errors import missing, refusal
 from locater.records import Json, JsonMapping
 
 from ..train import run
@@ -55,7 +55,7 @@ def result(folder: Path, *, is_done: bool = True) -> Json:
     """Summarise a run: its best and its last validation, and how many directions its W has left."""
     rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
     if not rows:
-        raise refusal(f"a validation in {folder / METRICS}", "none")
+        raise missing(f"a validation in {folder / METRICS}")
     best, last = min(rows, key=lambda row: row["loss"]), rows[-1]
     found: Json = {"step": last["step"], "best_step": best["step"], "best_loss": best["loss"]}
     found |= {"is_done": is_done, "course": {str(row["step"]): row["loss"] for row in rows}}

@@ -78,7 +78,7 @@ def load(folder: Path) -> LanguageModel | WalkModel:
     tied = ["output.weight"] if getattr(model.config, "tied", False) else []  # stored once, as the embedding
     absent = [name for name in missing if name not in tied]
     if unexpected or absent:
-        got = f"{unexpected[0]} besides" if unexpected else f"none for {absent[0]}"
+        got = f"{unexpected[0]} besides" if unexpected else f"all but {absent[0]}"
         remedy = "name the folder `model` of a finished run" if unexpected else "the checkpoint is not whole"
         raise refusal(f"the weights that {folder / 'config.json'} tells of", got, remedy)
     return model.eval()

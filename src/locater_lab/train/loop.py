@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from locater.errors import Refusal, refusal
+from locater.errors import Refusal, missing, refusal
 from locater.models.live.tensors import unwrap
 from locater.projections import whole
 from locater.records import Json, State
@@ -148,7 +148,7 @@ class Trainer:
         if not self.store.names():
             if rows_of_run(self.folder):
                 remedy = "restore them, or start a new run with --out"
-                raise refusal(f"the checkpoints of this run in {self.store.folder}", "none", remedy)
+                raise missing(f"the checkpoints of this run in {self.store.folder}", remedy)
             return {}
         self.store.verify()
         small = self.store.small()
@@ -157,7 +157,7 @@ class Trainer:
         now, before = made_by(self.processes.device), small.get("made_by")
         if self.store.verified and now != before:
             remedy = "install that, or go on with other roundings by --unverified"
-            raise refusal(f"to go on with {before}, which this run was made by", now, remedy)
+            raise refusal(f"{before}, which this run was made by", now, remedy)
         state = self._state()
         self.store.load(state)
         self.stabiliser.load_state_dict(state["stabiliser"])

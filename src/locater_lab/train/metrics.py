@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from locater.documents import as_written, read_lines
-from locater.errors import refusal
+from locater.errors import failed, missing, refusal
 from locater.records import Json, JsonMapping, head_key, layer_key, write
 
 from .checksums import UNVERIFIED
@@ -81,7 +81,7 @@ class Metrics:
             self.file.write(self._count(row))
             self.file.flush()
         except OSError as reason:
-            raise refusal(f"to write {self.file.name}", reason.strerror or reason, "free some room") from None
+            raise failed(f"write {self.file.name}", reason.strerror or reason, "free some room") from None
         if self.board is not None:
             for name, value in flat(row):
                 self.board.add_scalar(name, value, row["step"])
@@ -114,8 +114,7 @@ def _board(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        remedy = 'install it with: pip install "locater[tensorboard]"'
-        raise refusal("the package tensorboard", "none", remedy) from None
+        raise missing("the package tensorboard", extra="tensorboard") from None
     # Lines of a run that was stopped later than its last checkpoint are hidden by the viewer.
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from locater.documents import read_json
-from locater.errors import Refusal, refusal, within
+from locater.errors import Refusal, failed, refusal, within
 from locater.records import Json, write_json
 
 from ..data.sources import open_data
@@ -146,7 +146,7 @@ def _lock(handle: int, folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise refusal(f"to be the only one that trains in {folder}", "another process", "wait for its end") from None
+        raise failed(f"train in {folder}", "another process trains there", "wait for its end") from None
     except OSError:
         pass  # a file system that locks no folders
 

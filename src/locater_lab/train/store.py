@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from locater.checkpoints.distributed import check_harmless
 from locater.documents import check_beside, read_json
-from locater.errors import Refusal, refusal, within
+from locater.errors import Refusal, failed, refusal, within
 from locater.records import Json, State, write_json
 
 from .checksums import CHECKSUMS, UNVERIFIED, checksum_of, checksums_of, damaged_files, seal, unseal
@@ -131,7 +131,7 @@ class Store:
                 raise KeyboardInterrupt from None
             kept = self.names().get("last")
             remedy = "free some room, then continue with --resume" + (f"; {kept} is intact" if kept else "")
-            raise refusal(f"to write a checkpoint to {self.folder}", _cause(reason), remedy) from None
+            raise failed(f"write a checkpoint to {self.folder}", _cause(reason), remedy) from None
         if self.processes.is_first:
             self._publish(partial, name, ("last", *keep))
         self.processes.wait()

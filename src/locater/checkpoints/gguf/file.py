@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ...errors import refusal
+from ...errors import missing, refusal
 from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
@@ -147,7 +147,7 @@ def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place
                 raise refusal(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
             places[name], end = place, stored.start + length
     if not places:
-        raise refusal(f"tensors in {sources[0].name}", "none", "name a file that holds weights")
+        raise missing(f"tensors in {sources[0].name}", "name a file that holds weights")
     return {name: places[name] for header in headers for name in header.tensors}
 
 
@@ -157,7 +157,7 @@ def _row_bytes(name: str, stored: Stored) -> int:
         return width * PLAIN[stored.kind].itemsize
     known = _packed_sizes()
     if stored.kind not in known:
-        remedy = 'a newer release may know it: pip install -U "locater[gguf]"'
+        remedy = "a newer release of the package gguf may know it"
         raise refusal(f"a known kind of numbers for {name[:80]!r}", f"kind {stored.kind}", remedy)
     block, size = known[stored.kind]
     if width % block:
@@ -176,6 +176,5 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        remedy = 'install it with: pip install "locater[gguf]"'
-        raise refusal("the package gguf, to unpack quantised weights", "an installation without it", remedy) from None
+        raise missing("the package gguf, to unpack quantised weights", extra="gguf") from None
     return gguf

@@ -42,7 +42,7 @@ def share_that_turns(factors: Float[Tensor, "..."] | None) -> float:
     number = int(turns.sum())
     if factors is None or not number or not turns[:number].all() or bool((factors.flatten()[number:] < 1e29).any()):
         remedy = "scan the model's safetensors, which say which pairs turn"
-        raise refusal("rope_freqs.weight of ones, then of 1e30", "none" if factors is None else "others", remedy)
+        raise refusal("rope_freqs.weight of ones, then of 1e30", "others" if number else "no ones", remedy)
     return number / len(turns)
 
 

@@ -55,7 +55,7 @@ class Whole(Weight):
         scale = spread(self.part("weight_scale").float().reshape(counts), self, block, rows)
         codes = self._codes(rows)
         kinds = {bool(arguments.get("symmetric", True)) for arguments in weight_arguments(self.settings)}
-        self.check("weight_zero_point" in self.parts or True in kinds, "`weight_zero_point`, as declared", "none")
+        self.check("weight_zero_point" in self.parts or True in kinds, "`weight_zero_point`, as declared")
         if "weight_zero_point" in self.parts:
             zeros = self._zeros(counts)  # some writers store zeros where there are none
             self.check(False in kinds or not bool(zeros.any()), "no zero points, as declared", "some")

@@ -59,7 +59,7 @@ class GPTQ(Weight):
         self.check(num_groups == -(-num_in // size), f"scales for groups of {size} inputs", f"{num_groups} groups")
         if "g_idx" not in self.parts:
             self.check(num_in % size == 0, f"groups that divide {num_in} inputs", size)
-            self.check(not self.settings.get("desc_act"), "`g_idx`, since `desc_act` is true", "none")
+            self.check(not self.settings.get("desc_act"), "`g_idx`, since `desc_act` is true")
             return torch.arange(num_in) // size
         self.check_shape("g_idx", (num_in,))
         groups = self.codes("g_idx").long()

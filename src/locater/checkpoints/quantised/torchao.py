@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import refusal
+from ...errors import missing, refusal
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import EIGHT_BITS
@@ -38,7 +38,7 @@ class TorchAO(Weight):
         assert isinstance(block, list)
         self.check("_weight_act_pre_scale" not in self.parts, "no scale of the activations", "one")
         for role in self.settings["parts"]:
-            self.check(f"_weight_{role}" in self.parts, f"`_weight_{role}`, as the header says", "none")
+            self.check(f"_weight_{role}" in self.parts, f"`_weight_{role}`, as the header says")
         counts = grid(shape, tuple(block))
         numbers = self.codes("_weight_qdata", torch.int8, *EIGHT_BITS, rows=rows).float()
         if "_weight_zero_point" in self.parts:
@@ -66,5 +66,5 @@ def _description(store: Checkpoint, name: str) -> tuple[str, JsonMapping]:
         found = None
     kind, data, parts = (found.get(key) for key in KEYS) if isinstance(found, dict) else (None, None, None)
     if not isinstance(kind, str) or not isinstance(data, dict) or not isinstance(parts, list):
-        raise refusal(f"the kind of `{name[:120]}` in the header of its file", "none", "fetch it again")
+        raise missing(f"the kind of `{name[:120]}` in the header of its file", "fetch it again")
     return kind, data | {"parts": parts}

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...errors import Refusal, refusal
+from ...errors import Refusal, missing, refusal
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 
@@ -60,9 +60,11 @@ class Weight(ABC):
     def part_dtype(self, role: str) -> torch.dtype:
         return self.store.entry(self._stored(role)).dtype
 
-    def check(self, condition: bool, expected: str, got: object) -> None:
+    def check(self, condition: bool, expected: str, got: object = None) -> None:
+        """Refuse the weight unless the condition holds; without `got`, what is expected is missing."""
+        what = f"{expected} for the quantised `{self.name[:120]}`"
         if not condition:
-            raise refusal(f"{expected} for the quantised `{self.name[:120]}`", got, REMEDY)
+            raise missing(what, REMEDY) if got is None else refusal(what, got, REMEDY)
 
     def check_shape(self, role: str, *shapes: Shape) -> None:
         stored = self.part_shape(role)
@@ -72,7 +74,7 @@ class Weight(ABC):
 
     def _stored(self, role: str) -> str:
         if role not in self.parts:
-            raise refusal(f"a tensor `{role}` beside the quantised `{self.name[:120]}`", "none", REMEDY)
+            raise missing(f"a tensor `{role}` beside the quantised `{self.name[:120]}`", REMEDY)
         return self.parts[role]
 
 

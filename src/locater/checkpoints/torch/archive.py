@@ -81,7 +81,7 @@ def _open_zip(source: ByteSource) -> Archive:
 def _place(source: ByteSource, infos: dict[str, zipfile.ZipInfo], root: str, storage: Storage) -> int:
     info = infos.get(f"{root}data/{storage.key}")
     if info is None or info.file_size < storage.num_bytes:
-        got = "none" if info is None else f"{info.file_size} bytes"
+        got = "nothing there" if info is None else f"{info.file_size} bytes"
         raise refusal(f"{storage.num_bytes} bytes for storage {storage.key[:40]!r} in {source.name}", got)
     _check_stored(source, info)
     return ~info.header_offset

@@ -5,7 +5,7 @@ import warnings
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from ...errors import refusal
+from ...errors import missing
 from ...records import Json
 from ..base import Checkpoint, Entry, Rows
 from ..bytes import ByteSource
@@ -66,4 +66,4 @@ def open_torch(source: ByteSource, *, config: Json, allow_pickle: bool) -> Check
 
 def check_any(entries: dict[str, Entry], source: ByteSource) -> None:
     if not entries:
-        raise refusal(f"tensors by name in {source.name}", "none", "save a state dict")
+        raise missing(f"tensors by name in {source.name}", "save a state dict")

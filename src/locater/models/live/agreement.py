@@ -10,7 +10,7 @@ from ...attention.arguments import Arguments, read
 from ...attention.call_masks import read_mask
 from ...attention.calls import AttentionCall
 from ...attention.mask_kinds import admits
-from ...errors import refusal
+from ...errors import missing, refusal
 from ...head import Head
 from ...projections import Norm, whole, widen
 from .explain import tolerance
@@ -44,7 +44,7 @@ def difference(
         columns = torch.cat([positions[1], positions[1].new_full((further,), num_keys - 1)])
         theirs, admitted = _logits(call, given, positions[0], columns)
         if not bool(admitted.any()):
-            raise refusal("keys that a query may see", "none")
+            raise missing("keys that a query may see")
         computed = given.query if given.logits is None else given.logits
         eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, computed))
         x_parts = tuple(x[:MOST_TEXTS, at].double() for x, at in zip(inputs, positions, strict=True))

@@ -12,7 +12,7 @@ from ...attention.arguments import with_four_dimensions
 from ...attention.calls import AttentionCall
 from ...attention.compilation import Eagerly
 from ...attention.interception import Interception
-from ...errors import Refusal, refusal, within
+from ...errors import Refusal, missing, within
 from .. import Attention
 from .modules import Found
 from .proving import Search
@@ -29,7 +29,7 @@ def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = N
     rows = finder.over(sample)
     if not rows:
         kind = type(finder.tensors.model).__name__
-        raise refusal(f"attention in one pass of {kind} over the sample", "none", "name the projections by heads=…")
+        raise missing(f"attention in one pass of {kind} over the sample", "name the projections by heads=…")
     return _distinct(rows)
 
 

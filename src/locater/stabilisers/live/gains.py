@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...errors import refusal
+from ...errors import missing, refusal
 from ...models.live import sites
 from ...projections import whole
 from .pairs import Pair
@@ -41,7 +41,7 @@ class Normalised:
         self.sites = sites(model, **options)
         self.keys = [(pair.block, pair.layer) for pair in pairs]
         if all(gain is None for gain in self._gains().values()):
-            raise refusal("norms before attention whose gain can be folded in", "none", "leave `inputs` out")
+            raise missing("norms before attention whose gain can be folded in", "leave `inputs` out")
 
     def gain(self, number: int) -> Float[Tensor, " d_model"] | None:
         return self._gains().get(self.keys[number])

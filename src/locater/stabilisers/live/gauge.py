@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...errors import refusal
+from ...errors import missing, refusal
 from ...models.live.write_check import Optimizers, inner_optimizer, several
 from .pairs import Pair
 
@@ -95,7 +95,7 @@ def _agreed(ratios: list[Tensor]) -> float:
     """√ of the median over all groups; the geometric mean over processes, which have seen other texts."""
     if not ratios:
         remedy = "call step() after backward(), or give a number"
-        raise refusal('gradients of queries and keys for strength="auto" to go by', "none", remedy)
+        raise missing('gradients of queries and keys for strength="auto" to go by', remedy)
     known = torch.cat(ratios).double()
     known = known[torch.isfinite(known) & (known > 0)]
     found = known.log().median() / 2 if len(known) else known.new_tensor(-math.inf)

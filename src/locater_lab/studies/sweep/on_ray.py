@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from locater.errors import BadArguments, refusal
+from locater.errors import BadArguments, missing, refusal
 from locater.records import write_json
 
 from .folder import Sweep, Tell, open_sweep
@@ -112,7 +112,7 @@ def _import() -> Any:
     try:
         import ray
     except ImportError:
-        raise refusal("Ray, for --on ray", "none", 'install it with: pip install "locater[ray]"') from None
+        raise missing("Ray, for --on ray", extra="ray") from None
     return ray
 
 
