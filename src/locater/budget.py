@@ -49,7 +49,7 @@ class Budget:
             return None
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise failed("read it in time", "no answer within --timeout", "allow more seconds, or fetch the files first")
+            raise failed("read it", "no answer within --timeout", "allow more seconds, or fetch the files first")
         return left
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from .errors import refusal
+from .errors import missing
 
 TOPICS = "pydoc_data/topics.py"
 # Installed packages are not the library, and its tests' docstrings are mostly test cases.
@@ -25,7 +25,7 @@ def embedded_text() -> str:
     text = "\n\n".join(passages()).encode("utf-8", "ignore").decode("utf-8")
     if not text:
         place = sysconfig.get_path("stdlib")
-        raise refusal(f"sources of Python's library in {place}", "none with docstrings", "name a text with --text")
+        raise missing(f"docstrings in the sources of Python's library in {place}", "name a text with --text")
     return text
 
 

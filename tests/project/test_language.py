@@ -132,3 +132,26 @@ def test_the_lint_finds_what_it_bans():
     page = "# A heading of its own\n\nOne two three. Four five six seven.\n\n```python\nx = 1\n```\n\n| a | table |\n"
     assert sentences(page) == ["One two three.", "Four five six seven."]
     assert mean_words(page) == 3.5
+
+
+def misworded(source: str) -> Iterator[tuple[int, str]]:
+    """Refusals of another form than the three: something missing or a failed action told as a value."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or len(node.args) < 2:
+            continue
+        if node.func.id in ("refusal", "bad_value"):
+            expected, got = (ast.unparse(argument).lstrip("f").strip("'\"") for argument in node.args[:2])
+            if expected.startswith("to ") or re.match(r"(none|no such)\b(?!-)", got):
+                yield node.lineno, f"expected {expected}, got {got}"
+
+
+def test_errors_have_three_forms_and_name_extras_in_one_place():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text}: use failed or missing"
+        for path in SOURCES
+        for line, text in misworded(path.read_text(encoding="utf-8"))
+    ]
+    hints = [path.name for path in SOURCES if 'pip install "locater[' in path.read_text(encoding="utf-8")]
+    assert not wrong and hints == ["errors.py"], "\n".join(wrong + hints)
+    said = [text for _, text in misworded('refusal("a head", "none")\nrefusal(f"to write {x}", y)\nrefusal("a", b)')]
+    assert said == ["expected a head, got none", "expected to write {x}, got y"]

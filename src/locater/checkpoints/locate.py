@@ -6,7 +6,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..errors import failed, refusal
+from ..errors import failed, missing, refusal
 from ..packaged import packaged
 from .bytes import Folder, LocalFolder
 
@@ -97,11 +97,8 @@ def choose(folder: Folder) -> list[str]:
         found = next((group for group in groups if group), [])
     if not found:
         _check_foreign(folder, files)
-        raise refusal(
-            f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})",
-            "none of them" if files else "no files",
-            _inside(folder) or "name the directory or file that holds them",
-        )
+        what = f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})"
+        raise missing(what, _inside(folder) or "name the directory or file that holds them")
     return found
 
 

@@ -100,7 +100,7 @@ class Responses:
         """Refuse an action on forecasts where none are made."""
         if AHEAD in self.table and steps_ahead is None:
             remedy = "give thresholds=Thresholds(steps_ahead=…)"
-            raise refusal(f"forecasts to act on {AHEAD!r}", "none: they are off by default", remedy)
+            raise missing(f"forecasts to act on {AHEAD!r}, which are off by default", remedy)
 
     def all(self) -> list[Action]:
         return list(dict.fromkeys(action for actions in self.table.values() for action in actions))
