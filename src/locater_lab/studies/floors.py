@@ -23,6 +23,7 @@ ARMS: dict[str, Callable[[nn.Module], Stabiliser]] = {
 }
 MARGIN = 0.05  # nats that `none` is to be below the bigram table, and uniform attention above `none`
 WEIGHTS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # of the unigram in the bigram table, in counts
+FLOOR_SEEDS = 2  # of the others' five: differences of 0.05 nats are far beyond those of seeds
 HELD_OUT = 10  # a tenth of the training text chooses among them
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from locater.attention.calls import AttentionCall
 from locater.attention.interception import Interception
+from locater.attention.registered import Functions
 from locater.monitor.alarms import Thresholds
 from locater.records import Json
 from locater.stabilisers import Stabiliser
@@ -100,18 +101,22 @@ def train(
     assert isinstance(model, LanguageModel)
     stabiliser = Stabiliser() if late else attach(model)
     optimizer = make_optimizer(model, config.optimiser)
+    for group in optimizer.param_groups:
+        group["fused"] = True  # one call for all weights, which are many and small
     if late:
         stabiliser = attach(model, optimizer)
+    model.train()
     losses, start = [], time.process_time()
-    for step in range(config.loop.steps if until is None else until):
-        place = max(step, config.optimiser.warmup) if is_cold else step
-        set_rate(optimizer, learning_rate(place, config.optimiser, num_steps=config.loop.steps))
-        loss = _step(config, data, model, stabiliser, optimizer, step)
-        losses.append(loss)
-        if not math.isfinite(loss):
-            break
-        if each is not None:
-            each(step, loss, model)
+    with Functions():  # entered once, so that no step looks through all modules for kernels
+        for step in range(config.loop.steps if until is None else until):
+            place = max(step, config.optimiser.warmup) if is_cold else step
+            set_rate(optimizer, learning_rate(place, config.optimiser, num_steps=config.loop.steps))
+            loss = _step(config, data, model, stabiliser, optimizer, step)
+            losses.append(loss)
+            if not math.isfinite(loss):
+                break
+            if each is not None:
+                each(step, loss, model)
     return Ran(model.eval(), data, stabiliser, losses, time.process_time() - start)
 
 
@@ -123,7 +128,6 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 def _step(
     config: Config, data: Data, model: LanguageModel, stabiliser: Stabiliser, optimizer: Optimizer, step: int
 ) -> float:
-    model.train()
     tokens, targets = data.batches.training(step * config.loop.batch, config.loop.batch)
     # All logits at once: they are few here, and pieces cost more than they save.
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
