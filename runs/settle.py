@@ -38,6 +38,7 @@ STRENGTHS: dict[str, tuple[str, tuple[float, ...]]] = {
     "decay": ("qk_decay", (0.5, 2.0, 8.0)),
 }
 LENGTHS = {"tune": 2000, "A": 10_000, "epochs": 4.0}
+STEPS_OF_AN_EPOCH = 1020  # of 16 × 128 words each
 QUICK: Options = dict(context=16, d_model=16, d_feedforward=16, bpe_size=300, warmup=2, validation_windows=16)
 QUICK |= dict(log_every=2, validate_every=4, save_every=4)
 QUICK_LENGTHS = {"tune": 4, "A": 8, "epochs": 0.05}
@@ -135,7 +136,7 @@ def run_a(runs: Runs, tuned: dict[str, tuple[float, float]]) -> str:
 
 def run_b(runs: Runs, tuned: dict[str, tuple[float, float]], best: str) -> None:
     epochs = runs.lengths["epochs"]
-    steps = round(1020 * epochs)  # 16 × 128 words each
+    steps = round(STEPS_OF_AN_EPOCH * epochs)
     for seed in range(3):
         for arm in ("none", best):
             options = WORDS | dict(epochs=epochs, seed=seed) | arm_options(arm, tuned[arm][1], steps)
