@@ -1,0 +1,266 @@
+"""What the runs of runs/settle.py say: writes "At the end of training" in docs/reproduction.md, its figure, and the
+README's sentence.
+
+    python runs/settled.py [take OUT]
+
+`take OUT` first copies the rows of ended runs from OUT/rows to runs/measured/settle. Everything else is recomputed from
+these; nothing is claimed of fewer than three seeds.
+"""
+
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from locater_lab.studies.runs import Run, compare_all, read_runs
+from locater_lab.studies.statistics import FEWEST, Estimate, paired, together
+from locater_lab.train.metrics import read_rows
+
+sys.path.insert(0, str(Path(__file__).parent))
+from settle import LENGTHS, STEPS_OF_AN_EPOCH  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "runs" / "measured" / "settle"
+STAGES = ("tune", "rates", "A", "B")
+PAGE, README = ROOT / "docs" / "reproduction.md", ROOT / "README.md"
+PICTURE = "reproduction_end.png"
+BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
+SAID, SAID_END = "<!-- claim -->", "<!-- end of claim -->"
+ARMS = {"held": "κ held", "released": "κ released", "decay": "weight decay on queries and keys"}
+LOCATERS = ("held", "released")
+SEEDS = {"A": 5, "B": 3}
+ENDS = {"A": int(LENGTHS["A"]), "B": round(STEPS_OF_AN_EPOCH * LENGTHS["epochs"])}
+LEVELS = (0.3, 0.8)  # of the run: the losses of `none` there are the ones that the others' steps are counted to
+SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
+SPECTRUM |= {"localisation": "L"}
+
+Arms = dict[str, dict[int, Run]]  # by arm and seed
+
+
+def read(stage: str, kept: Path = KEPT) -> Arms:
+    """The runs of a stage that are at their schedule's end."""
+    found: Arms = {}
+    for run in read_runs(kept / stage) if any((kept / stage).glob("*/metrics.jsonl")) else []:
+        if ENDS[stage] in run.validations:
+            found.setdefault(run.arm, {})[run.seed] = run
+    return {arm: found[arm] for arm in ("none", *ARMS) if arm in found}
+
+
+def last_loss(run: Run) -> float:
+    return run.validations[max(run.validations)]["loss"]
+
+
+def best_loss(run: Run) -> float:
+    return min(row["loss"] for row in run.validations.values())
+
+
+def steps_to(run: Run, level: float) -> float:
+    """Step at which the validation loss first reaches a level, between two validations by a line; NaN if never."""
+    before: tuple[int, float] | None = None
+    for step, row in sorted(run.validations.items()):
+        if row["loss"] <= level:
+            if before is None or before[1] <= level:
+                return float(step)
+            share = (before[1] - level) / (before[1] - row["loss"])
+            return before[0] + share * (step - before[0])
+        before = step, row["loss"]
+    return math.nan
+
+
+def against_none(arms: Arms, arm: str, quantity: Callable[[Run], float]) -> Estimate:
+    """Paired difference to `none`, seed by seed; seeds without a number are left out."""
+    values = ({seed: quantity(run) for seed, run in arms.get(name, {}).items()} for name in (arm, "none"))
+    ours, theirs = ({seed: one for seed, one in some.items() if math.isfinite(one)} for some in values)
+    return paired(ours, theirs)
+
+
+class Ratio(NamedTuple):
+    """A ratio with its interval, from a paired difference of logarithms."""
+
+    estimate: Estimate
+
+    @property
+    def is_claimed(self) -> bool:
+        return self.estimate.count >= FEWEST
+
+    @property
+    def word(self) -> str:
+        return "" if not self.estimate.is_seen else "lower" if self.estimate.value < 0 else "higher"
+
+    def __str__(self) -> str:
+        one = self.estimate
+        if not self.is_claimed or math.isinf(one.low):
+            return "too few seeds" if one.count else "–"
+        value, low, high = (f"{math.exp(part):.3f}" for part in (one.value, one.low, one.high))
+        return f"{value} [{low}, {high}]"
+
+
+def end_ratio(arms: Arms, arm: str) -> Ratio:
+    return Ratio(against_none(arms, arm, last_loss))
+
+
+def best_ratio(arms: Arms, arm: str) -> Ratio:
+    return Ratio(against_none(arms, arm, best_loss))
+
+
+def levels(arms: Arms) -> list[tuple[int, float]]:
+    """Steps near the chosen shares of the run, and the mean loss that `none` has there."""
+    runs = list(arms.get("none", {}).values())
+    if not runs:
+        return []
+    steps = sorted(set.intersection(*(set(run.validations) for run in runs)))
+    chosen = [min(steps, key=lambda step: abs(step - share * steps[-1])) for share in LEVELS]
+    return [(step, fmean(run.validations[step]["loss"] for run in runs)) for step in chosen]
+
+
+def steps_ratio(arms: Arms, arm: str, level: float) -> Ratio:
+    return Ratio(against_none(arms, arm, lambda run: math.log(steps_to(run, level))))
+
+
+def rates(stage: str, kept: Path = KEPT) -> dict[str, float]:
+    """By arm, the highest rate of its runs."""
+    found: dict[str, float] = {}
+    for path in sorted((kept / stage).glob("*-seed*/metrics.jsonl")):
+        arm = path.parent.name.rpartition("-seed")[0]
+        rows = [row["learning_rate"] for row in read_rows(path) if "learning_rate" in row]
+        found[arm] = max([*rows, found.get(arm, 0.0)])
+    return found
+
+
+def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
+    """Losses and ratios, steps to a fixed loss, and the spectrum at the end; means over seeds."""
+    marks = levels(arms)
+    heads = ["arm", "seeds", "rate", "loss at the end", "ratio to `none` at the end [95 %]", "at the best validation"]
+    heads += [f"steps to `none`'s loss at {step:,}, ratio" for step, _ in marks]
+    rows = [[*heads, *SPECTRUM.values()]]
+    for arm, runs in arms.items():
+        ratios = [end_ratio(arms, arm), best_ratio(arms, arm), *(steps_ratio(arms, arm, loss) for _, loss in marks)]
+        cells = ["–" if arm == "none" else str(one) for one in ratios]
+        ends = [run.validations[max(run.validations)] for run in runs.values()]
+        numbers = [f"{fmean(end[name] for end in ends):.2f}" for name in SPECTRUM]
+        loss = fmean(end["loss"] for end in ends)
+        rows.append([f"`{arm}`", str(len(runs)), f"{rate[arm]:.2g}", f"{loss:.4f}", *cells, *numbers])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def answer(arms: Arms) -> str:
+    """The claim in a sentence: yes, only early, or no; of no arm with fewer than three seeds."""
+    told = [arm for arm in LOCATERS if arm in arms and end_ratio(arms, arm).is_claimed]
+    if not told:
+        return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
+    ends = {arm: end_ratio(arms, arm) for arm in told}
+    lower = [arm for arm in told if ends[arm].word == "lower"]
+    early = [arm for arm in told if _is_faster_at_first(arms, arm)]
+    word = "Yes" if lower else "Only early" if early else "No"
+    shown = together([f"{ends[arm]} with {ARMS[arm]}" for arm in told])
+    return f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(told, arms)})."
+
+
+def _is_faster_at_first(arms: Arms, arm: str) -> bool:
+    return any(steps_ratio(arms, arm, loss).word == "lower" for _, loss in levels(arms)[:1])
+
+
+def _judged(told: Sequence[str], arms: Arms) -> str:
+    counts = sorted({end_ratio(arms, arm).estimate.count for arm in told})
+    return f"{' and '.join(map(str, counts))} seeds, paired, each arm at its own best rate"
+
+
+def localises(arms: Arms) -> str:
+    """Compare tr W/λ of free and held heads at the end."""
+    parts = []
+    for arm in [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]:
+        change = against_none(arms, arm, lambda run: run.validations[max(run.validations)]["trace_over_temperature"])
+        ours, free = (
+            fmean(run.validations[max(run.validations)]["trace_over_temperature"] for run in arms[name].values())
+            for name in (arm, "none")
+        )
+        parts.append(f"tr W ends at {free:.2f} λ without LocAteR and at {ours:.2f} λ with {ARMS[arm]} ({change})")
+    return "; ".join(parts) + "." if parts else ""
+
+
+def turns(arms: Arms) -> str:
+    """Tell whether the validation of `none` turns up before the end."""
+    runs = arms.get("none", {})
+    up = [seed for seed, run in runs.items() if best_loss(run) < last_loss(run)]
+    return f"The validation loss of `none` turned up before its end on {len(up)} of {len(runs)} seeds."
+
+
+OPENING = """Two epochs are a start. `runs/settle.py` asks about the end: 2,048 byte pairs, fairseq's gain, a cosine to 2 % over 10,000
+steps, four arms (`none`, κ held, κ released by a quarter of the run, weight decay on queries and keys), five seeds; then words.
+Every arm has its own strength and rate, tuned on seed 100, which is not judged. A ratio is that of perplexities, with an
+interval of 95 %, paired by seed; of fewer than three seeds there is none."""
+WORDS = "Words (33,278), dropout 0.1, decoupled decay 0.01, four epochs of a cosine:"
+
+
+def section(kept: Path = KEPT) -> str:
+    """All of it, from the rows."""
+    parts = [OPENING, "", "`python runs/settled.py`", ""]
+    for stage, title in (("A", "A. Byte pairs:"), ("B", f"B. {WORDS}")):
+        arms = read(stage, kept)
+        parts += [title, "", *(_stage(stage, arms, rates(stage, kept)) if arms else ["No run has ended yet."]), ""]
+    if read("A", kept):
+        parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
+    return "\n".join(parts)
+
+
+def _stage(stage: str, arms: Arms, rate: Mapping[str, float]) -> list[str]:
+    missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
+    open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
+    lines = [answer(arms), "", *table(arms, rate), ""]
+    lines += [localises(arms), ""] if localises(arms) else []
+    lines += [turns(arms)]
+    return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
+
+
+def claim(kept: Path = KEPT) -> str:
+    """The README's sentence."""
+    arms = read("A", kept)
+    told = [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]
+    if not told:
+        return "Whether it still leads at the end of training is not settled."
+    best = min(told, key=lambda arm: end_ratio(arms, arm).estimate.value)
+    ratio = end_ratio(arms, best)
+    words = {"lower": "it still leads", "higher": "it is behind", "": "no lead is seen"}[ratio.word]
+    return f"At the end of training on WikiText-2 {words}: {ratio} of the perplexity ({ratio.estimate.count} seeds)."
+
+
+def between(text: str, begin: str, end: str, new: str) -> str:
+    """The text with what stands between two marks exchanged."""
+    before, rest = text.split(begin)
+    return before + begin + new + end + rest.split(end)[1]
+
+
+def take(out: Path) -> None:
+    """Copy the rows of ended runs."""
+    for path in sorted((out / "rows").glob("*/*/metrics.jsonl")):
+        target = KEPT / path.parent.parent.name / path.parent.name / path.name
+        if path.parent.parent.name in STAGES:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+
+
+def draw(arms: Arms) -> None:
+    from locater.report import figures
+    from locater.report.curves import curves
+
+    runs = [run for some in arms.values() for run in some.values()]
+    figures.save(curves(compare_all(runs, folder="A", against="none")), PAGE.with_name(PICTURE))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["take"]:
+        take(Path(sys.argv[2]))
+    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{section()}\n"), encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
+    if SAID in text:
+        README.write_text(between(text, SAID, SAID_END, claim()), encoding="utf-8")
+    if "none" in (arms := read("A")):
+        draw(arms)
+
+
+if __name__ == "__main__":
+    main()
