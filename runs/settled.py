@@ -189,11 +189,23 @@ def turns(arms: Arms) -> str:
     return f"The validation loss of `none` turned up before its end on {len(up)} of {len(runs)} seeds."
 
 
-OPENING = """Two epochs are a start. `runs/settle.py` asks about the end: 2,048 byte pairs, fairseq's gain, a cosine to 2 % over 10,000
-steps, four arms (`none`, κ held, κ released by a quarter of the run, weight decay on queries and keys), five seeds; then words.
-Every arm has its own strength and rate, tuned on seed 100, which is not judged. A ratio is that of perplexities, with an
-interval of 95 %, paired by seed; of fewer than three seeds there is none."""
+OPENING = """Two epochs are a start. `runs/settle.py` asks about the end: 2,048 byte pairs, fairseq's gain, a cosine to
+2 % over 10,000 steps, four arms (`none`, κ held, κ released by a quarter of the run, weight decay on queries and keys),
+five seeds; then words. Every arm has its own strength and rate, tuned on seed 100, which is not judged. A ratio is that
+of perplexities, with an interval of 95 %, paired by seed; of fewer than three seeds there is none."""
 WORDS = "Words (33,278), dropout 0.1, decoupled decay 0.01, four epochs of a cosine:"
+
+
+def tuning(kept: Path = KEPT) -> str:
+    """Losses of the unjudged seed at A's length, by arm and rate."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((kept / "rates").glob("*/metrics.jsonl")):
+        arm, rate, *_ = path.parent.name.split("-")
+        losses = {row["step"]: row["loss"] for row in read_rows(path) if row["kind"] == "validation"}
+        if ENDS["A"] in losses:
+            found.setdefault(arm, []).append(f"{losses[ENDS['A']]:.4f} ({rate})")
+    told = "; ".join(f"`{arm}` {', '.join(found[arm])}" for arm in ("none", *ARMS) if arm in found)
+    return f"Rates at that length, on the seed that is not judged, loss (rate): {told}." if told else ""
 
 
 def section(kept: Path = KEPT) -> str:
@@ -202,6 +214,7 @@ def section(kept: Path = KEPT) -> str:
     for stage, title in (("A", "A. Byte pairs:"), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
         parts += [title, "", *(_stage(stage, arms, rates(stage, kept)) if arms else ["No run has ended yet."]), ""]
+    parts += [said, ""] if (said := tuning(kept)) else []
     if read("A", kept):
         parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
     return "\n".join(parts)

@@ -1,0 +1,98 @@
+"""The claim at the end of training: what made-up rows say of it, and that the page says what the kept rows do."""
+
+import json
+import math
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "runs"))
+import settled  # noqa: E402
+
+STEPS = range(1000, 10_001, 1000)
+
+
+def write(kept: Path, arm: str, seed: int, *, end: float, early: float = 0.0, last: int = 10_000, trace=1.0) -> None:
+    """A run whose loss falls from 5 to 3.6; `early` is its lead at first, `end` what is added at the end."""
+    noise = random.Random(f"{seed}").gauss(0, 0.02)  # of the seed, which the arms share
+    own = 0.002 * (seed % 2 - 0.4 - 0.1 * (seed == 4)) * (arm == "held")  # of mean 0 over five
+    rows = [{"kind": "train", "step": 50, "loss": 7.0, "learning_rate": 3e-3}]
+    for step in (step for step in STEPS if step <= last):
+        share = (step - 1000) / 9000
+        loss = 3.6 + 1.4 * (1 - share) ** 2 + noise + own + end * share - early * (1 - share)
+        head = {"layer": 0, "head": 0, "trace": trace * 2, "temperature": 2.0, "eta": 3.0, "xi": 1.0}
+        head |= {"localisation": 0.3, "normalised_entropy": 0.5, "near_mass": 0.5, "trace_of_square": 0.0}
+        rows.append({"kind": "validation", "step": step, "loss": loss, "perplexity": math.exp(loss)})
+        rows[-1] |= {"entropy": 0.5, "heads": [head]}
+    folder = kept / "A" / f"{arm}-seed{seed}"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def planted(kept: Path, *, end: float, early: float = 0.0, seeds: int = 5) -> Path:
+    for seed in range(seeds):
+        write(kept, "none", seed, end=0.0, trace=2.5)
+        write(kept, "held", seed, end=end, early=early, trace=0.5)
+    return kept
+
+
+def test_a_planted_lead_is_found_with_its_size(tmp_path):
+    arms = settled.read("A", planted(tmp_path, end=math.log(0.97)))
+    ratio = settled.end_ratio(arms, "held")
+    assert ratio.word == "lower" and math.exp(ratio.estimate.value) == pytest.approx(0.97, abs=0.002)
+    assert settled.answer(arms).startswith("**Yes.**") and "it still leads: 0.9" in settled.claim(tmp_path)
+    assert "tr W ends at 2.50 λ without LocAteR and at 0.50 λ with κ held" in settled.section(tmp_path)
+
+
+def test_a_planted_null_is_no_lead_and_an_early_lead_is_told_as_one(tmp_path):
+    null, early, behind = (tmp_path / name for name in ("null", "early", "behind"))
+    assert settled.answer(settled.read("A", planted(null, end=0.0))).startswith("**No.**")
+    assert "no lead is seen" in settled.claim(null)
+    assert settled.answer(settled.read("A", planted(early, end=0.0, early=0.1))).startswith("**Only early.**")
+    assert "it is behind: 1.0" in settled.claim(planted(behind, end=0.03))
+
+
+def test_fewer_than_three_seeds_claim_nothing(tmp_path):
+    planted(tmp_path, end=-0.5, seeds=2)
+    text = settled.section(tmp_path)
+    assert "There is no answer yet" in text and "too few seeds" in text and "Yes" not in text
+    assert "is not settled" in settled.claim(tmp_path)
+    assert "Seeds that have not ended: `none` 3, `held` 3, `released` 5 and `decay` 5." in text
+
+
+def test_a_run_that_did_not_end_is_not_judged(tmp_path):
+    write(planted(tmp_path, end=0.0, seeds=3), "released", 0, end=0.0, last=9000)
+    assert "released" not in settled.read("A", tmp_path)
+
+
+def test_steps_to_a_loss_lie_between_validations(tmp_path):
+    run = settled.read("A", planted(tmp_path, end=0.0, seeds=1))["none"][0]
+    first, second = (run.validations[step]["loss"] for step in (1000, 2000))
+    assert settled.steps_to(run, (first + second) / 2) == pytest.approx(1500)
+    assert settled.steps_to(run, 9.0) == 1000 and math.isnan(settled.steps_to(run, 1.0))
+
+
+def test_rates_are_shown_from_the_tuning_seed(tmp_path):
+    for name, end in (("held-0.003-0.001", 0.1), ("held-0.0015-0.001", 0.0)):
+        write(tmp_path, name, 100, end=end)
+        (tmp_path / "rates").mkdir(exist_ok=True)
+        shutil.move(tmp_path / "A" / f"{name}-seed100", tmp_path / "rates" / name)
+    shutil.rmtree(tmp_path / "A")
+    assert settled.tuning(tmp_path).endswith("`held` 3.5834 (0.0015), 3.6834 (0.003).")
+
+
+def test_a_deleted_row_is_seen(tmp_path):
+    planted(tmp_path, end=math.log(0.97))
+    before = settled.section(tmp_path)
+    shutil.rmtree(tmp_path / "A" / "held-seed4")
+    assert settled.section(tmp_path) != before
+
+
+def test_page_and_readme_say_what_the_kept_rows_do():
+    page, readme = (path.read_text(encoding="utf-8") for path in (settled.PAGE, settled.README))
+    assert settled.section() in page, "write it anew: python runs/settled.py"
+    assert settled.SAID not in readme or settled.claim() in readme, "write it anew: python runs/settled.py"
