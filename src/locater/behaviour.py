@@ -1,16 +1,32 @@
-"""Words for what heads do: each is a rule on attention that was measured. Needs no torch, so that pages share them.
+"""Everything that is said about heads in words, for terminal, summary and page alike; needs no torch.
 
-docs/evidence.md has the precision of every word, model by model, for the sources that may say it.
+Each word for what heads do is a rule on attention: measured on text or random ids, or estimated from weights.
+docs/evidence.md has its precision, model by model, for the sources that may say it. Words of the paper's theory come
+last and say so.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 # A head's place: block, layer, head.
 Place = tuple[str, int, int]
 MOST_HEADS = 3  # that a reader is sent to
 MOST = 0.9  # of the heads of a word lie within the layers that a sentence names
+# Of an estimated near mass: half of the mass, and a fifth to be sure. Beyond these a word about what a head does was
+# right of more than four heads in five of all models together, if not of each (docs/evidence.md).
+MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
+ESTIMATED = "estimated from the weights"
+RANDOM_WEIGHTS = "The weights look random, not trained: no head's tr W is larger than chance makes it."
+
+
+def head_name(block: str, layer: int, head: int) -> str:
+    """
+    >>> head_name("decoder", 3, 1)
+    'decoder 3.1'
+    """
+    return f"{block} {layer}.{head}"
 
 
 class Attention(NamedTuple):
@@ -131,7 +147,7 @@ def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: 
     members = {word: [n for n, one in enumerate(attentions) if word.holds(one)] for word in spoken(text)}
     source = "on random ids" if text == RANDOM_IDS else "on the text measured"
     members = {word: heads for word, heads in members.items() if heads}
-    total = f"{len(places):,} heads" if len(places) > 1 else "1 head"
+    total = _total(len(places))
     counts = [
         Told(
             f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}{RARE * word.is_rare}).",
@@ -142,8 +158,12 @@ def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: 
     return counts + _look_first(places, attentions, members)
 
 
-def _count(number: int, total: str, word: Word) -> str:
-    return f"{number:,} of {total} {word.singular if number == 1 else word.plural}"
+def _total(number: int) -> str:
+    return f"{number:,} heads" if number > 1 else "1 head"
+
+
+def _count(number: int, total: str, word: Word, *, probably: str = "") -> str:
+    return f"{number:,} of {total} {probably}{word.singular if number == 1 else word.plural}"
 
 
 def in_layers(places: Sequence[Place], heads: Sequence[int]) -> str:
@@ -180,12 +200,10 @@ def _look_first(
             chosen[min(rest, key=lambda n: sign * getattr(attentions[n], word.number))] = word
     if not chosen:
         return []
-    named = [f"{_name(places[n])}, which {word.singular} ({_value(attentions[n], word)})" for n, word in chosen.items()]
+    named = [
+        f"{head_name(*places[n])}, which {word.singular} ({_value(attentions[n], word)})" for n, word in chosen.items()
+    ]
     return [Told(f"Look first at {'; '.join(named)}.", tuple(chosen))]
-
-
-def _name(place: Place) -> str:
-    return f"{place[0]} {place[1]}.{place[2]}"
 
 
 def _value(attention: Attention, word: Word) -> str:
@@ -197,13 +215,65 @@ def _value(attention: Attention, word: Word) -> str:
     return f"{value:.0%}"
 
 
+def looks(mass: float | None) -> str | None:
+    """The word, `near` or `far`, that an estimated near mass allows; None where it is not known or tells neither."""
+    if mass is None or MOSTLY_FAR < mass < MOSTLY_NEAR:
+        return None
+    return "near" if mass >= MOSTLY_NEAR else "far"
+
+
+Interval = tuple[float, float]
+
+
+def describe_estimates(
+    places: Sequence[Place], masses: Sequence[float | None], intervals: Sequence[Interval | None]
+) -> list[Told]:
+    """Tell how many heads probably look near and far, by near masses estimated from weights, and whom to look at first.
+
+    Nothing is said of a mass without an interval: no model with such positions was measured.
+    """
+    known = {n: mass for n, (mass, own) in enumerate(zip(masses, intervals, strict=True)) if own and mass is not None}
+    words = {word.name: word for word in VOCABULARY}
+    members = {name: [n for n in known if looks(known[n]) == name] for name in ("near", "far")}
+    told, total = [], _total(len(known))
+    for name, heads in members.items():
+        if heads:
+            count = _count(len(heads), total, words[name], probably="probably ")
+            told.append(Told(f"{count}{in_layers(places, heads)} ({ESTIMATED}).", tuple(heads)))
+    unclear = [n for n in known if looks(known[n]) is None]
+    if unclear:
+        told.append(Told(f"Of {_total(len(unclear))} the estimate tells neither near nor far.", tuple(unclear)))
+    surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
+    different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once
+    chosen = [n for n in surest if n in different.values()][:MOST_HEADS]
+    named = [_look_at(places[n], words[looks(known[n]) or "far"], known[n], intervals[n] or (0, 1)) for n in chosen]
+    return told + ([Told(f"Look first at {'; '.join(named)}.", tuple(chosen))] if named else [])
+
+
+def _look_at(place: Place, word: Word, mass: float, interval: Interval) -> str:
+    low, high = interval
+    return f"{head_name(*place)}, which probably {word.singular} (near mass {mass:.2f}, {low:.2f} to {high:.2f})"
+
+
+def describe_theory(regimes: Iterable[str | None]) -> list[str]:
+    """Count the theory's regimes, with the sentence that they are not what heads do.
+
+    >>> describe_theory(["late", "mixed", "late"])
+    ["In the paper's theory: 2 late, 1 mixed. These words describe a random walk, not what heads do."]
+    """
+    counts = Counter(regime for regime in regimes if regime)
+    named = ", ".join(f"{count:,} {regime}" for regime, count in counts.most_common())
+    words = "These words describe a random walk, not what heads do."
+    return [f"In the paper's theory: {named}. {words}"] if named else []
+
+
 def look_random(heads: Sequence[tuple[float, float, int]]) -> bool:
     """Tell whether (tr W, ‖W‖², d) of all heads are those of random weights, which no training has moved.
 
     For independent random queries and keys tr W √d/‖W‖ has mean 0 and variance 1, so its root mean square over n heads
     is 1 ± 1/√(2n). The least of the trained models in docs/evidence.md has 2.4.
     """
-    squares = [trace**2 * d / norm for trace, norm, d in heads if norm > 0]
+    squares = [trace**2 * d / norm for trace, norm, d in {*heads} if norm > 0]  # layers may share their weights
     if len(squares) < FEWEST_HEADS:
         return False
     return math.sqrt(sum(squares) / len(squares)) < 1 + 3 / math.sqrt(2 * len(squares))

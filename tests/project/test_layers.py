@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = {
     "locater": [
         {"errors", "plugins"},
-        {"behaviour", "budget", "records", "packaged", "texts", "positions", "projections", "spectra"},
-        {"documents", "head"},
+        {"budget", "records", "packaged", "texts", "positions", "projections", "spectra"},
+        {"behaviour", "documents", "head", "quantities"},
         {"attention"},
         {"theory"},
         {"report", "models"},

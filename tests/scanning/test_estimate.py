@@ -8,13 +8,14 @@ import transformers
 
 from locater import scan
 from locater.attention.statistics import FIRST_QUERY, NEAR
+from locater.behaviour import looks
 from locater.head import Head
 from locater.models import embeddings
 from locater.positions import Rotary
 from locater.projections import Norm, Projection
 from locater.report.headline import headline
 from locater.report.views import views_of
-from locater.scanning import direct, estimate, findings
+from locater.scanning import direct, estimate
 from locater.scanning.batch import HeadBatch, batches
 from locater.scanning.bounds import Biases
 from locater.scanning.conditions import failures, parse
@@ -116,7 +117,7 @@ def test_nothing_is_estimated_without_the_positions_of_a_model(tmp_path):
     run.start(tiny(tmp_path / "notes.txt", steps=2), tmp_path / "run", say=lambda sentence: None)
     found = scan(tmp_path / "run" / "model")
     assert found.heads and all(row.estimated_near_mass is None for row in found.heads)
-    assert findings.behaviour(found.heads) == []
+    assert not [told for told in found.behaviour() if "estimate" in told.sentence]
 
 
 def test_depth_is_that_of_the_model_not_of_the_layers_that_were_asked_for():
@@ -236,12 +237,11 @@ def test_scan_estimates_what_it_can(name, known):
 
 
 def test_positions_that_were_not_measured_get_no_words():
-    """Buckets and ALiBi: an estimate without an interval, of which neither findings nor the page make words."""
+    """Buckets and ALiBi: an estimate without an interval, of which neither the summary nor the page make words."""
     found = scan(model("t5"))
     rows = [replace(row, estimated_near_mass=0.9) for row in found.heads if row.block == "encoder"]
     assert rows and all(row.estimated_near_mass_interval is None for row in rows)
-    assert findings.behaviour(rows) == [] and not any(map(findings.looks, rows))
-    assert not [one for one in findings.outstanding(rows) if "looks" in one.sentence]
+    assert not [told for told in replace(found, heads=tuple(rows)).behaviour() if "estimate" in told.sentence]
     said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
     assert not [sentence for sentence in said if "nearest tokens" in sentence]
 
@@ -264,22 +264,29 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     near, far = (replace(rows[0], head=n, estimated_near_mass=v, estimated_near_mass_interval=(0.0, 1.0))
                  for n, v in enumerate((0.9, 0.1)))  # fmt: skip
     unsure, unknown = replace(near, head=2, estimated_near_mass=0.5), replace(near, head=3, estimated_near_mass=None)
-    assert [findings.looks(row) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
-    words = "1 looks mostly at the 16 nearest tokens; 1 looks mostly beyond the 16 nearest tokens; 1 unclear"
-    assert findings.behaviour([near, far, unsure, unknown]) == [f"estimated from the weights: of 3 heads, {words}"]
-    for finding in findings.outstanding([near, far, unsure, unknown]):
-        assert "looks" not in finding.sentence or "probably looks mostly" in finding.sentence
-        assert "estimated near mass" in finding.sentence
-        assert "recent" not in finding.sentence
-    assert findings.behaviour([unknown]) == []
+    assert [looks(row.estimated_near_mass) for row in (near, far, unsure, unknown)] == ["near", "far", None, None]
+    whole = scan(model("llama"))
+    told = [one.sentence for one in replace(whole, heads=(near, far, unsure, unknown)).behaviour()]
+    assert told == [
+        "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights).",
+        "1 of 3 heads probably looks mostly beyond the 16 nearest tokens (estimated from the weights).",
+        "Of 1 head the estimate tells neither near nor far.",
+        "Look first at decoder 0.0, which probably looks mostly at the 16 nearest tokens (near mass 0.90, 0.00 to "
+        "1.00); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (near mass 0.10, 0.00 to 1.00).",
+    ]
+    assert replace(whole, heads=(unknown,)).behaviour() == []
+    unjudged = replace(near, estimated_near_mass_interval=None)  # no model with such positions was measured
+    assert replace(whole, heads=(unjudged,)).behaviour() == []
 
 
-def test_layers_that_share_their_weights_are_one_finding():
-    (near, *_) = scan(model("llama")).heads
+def test_layers_that_share_their_weights_are_shown_once():
+    whole = scan(model("llama"))
+    (near, *_) = whole.heads
     rows = [replace(near, layer=n, estimated_near_mass=0.9, estimated_near_mass_interval=(0.0, 1.0)) for n in range(4)]
-    (finding,) = findings.outstanding(rows)
-    assert finding.row.layer == 0 and finding.sentence.endswith("; the same in layers 1, 2, 3")
-    assert len(findings.outstanding([rows[0], replace(rows[1], head=1), replace(rows[2], trace=9.0)])) == 3
+    (*_, first) = replace(whole, heads=tuple(rows)).behaviour()
+    assert first.heads == (0,)
+    (*_, first) = replace(whole, heads=(*rows, replace(rows[0], head=1, estimated_near_mass=0.95))).behaviour()
+    assert first.heads == (4, 0)
 
 
 def test_conditions_on_estimates_skip_what_is_not_known():

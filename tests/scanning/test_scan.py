@@ -240,7 +240,7 @@ def test_frame_and_summary(llama):
     found = scan(folder)
     frame = found.to_frame()
     assert list(frame["head"]) == [0, 1, 2, 3] * 2
-    assert "llama, 8 heads, COMPLETE" in found.summary() and "in the paper's theory" in found.summary()
+    assert "llama, 8 heads, COMPLETE" in found.summary() and "In the paper's theory" in found.summary()
 
 
 def test_only_what_is_needed_is_transferred(server):  # noqa: F811

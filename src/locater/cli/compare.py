@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from ..behaviour import head_name
 from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
@@ -70,15 +71,13 @@ def _heading(found: "Comparison") -> str:
 
 
 def _table(found: "Comparison", most: int) -> FittedTable:
-    from ..scanning.findings import name
-
     body = []
     for movement in found.most_moved(most):
         first, last = movement.rows[0], movement.rows[-1]
         regime = first.regime if first.regime == last.regime else f"{first.regime} → {last.regime}"
         body.append(
             [
-                name(first),
+                head_name(*first.place),
                 f"{movement.moved:.3g}",
                 f"{first.xi:.2f} → {last.xi:.2f}",
                 f"{first.eta / first.temperature:.2g} → {last.eta / last.temperature:.2g}",

@@ -9,7 +9,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..behaviour import head_name
 from ..errors import BadArguments, counted, shown
+from ..quantities import quantity
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, parse_spans, table
 from .pages import save_html
@@ -17,21 +19,9 @@ from .progress import progress
 
 if TYPE_CHECKING:
     from ..models.sources import Stored
-    from ..prediction.numbers import Numbers
     from ..prediction.predict import HeadPrediction, Prediction
 
-COLUMNS = {
-    "near_mass_beyond_first": "near",
-    "normalised_entropy": "entropy",
-    "sink_mass": "sink",
-    "mean_distance": "distance",
-}
-MEANINGS = {
-    "near_mass_beyond_first": "share of the near keys in the mass beyond the first token",
-    "normalised_entropy": "entropy over log n, all keys",
-    "sink_mass": "mass on the first token",
-    "mean_distance": "mean distance in tokens, all keys",
-}
+MEANS = "means of each layer's heads, predicted → measured"
 
 
 def predict(
@@ -94,7 +84,8 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
         console.print(f"loss on the measured windows: {found.loss:.2f} nats per token")
     console.print()
     console.print(_head_table(found) if heads else _layer_table(found))
-    console.print("[dim]each column: predicted → measured[/dim]")
+    if heads:
+        console.print("[dim]each column: predicted → measured[/dim]")
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
@@ -112,34 +103,31 @@ def _layer_table(found: "Prediction") -> FittedTable:
     body = []
     for (block, layer), group in groupby(found.heads, key=lambda head: (head.block, head.layer)):
         of_layer = list(group)
-        body.append([f"{block} {layer}", *(_pair(of_layer, name) for name in COLUMNS)])
-    return table(["layer", *COLUMNS.values()], body, words=["layer"])
+        body.append([f"{block} {layer}", *(_pair(of_layer, name) for name in found.spearman)])
+    return table(["layer", *_headings(found)], body, words=["layer"], title=MEANS)
 
 
 def _head_table(found: "Prediction") -> FittedTable:
-    body = [
-        [f"{head.block} {head.layer}.{head.head}", *(_pair([head], name) for name in COLUMNS)] for head in found.heads
-    ]
-    return table(["head", *COLUMNS.values()], body, words=["head"])
+    body = [[head_name(*head.place), *(_pair([head], name) for name in found.spearman)] for head in found.heads]
+    return table(["head", *_headings(found)], body, words=["head"])
+
+
+def _headings(found: "Prediction") -> list[str]:
+    return [quantity(name).heading for name in found.spearman]
 
 
 def _pair(heads: "list[HeadPrediction]", name: str) -> str:
     """The means of some heads, predicted and measured."""
-    places = 1 if name == "mean_distance" else 3
-    values = (mean(getattr(side, name) for side in sides) for sides in _sides(heads))
-    return " → ".join(f"{value:.{places}f}" for value in values)
-
-
-def _sides(heads: "list[HeadPrediction]") -> "tuple[list[Numbers], list[Numbers]]":
-    return [head.predicted for head in heads], [head.measured for head in heads]
+    sides = [head.predicted for head in heads], [head.measured for head in heads]
+    return " → ".join(quantity(name).text(mean(getattr(one, name) for one in side)) for side in sides)
 
 
 def _agreement(found: "Prediction") -> FittedTable:
     ranked, most, errors = found.spearman, found.ceiling, found.calibration_error
     body = []
-    for name, meaning in MEANINGS.items():
+    for name in ranked:
         ranks = ("–" if rho is None else f"{rho:.3f}" for rho in (ranked[name], most[name]))
-        body.append([COLUMNS[name], *ranks, f"{errors[name]:.3g}", meaning])
+        body.append([quantity(name).heading, *ranks, f"{errors[name]:.3g}", quantity(name).words])
     return table(["number", "Spearman", "at most", "error", "meaning"], body, words=["number", "meaning"])
 
 

@@ -1,5 +1,6 @@
 """`locater scan`: every head's query-key spectrum, straight from the files."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
@@ -9,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..behaviour import RANDOM_WEIGHTS, describe_theory, head_name
 from ..errors import BadArguments, counted, shown
+from ..quantities import quantity
 from ..scanning import DEFAULT_LENGTH
 from ..theory.words import WORDS
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
+COLUMNS = ("estimated_near_mass", "trace_over_temperature", "eta_over_temperature", "xi", "localisation")
 RANGE = "ξ range"
 MEDIANS = "medians of each layer's heads, and how many heads have each regime"
 
@@ -94,23 +98,20 @@ def _conditions(fail_on: str | None) -> "Sequence[Condition]":
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     from ..report.terminal import HeatMap
-    from ..scanning.findings import NORMALISED, RANDOM, THEORY, behaviour, is_random, name, outstanding, regimes
+    from ..scanning.scan import NORMALISED
 
     family, coverage = escape(shown(found.family)), escape(shown(found.coverage))
     console.print(f"[bold]{family}[/bold], {found.format}, {counted(len(found.heads), 'head')}, {coverage}")
     console.print()
-    if is_random(found.heads):
-        console.print(f"[red]![/red] {RANDOM}")
-    for sentence in behaviour(found.heads):
-        console.print(sentence, highlight=False)
-    for finding in outstanding(found.heads):
-        print_bullet(console, "[green]·[/green]", f"[bold]{name(finding.row)}[/bold] {finding.sentence}")
+    for told in found.behaviour():
+        print_bullet(console, "[red]![/red]" if told.sentence == RANDOM_WEIGHTS else "[green]·[/green]", told.sentence)
     console.print()
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
     known = any(row.estimated_near_mass is not None for row in found.heads)
     console.print(HeatMap.of(found.to_json(), "estimated_near_mass" if known else "xi"))
-    console.print(f"{THEORY}: {regimes(found.heads)}")
+    for sentence in describe_theory(row.regime for row in found.heads):
+        console.print(sentence, highlight=False)
     if found.normalised:
         console.print(NORMALISED)
     for sentence in found.refused:
@@ -119,71 +120,59 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
 
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     """Medians of each layer, and how many of its heads have each regime that occurs in the model."""
-    present = [regime for regime in WORDS if any(row.regime == regime for row in rows)]
+    counts = Counter(row.regime for row in rows)
+    present = [regime for regime in WORDS if regime in counts]
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
         of_layer = list(group)
         ratios = [row.xi for row in of_layer]
-        counts = [sum(row.regime == regime for row in of_layer) for regime in present]
         body.append(
             [
                 f"{block} {layer}",
-                _near(of_layer),
-                f"{median(row.trace / row.temperature for row in of_layer):.2g}",
-                f"{median(row.eta / row.temperature for row in of_layer):.2g}",
-                f"{median(ratios):.2f}",
+                *(_median(name, of_layer) for name in COLUMNS[:4]),
                 f"{min(ratios):.1f} … {max(ratios):.1f}",
-                f"{median(row.localisation for row in of_layer):.2f}",
-                *(str(count or "") for count in counts),
+                _median("localisation", of_layer),
+                *(str(sum(row.regime == regime for row in of_layer) or "") for regime in present),
             ]
         )
-    headings = [
-        "layer",
-        "near?",
-        "tr W/λ",
-        "η/λ",
-        "ξ",
-        RANGE,
-        "local",
-        *(WORDS[regime].short for regime in present),
-    ]
-    return fitted(headings, body, words=["layer"], spare=[RANGE, "tr W/λ"], title=MEDIANS)
+    near, trace, eta, xi, local = (quantity(name).heading for name in COLUMNS)
+    headings = ["layer", near, trace, eta, xi, RANGE, local, *(WORDS[regime].short for regime in present)]
+    rarest = [WORDS[regime].short for regime, _ in reversed(counts.most_common())]
+    return fitted(headings, body, words=["layer"], spare=[RANGE, trace, local, *rarest], title=MEDIANS)
 
 
 def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
-    from ..scanning.findings import name
-
+    raw = {"tr W²": "trace_of_square", "‖W‖²": "frobenius_squared"}
     body = [
         [
-            name(row),
-            _near([row]),
-            f"{row.trace / row.temperature:.3g}",
-            f"{row.trace_of_square:.3g}",
-            f"{row.frobenius_squared:.3g}",
-            f"{row.eta / row.temperature:.3g}",
-            f"{row.xi:.2f}",
-            f"{row.localisation:.2f}",
+            head_name(*row.place),
+            *(_median(name, [row]) for name in COLUMNS),
+            *(f"{getattr(row, name):.3g}" for name in raw.values()),
             row.regime,
         ]
         for row in rows
     ]
-    headings = ["head", "near?", "tr W/λ", "tr W²", "‖W‖²", "η/λ", "ξ", "local", "regime"]
-    return fitted(headings, body, words=["head", "regime"], spare=["tr W²", "‖W‖²"])
+    headings = ["head", *(quantity(name).heading for name in COLUMNS), *raw, "regime"]
+    return fitted(headings, body, words=["head", "regime"], spare=[*raw])
 
 
-def _near(rows: "list[HeadRow]") -> str:
-    """The median of the estimated near mass, nothing where there is none."""
-    known = [row.estimated_near_mass for row in rows if row.estimated_near_mass is not None]
-    return f"{median(known):.2f}" if known else "–"
+def _median(name: str, rows: "list[HeadRow]") -> str:
+    """The median of a column over some heads, in its own digits; a dash where it is not known."""
+    column, _, unit = name.partition("_over_")
+    known = [
+        getattr(row, column) / (row.temperature if unit else 1) for row in rows if getattr(row, column) is not None
+    ]
+    return quantity(name).text(median(known)) if known else "–"
 
 
 def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
     from ..scanning.conditions import failures
-    from ..scanning.findings import name
 
     met = failures(conditions, found.heads)
     for condition, rows in met.items():
-        names = ", ".join(name(row) for row in rows[:MOST_FAILURES]) + (" …" if len(rows) > MOST_FAILURES else "")
+        names = ", ".join(head_name(*row.place) for row in rows[:MOST_FAILURES]) + (
+            " …" if len(rows) > MOST_FAILURES else ""
+        )
         console.print(f"[red]--fail-on {condition.text}[/red] is met by {counted(len(rows), 'head')}: {names}")
     if met:
         raise typer.Exit(FAIL_ON_MET)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
-from ..behaviour import Told, describe, numbers_of, words_of
+from ..behaviour import Place, Told, describe, head_name, numbers_of, words_of
 from ..errors import counted, missing
+from ..quantities import quantity
 from ..records import Json
 from ..report.shown import Shown
 from .numbers import NAMES, Numbers, distance_bins, first_query
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 
 
 TRUSTED = 0.9  # rank correlations below it are warned of
-WORDS = {
-    "near_mass_beyond_first": f"share of the keys nearer than {NEAR} in the mass beyond the first token",
-    "normalised_entropy": "entropy",
-    "sink_mass": "mass on the first token",
-    "mean_distance": "mean distance",
-}
 
 
 @dataclass(frozen=True)
@@ -37,6 +32,10 @@ class HeadPrediction:
     predicted: Numbers
     measured: Numbers
     halves: tuple[Numbers, Numbers] | None = None  # measured on two halves of the windows
+
+    @property
+    def place(self) -> Place:
+        return self.block, self.layer, self.head
 
     def to_json(self, text: str = "") -> Json:
         """The head's part of a document; `text` decides which words may be said of it."""
@@ -92,9 +91,8 @@ class Prediction(Shown):
 
     def behaviour(self) -> list[Told]:
         """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""
-        places = [(head.block, head.layer, head.head) for head in self.heads]
         attentions = [numbers_of(head.measured.to_json(), head.measured.profile) for head in self.heads]
-        return describe(places, attentions, text=self.text)
+        return describe([head.place for head in self.heads], attentions, text=self.text)
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -104,7 +102,8 @@ class Prediction(Shown):
     def warnings(self) -> list[str]:
         """List what does not hold of this model: badly predicted ranks, and a loss of a wrong set-up."""
         return [
-            f"{WORDS[name]} is not predicted well here (Spearman {rho:.2f}, below {TRUSTED}): do not rank heads by it"
+            f"{quantity(name).words} is not predicted well here (Spearman {rho:.2f}, below {TRUSTED}): "
+            "do not rank heads by it"
             for name, rho in self.spearman.items()
             if rho is not None and rho < TRUSTED
         ]
@@ -158,10 +157,10 @@ class Prediction(Shown):
         for name, error in self.calibration_error.items():
             rho = self.spearman[name]
             ranked = "does not vary" if rho is None else f"Spearman {rho:.2f}"
-            lines.append(f"{WORDS[name]}: {ranked}, off by {error:.3g} on average")
+            lines.append(f"{quantity(name).words}: {ranked}, off by {error:.3g} on average")
         for head in self.worst(3):
             lines.append(
-                f"{head.block} {head.layer}.{head.head}: near mass beyond the first token predicted "
+                f"{head_name(*head.place)}: near mass beyond the first token predicted "
                 f"{head.predicted.near_mass_beyond_first:.2f}, measured {head.measured.near_mass_beyond_first:.2f}"
             )
         lines += self.warnings

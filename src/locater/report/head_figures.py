@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
+from ..quantities import QUANTITIES, Quantity, is_shown, quantity
 from ..theory.words import REGIMES, WORDS
 from .curves import curves
 from .figures import canvas, colormaps, save
 from .head_panels import PANELS, head_figure
 from .headline import headline
-from .quantities import QUANTITIES, Quantity, is_shown, quantity
 from .studies import study_figure
 from .text import all_shown
 from .views import Document, View, views_of

@@ -3,29 +3,33 @@
 Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from ..behaviour import Told, describe, in_layers, look_random, numbers_of
+from ..behaviour import (
+    RANDOM_WEIGHTS,
+    Attention,
+    Told,
+    describe,
+    describe_estimates,
+    describe_theory,
+    head_name,
+    look_random,
+    numbers_of,
+)
 from ..errors import counted
+from ..quantities import quantity
 from ..records import Json
-from ..theory.words import MOSTLY_FAR, MOSTLY_NEAR
-from .quantities import quantity
-from .views import Key, View
+from .views import View
 
 MOST_NAMED = 3
 MASS = "near_mass"
-SIDES = ("measured_", "", "predicted_", "estimated_")  # of a column's name, the best evidence first
-MOSTLY = 0.5  # of the attention: more is "mostly"
+MEASURED_SIDES = ("measured_", "")  # of a column's name, the best evidence first
 MOVED = 0.5  # of a head's own scale: a head that moved further is another one
-MEASURED = {
-    "near_mass_beyond_first": "near mass",
-    "normalised_entropy": "entropy",
-    "sink_mass": "mass on the first token",
-}
-SOURCES = {"measured": "on the text measured", "predicted": "predicted for the text", "estimated": "by estimate"}
+MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,11 @@ def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     compared = any(view.is_pair for view in views)
     # A page that has measured attention beside an estimate of it speaks of what was measured.
     columns = [column for view in views for column in view.columns]
-    is_measured = any(column.startswith(tuple(f"{side}{MASS}" for side in SIDES[:2])) for column in columns)
-    sides = SIDES[:-1] if is_measured else SIDES
+    is_measured = any(column.startswith(tuple(f"{side}{MASS}" for side in MEASURED_SIDES)) for column in columns)
     found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view)]
     for number, view in enumerate(views):
         if not view.is_pair:
-            found += _of_view(number, view, briefly=compared, sides=sides)
+            found += _of_view(number, view, briefly=compared, may_estimate=not is_measured)
     for document in others:
         found += _of_study(document) if document["schema"] == "locater.study/1" else _of_runs(document)
     return found
@@ -80,84 +83,80 @@ def _of_pair(number: int, view: View) -> Iterable[Sentence]:
     most = sorted(range(len(change)), key=lambda n: -change[n])[:MOST_NAMED]
     if not any(change):
         return
-    named = ", ".join(f"{name(view.heads[n])} ({before[n] or 0:.3g} → {after[n] or 0:.3g})" for n in most)
+    named = ", ".join(f"{head_name(*view.heads[n])} ({before[n] or 0:.3g} → {after[n] or 0:.3g})" for n in most)
     yield Sentence(f"{quantity(name_of).symbol} differs most in {named}.", number, tuple(most))
     yield from _movement(number, view)
 
 
-def _of_view(number: int, view: View, *, briefly: bool = False, sides: tuple[str, ...] = SIDES) -> list[Sentence]:
+def _of_view(number: int, view: View, *, briefly: bool = False, may_estimate: bool = True) -> list[Sentence]:
     layers = len({key[:2] for key in view.heads})
     family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
     opening = f"{view.name}: {family}{counted(len(view.heads), 'attention head')} in {counted(layers, 'layer')}"
     opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
     found = [Sentence(opening, number)]
     # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
-    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view, sides)]
+    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view, may_estimate)]
     if not briefly:
-        found += [*_theory(number, view), *_next(number, view)]
+        found += [*(Sentence(text, number) for text in describe_theory(view.regimes[-1])), *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
 
-def _behaviour(number: int, view: View, sides: tuple[str, ...]) -> Iterable[Sentence]:
-    """Describe behaviour from the best evidence available."""
-    if told := _words(view):
-        yield from (Sentence(one.sentence, number, one.heads) for one in told)
-        yield from _accuracy(number, view)
+def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence]:
+    """Describe behaviour from the best evidence available: measured with profiles, measured without, estimated."""
+    measured = _with_profiles(view) or _without_profiles(view)
+    if measured:
+        known = [n for n, one in enumerate(measured) if one is not None]
+        attentions = [one for one in measured if one is not None]
+        told = describe([view.heads[n] for n in known], attentions, text=view.facts.get("text", ""))
+        told = [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
+    elif may_estimate and "estimated_near_mass" in view.columns:
+        intervals = [record.get("estimated_near_mass_interval") for record in view.records]
+        told = describe_estimates(view.heads, view.columns["estimated_near_mass"][-1], intervals)
+    else:
         return
-    for side in sides:
-        near = view.columns.get(f"{side}{MASS}_beyond_first") or view.columns.get(f"{side}{MASS}")
-        if near is None or side == "estimated_" and not _judged(view):
-            continue
-        source = SOURCES[side.rstrip("_") or "measured"]
-        probably, least = ("probably ", MOSTLY_NEAR) if side == "estimated_" else ("", MOSTLY)
-        close = _where(near[-1], lambda mass, least=least: mass >= least)
-        share = _share(len(close), len(view.heads), probably)
-        where = in_layers(view.heads, close) if close else ""
-        yield Sentence(f"{share} mostly at the 16 nearest tokens{where} ({source}).", number, close)
-        distant = _where(near[-1], lambda mass: mass <= MOSTLY_FAR)
-        if side == "estimated_" and distant:
-            share, where = _share(len(distant), len(view.heads), probably), in_layers(view.heads, distant)
-            yield Sentence(f"{share} mostly beyond the 16 nearest tokens{where} ({source}).", number, distant)
-        sinks = _where(view.columns.get(f"{side}sink_mass", [[]])[-1], lambda mass: mass > MOSTLY)
-        if sinks:
-            yield Sentence(f"{counted(len(sinks), 'head')} rest mostly on the first token ({source}).", number, sinks)
-        return
+    yield from (Sentence(one.sentence, number, one.heads) for one in told)
+    yield from _accuracy(number, view)
 
 
-def _words(view: View) -> list[Told]:
-    """Describe heads that were measured on text; empty where a view has no profiles, or not all numbers."""
-    profiles = [record.get("attention_profile", {}).get("measured") for record in view.records]
-    known = [n for n, profile in enumerate(profiles) if profile and len(profile) > 1]
-    known = [n for n in known if all(f"measured_{name}" in view.records[n] for name in MEASURED)]
-    if not known or len(view.frames) > 1:
+def _with_profiles(view: View) -> list[Attention | None]:
+    """Attention of heads that were measured on text; empty where a view has no profiles, or not all numbers."""
+    found: list[Attention | None] = []
+    for record in view.records:
+        profile = record.get("attention_profile", {}).get("measured")
+        is_known = profile and len(profile) > 1 and all(f"measured_{name}" in record for name in MEASURED)
+        found.append(numbers_of({n: record[f"measured_{n}"] for n in MEASURED}, profile) if is_known else None)
+    return found if len(view.frames) == 1 and any(found) else []
+
+
+def _without_profiles(view: View) -> list[Attention | None]:
+    """The same from columns alone, as of a monitor: what is not known meets no rule."""
+
+    def column(name: str) -> list[float]:
+        of_side = next((view.columns[side + name] for side in MEASURED_SIDES if side + name in view.columns), None)
+        return (
+            [math.nan if value is None else value for value in of_side[-1]] if of_side else [math.nan] * len(view.heads)
+        )
+
+    near, entropy, first = (column(name) for name in MEASURED)
+    # With the first token in it a small near mass tells nothing: a sink is not far.
+    near = [
+        own if own == own else mass if mass > 0.5 else math.nan for own, mass in zip(near, column(MASS), strict=True)
+    ]
+    if not any(one == one for one in near):
         return []
-    numbers = [{name: view.records[n][f"measured_{name}"] for name in MEASURED} for n in known]
-    attentions = [numbers_of(one, profiles[n] or ()) for n, one in zip(known, numbers, strict=True)]
-    told = describe([view.heads[n] for n in known], attentions, text=view.facts.get("text", ""))
-    return [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
+    return [Attention(*three, math.nan, math.nan) for three in zip(near, entropy, first, strict=True)]
 
 
 def _accuracy(number: int, view: View) -> Iterable[Sentence]:
     """State how well the prediction ranks the heads, next to what it says."""
     ranks = [
-        f"{word} {view.accuracy[name]:.2f}" for name, word in MEASURED.items() if view.accuracy.get(name) is not None
+        f"{quantity(name).heading} {view.accuracy[name]:.2f}"
+        for name in MEASURED
+        if view.accuracy.get(name) is not None
     ]
     if ranks:
         yield Sentence(f"Rank correlation (Spearman) of prediction and measurement: {', '.join(ranks)}.", number)
-
-
-def _judged(view: View) -> bool:
-    """Tell whether the estimates have intervals: where none was measured, no words are made of them."""
-    return any(record.get("estimated_near_mass_interval") for record in view.records)
-
-
-def _theory(number: int, view: View) -> Iterable[Sentence]:
-    counts = Counter(regime for regime in view.regimes[-1] if regime)
-    if not counts:
-        return
-    named = ", ".join(f"{count:,} {regime}" for regime, count in counts.most_common(MOST_NAMED))
-    yield Sentence(f"In the paper's theory: {named}. These words describe a random walk, not what heads do.", number)
 
 
 def _next(number: int, view: View) -> Iterable[Sentence]:
@@ -176,7 +175,7 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
         most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
         yield Sentence(
             f"{counted(len(far), 'head') if far else 'No head'} moved by more than half of its scale; "
-            f"most of all {name(view.heads[most])}.",
+            f"most of all {head_name(*view.heads[most])}.",
             number, far or (most,),
         )  # fmt: skip
     if not any(view.regimes[-1]):
@@ -194,9 +193,7 @@ def _health(number: int, view: View) -> Iterable[Sentence]:
     names = ("trace", "frobenius_squared", "d_model")
     heads = [tuple(record[name] for name in names) for record in view.records if all(n in record for n in names)]
     if look_random(heads):
-        yield Sentence(
-            "The weights look random, not trained: no trace is larger than chance makes it.", number, tone="warning"
-        )
+        yield Sentence(RANDOM_WEIGHTS, number, tone="warning")
 
 
 def _alarms(number: int, view: View) -> Iterable[Sentence]:
@@ -254,13 +251,8 @@ def _against(document: Json, score: str) -> Iterable[Sentence]:
         yield Sentence(f"{single} with a single seed: no interval, so nothing is claimed of them.")
 
 
-def name(key: Key) -> str:
-    """Name of a head in sentences and tables."""
-    return f"{key[0]} {key[1]}.{key[2]}"
-
-
 def _names(view: View, heads: tuple[int, ...]) -> str:
-    first = ", ".join(name(view.heads[n]) for n in heads[:MOST_NAMED])
+    first = ", ".join(head_name(*view.heads[n]) for n in heads[:MOST_NAMED])
     return first + (f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else "")
 
 
@@ -275,10 +267,3 @@ def _plain(value: float) -> str:
     ('32,368', '0.1235')
     """
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def _share(number: int, total: int, probably: str) -> str:
-    """Count the heads that look there, as a sentence's first words; a single head has a verb of its own."""
-    if total == 1:
-        return f"The head {probably}{'looks' if number else 'does not look'}"
-    return f"{f'{number:,} of {total:,}' if number else f'None of the {total:,}'} heads {probably}look"

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy
 
+from ..quantities import GLOSSARY, QUANTITIES, is_shown, quantity
 from ..records import write
 from ..theory.words import REGIMES, WORDS
 from .headline import Sentence, headline
 from .packing import Pack
-from .quantities import GLOSSARY, QUANTITIES, is_shown, quantity
 from .text import all_shown, shown
 from .views import Document, View, last_part, views_of
 

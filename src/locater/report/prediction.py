@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ..errors import counted
+from ..quantities import quantity
 from ..records import Json
 from .figures import canvas
 
@@ -11,25 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.collections import PathCollection
     from matplotlib.figure import Figure
 
-TITLES = {
-    "near_mass_beyond_first": "Near keys in the mass beyond the first token",
-    "normalised_entropy": "Normalised entropy",
-    "sink_mass": "Mass on the first token",
-    "mean_distance": "Mean distance",
-}
-
 
 def prediction(document: Json) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
     figure, axes = canvas(4, size=(9.6, 8.4))
     figure.set_layout_engine("constrained")
     points = None
-    for panel, (name, title) in zip(axes, TITLES.items(), strict=True):
+    for panel, (name, rho) in zip(axes, document["spearman"].items(), strict=True):
         points = _panel(panel, document, name)
-        rho = document["spearman"][name]
         words = "" if rho is None else f", Spearman {rho:.2f}"
-        panel.set_title(f"{title}{words}", loc="left", fontsize=10)
-    assert points is not None, "there are titles, so there is a panel"
+        panel.set_title(f"{quantity(name).words.capitalize()}{words}", loc="left", fontsize=10)
+    assert points is not None, "there are numbers, so there is a panel"
     figure.colorbar(points, ax=axes, label="layer", fraction=0.03)
     tokens = document["tokens"]
     figure.suptitle(

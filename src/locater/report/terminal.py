@@ -7,8 +7,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
+from ..quantities import quantity
 from ..records import JsonMapping
-from .quantities import quantity
 from .text import all_shown
 from .views import views_of
 

@@ -10,6 +10,7 @@ from os import fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..behaviour import Place, head_name
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
 from ..errors import counted, missing, net, refusal
@@ -23,7 +24,6 @@ from .scan import Scan, scan
 if TYPE_CHECKING:
     import pandas
 
-Key = tuple[str, int, int]
 MOST_TOLD = 3  # heads in a summary
 Scanner = Callable[[Stored], Scan]
 Run = Callable[[Scanner, Sequence[Stored]], list[Scan]]
@@ -96,7 +96,7 @@ class Comparison(Shown):
     def summary(self) -> str:
         """Count the heads that were followed, and name those that went furthest."""
         furthest = ", ".join(
-            f"{one.block} {one.layer}.{one.head} ({one.moved:.2f})" for one in self.most_moved(MOST_TOLD) if one.moved
+            f"{head_name(*one.rows[0].place)} ({one.moved:.2f})" for one in self.most_moved(MOST_TOLD) if one.moved
         )
         told = f"{' → '.join(self.names)}: {counted(len(self.heads), 'head')}, furthest moved: {furthest or 'none'}"
         return "\n".join([told, *(f"not read: {sentence}" for sentence in self.refused)])
@@ -144,7 +144,7 @@ def compare(
 
 def follow(scans: Sequence[Scan]) -> Comparison:
     """Match the heads of all scans by block, layer and number; refuses models of different shape."""
-    tables: list[dict[Key, HeadRow]] = [{(row.block, row.layer, row.head): row for row in one.heads} for one in scans]
+    tables: list[dict[Place, HeadRow]] = [{row.place: row for row in one.heads} for one in scans]
     common = [key for key in tables[0] if all(key in table for table in tables)]
     shapes = {(row.d_model, row.d_head) for table in tables for row in table.values()}
     if not common or len({frozenset((r.d_model, r.d_head) for r in table.values()) for table in tables}) > 1:

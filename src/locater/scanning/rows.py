@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from ..behaviour import Place
 from ..records import Json
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class HeadRow:
     estimated_near_mass_interval: tuple[float, float] | None = None
     eigenvalues: tuple[tuple[float, float], ...] | None = None
     curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def place(self) -> Place:
+        return self.block, self.layer, self.head
 
     def to_record(self) -> Json:
         """All columns, for tables; those on request only where they were asked for."""

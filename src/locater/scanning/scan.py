@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ..errors import Refusal, net, refusal
+from ..behaviour import RANDOM_WEIGHTS, Told, describe_estimates, describe_theory, look_random
+from ..errors import Refusal, counted, net, refusal
 from ..models import Layer
 from ..models.module import AttentionModule
 from ..models.sources import Source, as_source
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     import pandas
 
 Progress = Callable[[int, int], None]  # attention modules done, and in all
+NORMALISED = (
+    "queries or keys are normalised: tr W, η, ξ describe W after that norm, so the scale of the weights cancels "
+    "(--spectrum raw: as stored)"
+)
 Detail = Literal["eigenvalues", "curves", "exact"]
 
 
@@ -58,10 +63,25 @@ class Scan(Shown):
         return data_frame([row.to_record() for row in self.heads])
 
     def summary(self) -> str:
-        """The findings in plain words."""
-        from .findings import summarise
+        """The findings in plain words: behaviour first, the theory last."""
+        lines = [
+            f"{self.source}: {self.family}, {counted(len(self.heads), 'head')}, {self.coverage}",
+            *(told.sentence for told in self.behaviour()),
+            *describe_theory(row.regime for row in self.heads),
+            *([NORMALISED] if self.normalised else []),
+            *(f"not read: {sentence}" for sentence in self.refused),
+        ]
+        return "\n".join(lines)
 
-        return summarise(self)
+    def behaviour(self) -> list[Told]:
+        """Describe what the heads probably do, by the estimate, and whom to look at first; or that W looks random."""
+        rows = self.heads
+        is_random = look_random([(row.trace, row.frobenius_squared, row.d_model) for row in rows])
+        masses, intervals = (
+            [getattr(row, name) for row in rows] for name in ("estimated_near_mass", "estimated_near_mass_interval")
+        )
+        told = describe_estimates([row.place for row in rows], masses, intervals)
+        return [*([Told(RANDOM_WEIGHTS, ())] if is_random else []), *told]
 
 
 def scan(

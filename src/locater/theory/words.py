@@ -32,7 +32,3 @@ WORDS: dict[str, Word] = {
 }
 REGIMES = tuple(WORDS)
 LOCALIZED = ("early", "middle", "late")
-
-# Of an estimated near mass: half of the mass, and a fifth to be sure. Beyond these a word about what a head does was
-# right of more than four heads in five of all models together, if not of each (docs/evidence.md).
-MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy
 
+from locater.quantities import GLOSSARY
 from locater.records import Json, write
 from locater.report.packing import Pack
 from locater.report.page import PAPER, assemble, asset, definitions
-from locater.report.quantities import GLOSSARY
 from locater.report.text import all_shown
 from locater.report.views import Document, View, views_of
 from locater.theory.words import WORDS

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from locater.behaviour import looks
 from locater.documents import as_written, read_json
 from locater.head import Head
 from locater.prediction.predict import RANDOM, Text, predict
@@ -14,7 +15,6 @@ from locater.prediction.result import mean_absolute_error, spearman
 from locater.prediction.settings import Effort
 from locater.records import Json, write_json
 from locater.scanning.estimate import LENGTH, in_texts_of
-from locater.scanning.findings import looks
 from locater.scanning.rows import HeadRow
 from locater.scanning.scan import scan
 from locater.scanning.source import heads

@@ -43,8 +43,9 @@ def _methods() -> str:
     lines = ["# Stabilisers, and their stabiliser_options (a=1,b=2):\n"]
     for name, method in METHODS.items():
         lines.append(f"#   {name}: {method.help}\n")
+        defaults = method.defaults()
         for option, setting in method.settings.items():
-            default = "must be given" if setting.default is None else setting.default
+            default = "must be given" if defaults[option] is None else defaults[option]
             lines.append(f"#     {option}: {setting.help} [{default}]\n")
     return "".join(lines)
 

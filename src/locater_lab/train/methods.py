@@ -1,5 +1,6 @@
-"""Values of the option `stabiliser` of `locater train`, one row each; knows no torch, so that help is quick."""
+"""Values of the option `stabiliser` of `locater train`, a row each; needs torch for defaults only."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,10 +39,9 @@ WORDS = {"yes": True, "true": True, "on": True, "no": False, "false": False, "of
 
 @dataclass(frozen=True)
 class Setting:
-    """One option of a stabiliser; without a default it must be given."""
+    """One option of a stabiliser; its default is that of the class."""
 
     kind: type
-    default: Value | None
     help: str
 
     def read(self, text: str) -> Value:
@@ -74,9 +74,26 @@ class Method:
     stays: bool = False
     kind: str = ""
 
+    def defaults(self) -> dict[str, Value | None]:
+        """The default of every option, as the class has it; None where it must be given."""
+        if not self.settings:
+            return {}
+        known = inspect.signature(class_of(self.kind or self.class_name).__init__).parameters
+        found = {one: known[one].default for one in self.settings}
+        return {one: None if value is inspect.Parameter.empty else value for one, value in found.items()}
+
+
+def class_of(name: str) -> Any:
+    """The class of a stabiliser: of the laboratory's arms where it is one, else of the library."""
+    from locater import stabilisers
+
+    from .. import rivals
+
+    return getattr(rivals if name in rivals.__all__ else stabilisers, name)
+
 
 def _weight(of: str) -> dict[str, Setting]:
-    return {"weight": Setting(float, None, f"Weight of {of} in the loss.")}
+    return {"weight": Setting(float, f"Weight of {of} in the loss.")}
 
 
 LOCATER, QK_DECAY, NONE = "locater", "qk-decay", "none"
@@ -87,8 +104,8 @@ METHODS: dict[str, Method] = {
         "QKClip",
         "Rescale heads whose largest logit exceeded a threshold in a step.",
         {
-            "threshold": Setting(float, 100.0, "The largest logit allowed."),
-            "log_only": Setting(bool, False, "Measure, change nothing."),
+            "threshold": Setting(float, "The largest logit allowed."),
+            "log_only": Setting(bool, "Measure, change nothing."),
         },
         in_forward=True,
     ),
@@ -96,7 +113,7 @@ METHODS: dict[str, Method] = {
     "qk-norm-l2": Method(
         "QKNorm",
         "Cosine of query and key, times a learned temperature for each head.",
-        {"length": Setting(int, 512, "L of the temperature's start, log₂(L² − L).")},
+        {"length": Setting(int, "L of the temperature's start, log₂(L² − L).")},
         in_forward=True,
         stays=True,
         kind="L2",
@@ -104,14 +121,14 @@ METHODS: dict[str, Method] = {
     "soft-cap": Method(
         "SoftCap",
         "Logits through c·tanh(ω/c).",
-        {"cap": Setting(float, 50.0, "c, which no logit exceeds.")},
+        {"cap": Setting(float, "c, which no logit exceeds.")},
         in_forward=True,
         stays=True,
     ),
     "sigma-reparam": Method(
         "SigmaReparam",
         "Every linear weight as γ W/σ(W).",
-        {"gain": Setting(float, 1.0, "γ at the start; it is learned.")},
+        {"gain": Setting(float, "γ at the start; it is learned.")},
     ),
     "spectral-norm": Method("SpectralNorm", "Queries and keys with spectral norm one."),
     "z-loss": Method(
@@ -123,17 +140,17 @@ METHODS: dict[str, Method] = {
     QK_DECAY: Method(
         "QKDecay",
         "Decoupled weight decay of queries and keys alone.",
-        {"decay": Setting(float, None, "Share of a weight taken off, times the learning rate.")},
+        {"decay": Setting(float, "Share of a weight taken off, times the learning rate.")},
         takes_optimizer=True,
     ),
     "alpha-decay": Method(
         "AlphaDecay",
         "Weight decay of linear layers by the tail of their spectrum; give weight_decay=0.",
         {
-            "decay": Setting(float, 0.1, "Share of a weight taken off, times the learning rate."),
-            "lowest": Setting(float, 2 / 3, "What multiplies it for the heaviest tail."),
-            "highest": Setting(float, 5.0, "What multiplies it for the lightest tail."),
-            "every": Setting(int, 500, "Steps between two looks at the spectra."),
+            "decay": Setting(float, "Share of a weight taken off, times the learning rate."),
+            "lowest": Setting(float, "What multiplies it for the heaviest tail."),
+            "highest": Setting(float, "What multiplies it for the lightest tail."),
+            "every": Setting(int, "Steps between two looks at the spectra."),
         },
         takes_optimizer=True,
     ),
@@ -141,14 +158,14 @@ METHODS: dict[str, Method] = {
         "MimeticInitialisation",
         "Start from W ≈ noise·Z + identity·I.",
         {
-            "identity": Setting(float, 0.7, "Share of the identity."),
-            "noise": Setting(float, 0.7, "Share of the noise Z, of variance 1/d."),
+            "identity": Setting(float, "Share of the identity."),
+            "noise": Setting(float, "Share of the noise Z, of variance 1/d."),
         },
     ),
     "spectral-initialisation": Method(
         "SpectralInitialisation",
         "Start every head from a chosen ξ and η.",
-        {"xi": Setting(float, None, "tr W / η."), "eta": Setting(float, None, "η in units of λ.")},
+        {"xi": Setting(float, "tr W / η."), "eta": Setting(float, "η in units of λ.")},
     ),
 }
 
@@ -166,7 +183,7 @@ def read_settings(name: str, text: str) -> dict[str, Any]:
     {'threshold': 50.0, 'log_only': False}
     """
     settings = method_of(name).settings
-    found: dict[str, Any] = {one: setting.default for one, setting in settings.items()}
+    found: dict[str, Any] = dict(method_of(name).defaults())
     for part in text.replace(",", " ").split():
         key, separator, value = part.partition("=")
         key = key.replace("-", "_")

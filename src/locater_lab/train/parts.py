@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Muon, Optimizer
 
-from locater import stabilisers
 from locater.errors import refusal
 from locater.records import State
 from locater.stabilisers import Constant, Free, Initial, LocAteR, Penalised, Projected, Stabiliser, Until, WarmUp
 
-from .. import rivals
 from ..data.sources import Data
 from .config import Config, OptimiserOptions, StabiliserOptions
-from .methods import LOCATER, NONE
+from .methods import LOCATER, NONE, class_of
 from .model import LanguageModel, WalkModel, WalkShape
 
 
@@ -96,11 +94,6 @@ def learning_rate(step: int, options: OptimiserOptions, *, num_steps: int) -> fl
             share = options.final_share
             return highest * (share + (1 - share) * (1 + math.cos(math.pi * progress)) / 2)
     return highest
-
-
-def class_of(name: str) -> Any:
-    """The class of a stabiliser: of the laboratory's arms where it is one, else of the library."""
-    return getattr(rivals if name in rivals.__all__ else stabilisers, name)
 
 
 def attach(model: nn.Module, options: StabiliserOptions) -> Stabiliser | None:

@@ -1,9 +1,12 @@
-"""Every number that a page can show of a head: its letter, its words, what high and low mean, where health ends."""
+"""Every number of a head, once: symbol, heading, words, what high and low mean, digits, where health ends.
+
+Terminal, page, alarms and documentation take them from here; needs no torch.
+"""
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from ..records import Json
+from .records import Json
 
 THEORY = "the paper's random walk of tokens, not a text"
 WEIGHTS = "the weights alone"
@@ -25,7 +28,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One column; `scale` is "sequential", "diverging" around zero, or "share" for numbers from 0 to 1."""
+    """One column; `scale` is "sequential", "diverging" around zero, or "share" for numbers from 0 to 1.
+
+    `short` heads a column of a terminal, where the symbol does not; `digits` formats a number there.
+    """
 
     name: str
     symbol: str
@@ -35,9 +41,22 @@ class Quantity:
     scale: str = "sequential"
     basis: str = WEIGHTS
     limits: tuple[Limit, ...] = ()
+    short: str = ""
+    digits: str = ".3g"
+
+    @property
+    def heading(self) -> str:
+        return self.short or self.symbol
+
+    def text(self, value: float) -> str:
+        """
+        >>> quantity("xi").text(0.123456)
+        '0.12'
+        """
+        return f"{value:{self.digits}}"
 
     def to_json(self) -> Json:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name not in ("short", "digits")}
 
 
 COLLAPSED = Limit("below", 0.02, "entropy collapse: each query sees one key")
@@ -45,31 +64,46 @@ DEAD = Limit("above", 0.9995, "dead: logits as good as equal")
 SINK = Limit("above", 0.99, "dead: the first token takes everything, whatever the text says")
 
 _ATTENTION = (
-    ("normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike", "share"),
-    ("near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near", "share"),
-    (
-        "near_mass_beyond_first",
-        "near",
-        "share of attention, the first token's apart, on the 16 nearest tokens",
-        "looks far",
-        "looks near",
-        "share",
+    Quantity(
+        "normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike",
+        "share", MEASURED, (COLLAPSED, DEAD), "entropy", ".3f",
     ),
-    ("sink_mass", "sink", "share of attention on the first token", "no sink", "all on the first token", "share"),
-    ("mean_distance", "distance", "mean distance of what is attended to, in tokens", "near", "far", "sequential"),
-    ("max_logit", "max ω", "largest logit seen", "small logits", "large logits", "sequential"),
-    ("participation", "1/Σp²", "number of tokens that share the attention", "one", "many", "sequential"),
-    ("entropy", "entropy", "entropy of attention, in nats", "on one token", "over many", "sequential"),
-)
-_LIMITS = {"normalised_entropy": (COLLAPSED, DEAD), "sink_mass": (SINK,)}
+    Quantity(
+        "near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near",
+        "share", MEASURED, digits=".3f",
+    ),
+    Quantity(
+        "near_mass_beyond_first", "near", "share of attention, the first token's apart, on the 16 nearest tokens",
+        "looks far", "looks near", "share", MEASURED, digits=".3f",
+    ),
+    Quantity(
+        "sink_mass", "sink", "share of attention on the first token", "no sink", "all on the first token",
+        "share", MEASURED, (SINK,), digits=".3f",
+    ),
+    Quantity(
+        "mean_distance", "distance", "mean distance of what is attended to, in tokens", "near", "far",
+        basis=MEASURED, digits=".1f",
+    ),
+    Quantity("max_logit", "max ω", "largest logit seen", "small logits", "large logits", basis=MEASURED),
+    Quantity("participation", "1/Σp²", "number of tokens that share the attention", "one", "many", basis=MEASURED),
+    Quantity("entropy", "entropy", "entropy of attention, in nats", "on one token", "over many", basis=MEASURED),
+)  # fmt: skip
 _SIDES = (("measured", MEASURED), ("predicted", PREDICTED), ("estimated", ESTIMATE))
+
+
+def _on_side(one: Quantity, side: str, basis: str) -> Quantity:
+    """The same number as it was measured, predicted or estimated."""
+    words, is_guess = f"{one.words}, {side}", side == "estimated"
+    named = dict(name=f"{side}_{one.name}", symbol=f"{one.symbol} {side}", words=words, basis=basis)
+    return replace(one, **named, short=f"{one.heading}?" if is_guess else "", digits=".2f" if is_guess else one.digits)
+
 
 QUANTITIES = {
     one.name: one
     for one in (
         Quantity(
             "xi", "ξ", "trace of W over its scale", "negative: localizes", "positive: localizes",
-            "diverging",
+            "diverging", digits=".2f",
         ),
         Quantity(
             "eta_over_temperature", "η/λ", "scale of the eigenvalues over the temperature", "tokens look alike",
@@ -81,7 +115,7 @@ QUANTITIES = {
         ),
         Quantity(
             "localisation", "L", "share of the context that the theory leaves out", "hears every token",
-            "hears few tokens", "share", THEORY,
+            "hears few tokens", "share", THEORY, short="local", digits=".2f",
         ),
         Quantity(
             "symmetry", "tr W²/‖W‖²", "how symmetric W is", "rotates (−1)", "symmetric (1)", "diverging"
@@ -89,17 +123,8 @@ QUANTITIES = {
         Quantity("spread", "E|μ−m|²", "variance of the eigenvalues μ about their mean", "concentrated", "spread out"),
         Quantity("sigma", "σ₁", "largest singular value of W", "small logits", "large logits"),
         Quantity("logit_bound", "|ω| ≤", "what no logit of the head can exceed", "bounded closely", "hardly bounded"),
-        *(
-            Quantity(name, symbol, words, low, high, scale, MEASURED, _LIMITS.get(name, ()))
-            for name, symbol, words, low, high, scale in _ATTENTION
-        ),
-        *(
-            Quantity(
-                f"{side}_{name}", f"{symbol} {side}", f"{words}, {side}", low, high, scale, basis, _LIMITS.get(name, ())
-            )
-            for side, basis in _SIDES
-            for name, symbol, words, low, high, scale in _ATTENTION
-        ),
+        *_ATTENTION,
+        *(_on_side(one, side, basis) for side, basis in _SIDES for one in _ATTENTION),
         Quantity("eta", "η", "scale of the eigenvalues", "tokens look alike", "logits run hot"),
         Quantity(
             "trace", "tr W", "sum of the eigenvalues", "unlike tokens attract", "like tokens attract", "diverging"
