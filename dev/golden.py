@@ -138,7 +138,7 @@ def monitor_rows(case: Any, implementation: str) -> list[Row]:
         fused.load_state_dict(model.state_dict())
         model = fused
     torch.manual_seed(0)
-    with locater.AttentionMonitor(model, every=1, near=4) as observer, torch.no_grad():
+    with locater.AttentionMonitor(model, every=1, scope=locater.monitor.Scope(near=4)) as observer, torch.no_grad():
         model(**case.inputs(model.config))
         report = observer.report()
     return report_rows(report.to_json()["evaluation"])

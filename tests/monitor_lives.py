@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 
 TOKENS = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(1))
 WARM, TRACED = 3, 20  # the first fill caches that are there for good
@@ -29,7 +29,8 @@ def small_model():
 
 def life(model, tokens):
     """All that happens to a watched model: two monitors, a step, copying, saving, generating, failing."""
-    first, second = AttentionMonitor(model, every=1).attach(), AttentionMonitor(model, every=1, per_head=True).attach()
+    first = AttentionMonitor(model, every=1).attach()
+    second = AttentionMonitor(model, every=1, scope=Scope(per_head=True)).attach()
     model(tokens, labels=tokens).loss.backward()
     model.zero_grad()
     reports = first.step(), second.step()

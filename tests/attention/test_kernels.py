@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kernel_stubs import OPERATORS, TORCH_PACKED, define, flash_4, given_of, text_logits, texts
+from locater import Live
 from locater.attention import materialised
 from locater.attention.call_statistics import statistics_of_call
 from locater.attention.interception import Interception
@@ -206,7 +207,7 @@ def unknown():
 def test_an_unknown_kernel_is_named_with_its_arguments_and_can_be_taught(unknown):
     model, x = nn.Sequential(Own(lambda q, k, v: unknown(q, k, v, 0.3)[0])), torch.randn(2, 7, 16)
     heads = [("0.q_proj", "0.k_proj", 4, 2)]
-    with AttentionMonitor(model, every=1, heads=heads, causal=False) as monitor:
+    with AttentionMonitor(Live(model, heads=heads, causal=False), every=1) as monitor:
         model(x)
         report = monitor.report()
     assert "the operator mine::attn_of_mine(q, k, v, sharpness); teach it by" in " ".join(report.notes)
@@ -216,7 +217,7 @@ def test_an_unknown_kernel_is_named_with_its_arguments_and_can_be_taught(unknown
         return AttentionCall(*sides, scale=given["sharpness"], tokens_first=True, through="mine")
 
     assert register_kernel(unknown, read) is unknown
-    with AttentionMonitor(model, every=1, heads=heads) as monitor:
+    with AttentionMonitor(Live(model, heads=heads), every=1) as monitor:
         model(x)
         (layer,) = monitor.report().training
     assert layer.through == "mine"
@@ -260,7 +261,7 @@ def test_a_python_function_can_be_taught():
 
     visible = register_kernel(kernel, read)
     model, x = nn.Sequential(Own(visible)), torch.randn(2, 7, 16)
-    with AttentionMonitor(model, every=1, heads=[("0.q_proj", "0.k_proj", 4, 2)]) as monitor:
+    with AttentionMonitor(Live(model, heads=[("0.q_proj", "0.k_proj", 4, 2)]), every=1) as monitor:
         model(x)
         (layer,) = monitor.report().training
     KERNELS.pop(visible)

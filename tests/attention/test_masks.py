@@ -10,6 +10,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from locater import Live
 from locater.attention import materialised
 from locater.attention.arguments import read
 from locater.attention.call_masks import read_mask
@@ -311,7 +312,7 @@ def masked_model(mask):
 
 def test_a_mask_of_an_unknown_kind_is_named_and_ends_no_watched_run():
     model, holder, x = masked_model(torch.ones(6, 6, dtype=torch.bool).as_subclass(OwnMask))
-    with AttentionMonitor(holder, every=1, heads=model.heads, causal=False) as monitor:
+    with AttentionMonitor(Live(holder, heads=model.heads, causal=False), every=1) as monitor:
         holder(x, x)
         assert "test_masks.OwnMask" in " ".join(monitor.report().notes)
     SoftCap(holder, heads=model.heads)
@@ -371,7 +372,7 @@ def test_a_call_without_texts_queries_or_keys_is_nothing_to_look_at(make, sizes)
     stabiliser.step()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     stabiliser.detach()
-    with AttentionMonitor(holder, every=1, heads=model.heads, causal=False) as monitor:
+    with AttentionMonitor(Live(holder, heads=model.heads, causal=False), every=1) as monitor:
         holder(*sides)
         assert not any("could not be" in note for note in monitor.report().notes)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_monitor import TOKENS, gpt2, llama, watch
+from test_monitor import TOKENS, find_alarms, gpt2, llama, watch
 from test_sinks import Texts
 from transformers import Trainer, TrainingArguments
 
@@ -26,7 +26,7 @@ from locater.monitor import (
     Trackio,
     WeightsAndBiases,
 )
-from locater.monitor.alarms import BACK, find_alarms
+from locater.monitor.alarms import BACK
 from locater.monitor.report import AHEAD, LayerReport
 from locater.monitor.trends import Trends
 from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
@@ -167,8 +167,9 @@ def test_the_remedy_is_one_that_is_not_at_work():
     def advised(attach):
         model = llama()
         explode(model, 1e5)
-        given = attach(model)
-        report = watch(model, lambda: model(TOKENS), stabilisers=given)
+        at_work = attach(model)
+        report = watch(model, lambda: model(TOKENS))
+        del at_work  # which must live as long as the report is made
         alarms = [alarm for alarm in report.alarms if alarm.kind == "logit explosion"]
         return alarms[0].remedy if alarms else None
 

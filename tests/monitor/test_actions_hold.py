@@ -15,7 +15,7 @@ from transformers import get_scheduler
 import hand_written
 from locater.errors import Refusal
 from locater.monitor import Action, Attach, AttentionMonitor, Checkpoint, JsonLines, RollBack, Stop
-from locater.monitor.host import Event, OwnLoop
+from locater.monitor.actions import Event, OwnLoop
 from locater.monitor.report import Report
 from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
 

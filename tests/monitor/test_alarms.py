@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from test_monitor import TOKENS, gpt2, llama, watch
+from test_monitor import TOKENS, find_alarms, gpt2, llama, watch
 
 from locater.monitor import AttentionMonitor, Thresholds
-from locater.monitor.alarms import BACK, SMALLER, find_alarms
+from locater.monitor.alarms import BACK, SMALLER
 from locater.stabilisers import LocAteR, QKClip, QKNorm
 
 pytestmark = pytest.mark.quick

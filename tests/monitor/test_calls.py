@@ -7,9 +7,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from locater import Live
 from locater.attention import materialised
 from locater.errors import Refusal
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 from written_models import KINDS, Cross, Einsum, Fused, Net, Packed, Separate, WithoutSoftmax, WithWeights
 
 TOKENS = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -33,9 +34,9 @@ def assert_exact(layer, logits, *, first=None, near=4):
             )
 
 
-def watched(model, **options):
-    with AttentionMonitor(model, every=1, near=4, **options) as monitor:
-        model(TOKENS)
+def watched(model):
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor:
+        (model.module if isinstance(model, Live) else model)(TOKENS)
         return monitor.report()
 
 
@@ -56,7 +57,7 @@ def test_every_way_of_writing_attention_is_read_exactly(kind):
 
 def test_projections_named_by_hand_are_read_from_the_call_as_well():
     model = Net(Separate)
-    for layer, block in zip(watched(model, heads=NAMES).training, model.blocks, strict=True):
+    for layer, block in zip(watched(Live(model, heads=NAMES)).training, model.blocks, strict=True):
         assert_exact(layer, block.attn.kept)
 
 
@@ -72,7 +73,7 @@ def test_attention_that_calls_no_kernel_is_refused_by_name(kind):
 
 def test_attention_written_out_is_read_from_its_softmax_once_its_module_is_known():
     model = Net(Einsum)
-    report = watched(model, heads=NAMES)
+    report = watched(Live(model, heads=NAMES))
     for layer, block in zip(report.training, model.blocks, strict=True):
         assert layer.through == "softmax"
         assert_exact(layer, block.attn.kept)
@@ -80,14 +81,14 @@ def test_attention_written_out_is_read_from_its_softmax_once_its_module_is_known
 
 def test_what_calls_nothing_at_all_is_reconstructed_and_its_causality_asked_for():
     model = Net(WithoutSoftmax)
-    report = watched(model, heads=NAMES)
+    report = watched(Live(model, heads=NAMES))
     assert not report.training and "blocks.0.attn.q_proj" in report.notes[0] and "causal=True" in report.notes[0]
-    report = watched(model, heads=NAMES, causal=True)
+    report = watched(Live(model, heads=NAMES, causal=True))
     assert "layers 0-1 called no attention kernel: reconstructed" in report.notes[0]
     for layer, block in zip(report.training, model.blocks, strict=True):
         assert layer.through == "module inputs"
         assert_exact(layer, block.attn.kept)
-    wrong = watched(model, heads=NAMES, causal=False).training[0].statistics["entropy"]
+    wrong = watched(Live(model, heads=NAMES, causal=False)).training[0].statistics["entropy"]
     assert wrong != pytest.approx(report.training[0].statistics["entropy"], abs=1e-2)
 
 
@@ -214,7 +215,7 @@ def test_compiled_models_run_as_written_while_they_are_watched(how):
         options = dict(backend=lambda graph, inputs: graphs.append(graph) or graph.forward, fullgraph=how == "whole")
         run = torch.compile(model, **options)
         given = model if how == "inside" else run
-    with AttentionMonitor(given, every=2, near=4) as monitor:
+    with AttentionMonitor(given, every=2, scope=Scope(near=4)) as monitor:
         reports = [(run(TOKENS), monitor.step())[1] for _ in range(5)]
     assert len(graphs) == 1 and reports[1] is reports[3] is None
     for report in (reports[2], reports[4]):

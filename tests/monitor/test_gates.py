@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from locater import Live
 from locater.models.proof.twin import config_of, run
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 
 WIDTH, HEADS, SIZE = 24, 3, 8
 
@@ -101,9 +102,9 @@ def model_of(attention):
     return nn.Sequential(attention(), attention())
 
 
-def watched(model, *given, **options):
-    with AttentionMonitor(model, every=1, weights=False, **options) as monitor:
-        model(*given)
+def watched(model, *given):
+    with AttentionMonitor(model, every=1, scope=Scope(weights=False)) as monitor:
+        (model.module if isinstance(model, Live) else model)(*given)
         return monitor.report()
 
 
@@ -124,7 +125,7 @@ def test_the_gate_is_the_quotient_of_what_comes_behind_and_before(attention):
 
 def test_attention_that_is_written_out_has_its_gate_too():
     model, x = model_of(WrittenOut), torch.randn(2, 9, WIDTH)
-    report = watched(model, x, heads=[("0.qkv", HEADS, HEADS), ("1.qkv", HEADS, HEADS)], causal=True)
+    report = watched(Live(model, heads=[("0.qkv", HEADS, HEADS), ("1.qkv", HEADS, HEADS)], causal=True), x)
     for layer, module in zip(report.training, model, strict=True):
         assert layer.through == "softmax"
         assert layer.gates["gate"] == pytest.approx(module.quotient.mean((0, 1)).tolist(), abs=1e-5)
@@ -190,7 +191,7 @@ def check_type(model_type, monkeypatch):
         model(**given)
     for hook in hooks:
         hook.remove()
-    with AttentionMonitor(model, every=1, weights=False) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(weights=False)) as monitor:
         model(**given)
         report = monitor.report()
     layers = report.evaluation or report.training

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 
 transformers = pytest.importorskip("transformers")
 SMALL = dict(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
@@ -50,7 +50,7 @@ def test_every_attention_of_generate_is_reported(make, given, blocks):
     model = make().eval()
     with torch.no_grad():
         alone = model.generate(**given, max_new_tokens=3, do_sample=False)
-        with AttentionMonitor(model, every=1, weights=False) as monitor:
+        with AttentionMonitor(model, every=1, scope=Scope(weights=False)) as monitor:
             watched = model.generate(**given, max_new_tokens=3, do_sample=False)
             report = monitor.report()
     assert torch.equal(alone, watched)
@@ -60,7 +60,7 @@ def test_every_attention_of_generate_is_reported(make, given, blocks):
 
 def test_what_runs_by_itself_is_named():
     model = bart().eval()
-    with torch.no_grad(), AttentionMonitor(model, every=1, weights=False) as monitor:
+    with torch.no_grad(), AttentionMonitor(model, every=1, scope=Scope(weights=False)) as monitor:
         model(**TEXT)
         model.model.decoder(TEXT["input_ids"])
         notes = monitor.report().notes

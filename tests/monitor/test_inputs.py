@@ -9,6 +9,7 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from family_cases.base import shake
+from locater import Live
 from locater.attention import observe
 from locater.errors import Refusal
 from locater.models.live import layers
@@ -148,12 +149,12 @@ def test_projections_that_the_user_names():
 
     model = nn.Sequential(nn.Linear(16, 16), Own())
     x = torch.randn(2, 5, 16)
-    with pytest.raises(Refusal, match=r"neither in Sequential; name its projections by heads="):
+    with pytest.raises(Refusal, match=r"neither in Sequential; name its projections by Live\(model, heads="):
         watch(model, lambda: model(x))
-    named = dict(heads=[("1.q", "1.k", 4, 2)])
-    report = watch(model, lambda: model(x), **named)
+    named = [("1.q", "1.k", 4, 2)]
+    report = watch(Live(model, heads=named), lambda: model(x))
     assert not report.training and "`1.q`) calls no attention kernel" in report.notes[0]
-    report = watch(model, lambda: model(x), **named, causal=True)
+    report = watch(Live(model, heads=named, causal=True), lambda: model(x))
     assert report.training[0].num_queries == 10 and len(report.training[0].heads) == 4
     assert report.training[0].through == "module inputs" and "reconstructed" in report.notes[0]
     q, k = (part(model[0](x)).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (model[1].q, model[1].k))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import monitor_lives
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 from locater.stabilisers import QKNorm, SoftCap
 from monitor_lives import left_behind, small_model
 from written_models import Fused, Net, Separate
@@ -140,7 +140,7 @@ def test_threads_keep_their_passes_apart():
         except Exception as error:
             errors.append(error)
 
-    with AttentionMonitor(watched, every=1, budget=1e9) as monitor:
+    with AttentionMonitor(watched, every=1, scope=Scope(budget=1e9)) as monitor:
         threads = [threading.Thread(target=run, args=(model,)) for model in (watched, other, watched)]
         for thread in threads:
             thread.start()
@@ -174,7 +174,7 @@ def test_recomputed_activations_and_accumulated_batches_count_once():
             return self.head(x)
 
     model = Checkpointed(Fused)
-    with AttentionMonitor(model, every=1, near=4) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor:
         for _ in range(2):
             model(TOKENS).sum().backward()
         report = monitor.step()

@@ -25,7 +25,7 @@ from family_cases import CASES
 from locater import stabilisers
 from locater.attention.calls import attend
 from locater.models.proof import prove
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 from locater_lab import rivals
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.shape import Shape
@@ -208,7 +208,7 @@ def test_ten_of_the_types_are_proven_by_a_twin_here_and_now(tmp_path, monkeypatc
 )
 def test_statistics_equal_a_softmax_inside_the_model(live):
     model, reference = live.make(), Reference()
-    with AttentionMonitor(model, every=1, near=4) as monitor, reference, torch.no_grad():
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor, reference, torch.no_grad():
         live.call(model)
         report = monitor.report()
     layers = report.training or report.no_grad or report.evaluation
@@ -226,7 +226,7 @@ def test_learned_sinks_count_as_in_the_models_own_probabilities():
     assert len(sinks) == 2, "one of three layers has none"
     for parameter in sinks:
         nn.init.normal_(parameter)
-    with AttentionMonitor(model, every=1, near=4) as monitor, torch.no_grad():
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor, torch.no_grad():
         output = model(**case.inputs(model.config), output_attentions=True)
         report = monitor.report()
     for layer, attention in zip(report.evaluation, output.attentions, strict=True):

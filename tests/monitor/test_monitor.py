@@ -9,7 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from family_cases.base import shake
 from locater.errors import Refusal
 from locater.models.live import layers
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
+from locater.monitor.alarms import Alarms
 
 pytestmark = pytest.mark.quick
 
@@ -48,6 +49,10 @@ def watch(model, run, **options):
         return monitor.report()
 
 
+def find_alarms(layers, thresholds, *, attached=(), trends=None):
+    return Alarms(thresholds, trends).find({"training": layers}, attached)
+
+
 def fingerprint(model):
     """Everything that hooks could leave behind."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
@@ -61,7 +66,7 @@ def fingerprint(model):
 def test_attaching_and_detaching_leaves_no_trace():
     model = llama()
     before, state, random = fingerprint(model), copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with AttentionMonitor(model, every=1, budget=3000) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(budget=3000)) as monitor:
         assert fingerprint(model) != before
         model(TOKENS.repeat(1, 4))
         assert monitor.report().training[0].share_of_queries < 1, "it sampled, so it drew random numbers"
@@ -143,7 +148,7 @@ def test_training_and_evaluation_are_kept_apart():
 def test_chosen_layers_and_heads():
     model = llama()
     whole = watch(model, lambda: model(TOKENS))
-    some = watch(model, lambda: model(TOKENS), layers=[1], head_numbers=[3, 0, 9], per_head=True)
+    some = watch(model, lambda: model(TOKENS), scope=Scope(layers=[1], head_numbers=[3, 0, 9], per_head=True))
     (layer,) = some.training
     assert (layer.layer, layer.heads) == (1, (0, 3))
     expected = whole.training[1].statistics["entropy"]
@@ -151,7 +156,7 @@ def test_chosen_layers_and_heads():
     assert some.metrics()["attn/layer_01/head_03/entropy"] == layer.statistics["entropy"][1]
     assert not any("head" in name for name in whole.metrics())
     with pytest.raises(Refusal, match="missing layers among 0-1 with the heads asked for"):
-        AttentionMonitor(model, layers=[7])
+        AttentionMonitor(model, scope=Scope(layers=[7]))
     with pytest.raises(Refusal, match="of at least 1, got 0"):
         AttentionMonitor(model, every=0)
 
@@ -180,7 +185,7 @@ def test_the_budget_thins_and_says_so():
     tokens = torch.randint(0, 50, (2, 64), generator=torch.Generator().manual_seed(2))
     whole = watch(model, lambda: model(tokens))
     assert not whole.notes
-    with AttentionMonitor(model, every=1, budget=2 * 2 * 4 * 32 * 40) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(budget=2 * 2 * 4 * 32 * 40)) as monitor:
         for _ in range(8):
             model(tokens)
         thin = monitor.report()

@@ -7,7 +7,7 @@ import torch
 
 from family_cases import CASES
 from locater.attention import materialised
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 from locater.monitor.observation import Observation
 
 WANTED = (
@@ -91,7 +91,7 @@ def test_statistics_are_those_of_the_models_own_attention(name, padding):
     inputs, valid = case.inputs(eager.config), None
     if padding:
         inputs, valid = padded(inputs)
-    with AttentionMonitor(fused, every=1, near=4) as monitor, torch.no_grad():
+    with AttentionMonitor(fused, every=1, scope=Scope(near=4)) as monitor, torch.no_grad():
         fused(**inputs)
         report = monitor.report()
     assert not report.training and not report.notes
@@ -132,7 +132,7 @@ def test_calls_and_module_inputs_say_the_same(name, monkeypatch):
     reports = []
     for by_call in (Observation.by_call, lambda *given: False):
         monkeypatch.setattr(Observation, "by_call", by_call)
-        with AttentionMonitor(model, every=1, near=4) as monitor, torch.no_grad():
+        with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor, torch.no_grad():
             model(**inputs)
             reports.append(monitor.report())
     called, rebuilt = (report.evaluation for report in reports)

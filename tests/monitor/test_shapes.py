@@ -16,7 +16,7 @@ from locater.attention.calls import AttentionCall
 from locater.attention.flash import labels
 from locater.attention.kernels import packed
 from locater.errors import Refusal
-from locater.monitor import AttentionMonitor
+from locater.monitor import AttentionMonitor, Scope
 from locater.stabilisers import QKNorm
 from written_models import HEADS, SIZE, D, Einsum, Fused, Grouped, Net, Separate, causal, heads
 
@@ -150,7 +150,7 @@ def test_two_readings_of_a_call_are_refused_and_the_pass_goes_on():
         model(TOKENS[:2])
         with pytest.raises(Refusal, match=r"a call with dimensions of its own .* \(4, 24, 8\) from 2 texts"):
             monitor.report()
-    assert_exact(watched(model, heads=NAMES).training[1], model.blocks[1].attn.kept)
+    assert_exact(watched(Live(model, heads=NAMES)).training[1], model.blocks[1].attn.kept)
 
 
 NAMES = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", 4, 4) for n in range(2)]
@@ -164,7 +164,7 @@ def test_what_cannot_be_looked_into_is_noted_and_the_pass_goes_on():
     model = Net(Fused)
     model.blocks[1].attn = Mapped()
     expected = copy.deepcopy(model)(TOKENS)
-    with AttentionMonitor(model, every=1, near=4) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor:
         assert torch.equal(model(TOKENS), expected)
         report = monitor.report()
     assert_exact(report.training[0], model.blocks[0].attn.kept)
@@ -250,7 +250,7 @@ def test_projections_of_several_layers_in_one_module_are_kept_apart(fused):
         for query in model.queries:
             query.weight.mul_(1 if fused else 2)
             query.bias.mul_(1 if fused else 2)
-    report = watched(model, heads=[(f"queries.{n}", f"keys.{n}", HEADS, HEADS) for n in range(3)], causal=True)
+    report = watched(Live(model, heads=[(f"queries.{n}", f"keys.{n}", HEADS, HEADS) for n in range(3)], causal=True))
     kept = model.kept if fused else [logits / 2 for logits in model.kept]
     for layer, logits in zip(report.training, kept, strict=True):
         assert_exact(layer, logits)
@@ -319,7 +319,7 @@ def test_an_operator_of_several_outputs_is_not_replaced():
 def test_weights_of_unknown_models_are_measured_once_their_heads_are_found(kind, sample):
     model, rows = Net(kind), scan(Live(Net(kind), sample=TOKENS)).heads
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with AttentionMonitor(model, every=1, near=4, sample=sample) as monitor:
+    with AttentionMonitor(Live(model, sample=sample), every=1, scope=Scope(near=4)) as monitor:
         model(TOKENS).square().sum().backward()
         report = monitor.step()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -356,7 +356,7 @@ def test_heads_that_are_not_found_are_said_once_and_leave_the_rest_exact():
             return torch.tanh(q), k, v
 
     model = Net(Curved)
-    with AttentionMonitor(model, every=1, near=4) as monitor:
+    with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor:
         reports = [(model(TOKENS), monitor.step())[1] for _ in range(2)]
     assert "nothing is said of the weights of 2 layers" in reports[0].notes[0] and not reports[1].notes
     assert "blocks.0.attn: expected queries that are rows of one product" in reports[0].notes[0]

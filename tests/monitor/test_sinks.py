@@ -11,7 +11,7 @@ from rich.console import Console
 from test_monitor import TOKENS, gpt2, llama, watch
 
 from locater.errors import Refusal
-from locater.monitor import JsonLines, MLflow, TensorBoard, Terminal, Trackio, WeightsAndBiases
+from locater.monitor import JsonLines, MLflow, Scope, TensorBoard, Terminal, Trackio, WeightsAndBiases
 
 pytestmark = pytest.mark.quick
 
@@ -74,7 +74,12 @@ def test_the_terminal_shows_layers_alarms_and_notes():
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight *= 1e4
     text = io.StringIO()
-    watch(model, lambda: model(TOKENS.repeat(1, 4)), budget=500, sinks=[Terminal(Console(file=text, width=140))])
+    watch(
+        model,
+        lambda: model(TOKENS.repeat(1, 4)),
+        sinks=[Terminal(Console(file=text, width=140))],
+        scope=Scope(budget=500),
+    )
     shown = text.getvalue()
     assert "attention in training, step 0" in shown and "decoder 1" in shown and "norm." in shown
     assert "alarm entropy collapse: decoder layer 0, heads 0-3" in shown and "to keep within the budget" in shown

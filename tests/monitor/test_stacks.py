@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kernel_stubs import FLASH_2, FLASH_2_PACKED, FLASH_3
+from locater import Live
 from locater.errors import Refusal
 from locater.monitor import AttentionMonitor
 from locater.stabilisers import QKClip, QKNorm
@@ -208,7 +209,7 @@ def run(called, way):
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_monitor_is_right_or_says_that_it_was_not_looking(name, way, kernels):
     model, attached, called = ready(kernels[name], way)
-    with AttentionMonitor(attached, every=1, heads=model.named, causal=True) as monitor:
+    with AttentionMonitor(Live(attached, heads=model.named, causal=True), every=1) as monitor:
         for _ in range(2):
             x = run(called, way)
             report = monitor.step()

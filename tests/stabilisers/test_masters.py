@@ -9,7 +9,8 @@ from launch import torchrun, uses_torchrun
 from locater import head_rows, scan
 from locater.errors import Refusal
 from locater.models.live.masters import Copy, current, write
-from locater.monitor.actions import Event, OwnLoop, RollBack
+from locater.monitor import RollBack
+from locater.monitor.actions import Event, OwnLoop
 from locater.monitor.report import Report
 from locater.stabilisers import LocAteR, Projected, QKClip, QKDecay
 from locater_lab.rivals import AlphaDecay

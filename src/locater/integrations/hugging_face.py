@@ -1,7 +1,7 @@
 """Stabilisers and the monitor in the Trainer of Hugging Face transformers, which stays as it is."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from ..models.sources import Live
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
 from ..stabilisers import LocAteR, Stabiliser
@@ -101,10 +102,12 @@ class AttentionCallback(TrainerCallback):
 
     A step is an optimiser step, however many batches are accumulated. Metrics go through the Trainer's own `log`, so
     every tracker of `report_to` gets them; alarms are printed, and `on_alarm` acts by the Trainer's control. The
-    monitor's state lies in each checkpoint, and a resumed run takes it up.
+    monitor's state lies in each checkpoint, and a resumed run takes it up. `sample`, `heads` and `causal` are those of
+    `locater.Live`, for a model that no table knows.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, sample: Any = None, heads: Sequence[Any] = (), causal: bool | None = None, **options: Any):
+        self.finding: dict[str, Any] = dict(sample=sample, heads=heads, causal=causal)
         self.options = options
         self.monitor: AttentionMonitor | None = None
         self.report: Report | None = None
@@ -113,7 +116,7 @@ class AttentionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert isinstance(kwargs["model"], nn.Module)
-        self.monitor = AttentionMonitor(kwargs["model"], **self.options)
+        self.monitor = AttentionMonitor(Live(kwargs["model"], **self.finding), **self.options)
         self.monitor.host = _host(control, kwargs)
         saved = _folder(args, state) / MONITOR
         if state.global_step and saved.exists():

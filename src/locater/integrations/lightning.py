@@ -1,6 +1,6 @@
 """Stabilisers and the monitor in the Trainer of Lightning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..models.sources import Live
 from ..monitor.monitor import AttentionMonitor
 from ..monitor.report import Report
 from ..records import State
@@ -85,16 +86,26 @@ class AttentionCallback(Callback):
 
     Metrics go to the Trainer's loggers, alarms are printed, and `on_alarm` acts on the Trainer. `model` is the
     attribute that holds the transformer; without it the first child with a config is taken, or the module itself.
+    `sample`, `heads` and `causal` are those of `locater.Live`, for a model that no table knows.
     """
 
-    def __init__(self, *, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        model: str | None = None,
+        sample: Any = None,
+        heads: Sequence[Any] = (),
+        causal: bool | None = None,
+        **options: Any,
+    ) -> None:
         self.path, self.options = model, options
+        self.finding: dict[str, Any] = dict(sample=sample, heads=heads, causal=causal)
         self.monitor: AttentionMonitor | None = None
         self.report: Report | None = None
         self.state: State | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.monitor = AttentionMonitor(self._model(pl_module), **self.options)
+        self.monitor = AttentionMonitor(Live(self._model(pl_module), **self.finding), **self.options)
         self.monitor.host = _Host(trainer)
         if self.state is not None:
             self.monitor.load_state_dict(self.state)

@@ -2,11 +2,13 @@
 
 from ..attention.calls import AttentionCall
 from ..attention.registered import register_kernel
-from .actions import Action, Attach, Checkpoint, Event, RollBack, Stop
+from .actions import Action, Checkpoint, Event, Stop
 from .alarms import Alarm, Thresholds
 from .monitor import AttentionMonitor
+from .remedies import Attach, RollBack
 from .report import LayerReport, Report
 from .sinks import JsonLines, MLflow, Sink, TensorBoard, Terminal, Trackio, WeightsAndBiases
+from .tally import Scope
 
 __all__ = [
     "Action",
@@ -21,6 +23,7 @@ __all__ = [
     "MLflow",
     "Report",
     "RollBack",
+    "Scope",
     "Sink",
     "Stop",
     "TensorBoard",

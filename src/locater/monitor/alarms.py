@@ -1,26 +1,29 @@
 """Alarms: a few conditions on attention, each with a threshold that does not depend on the length of the text."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
 from ..head import Block
 from ..models import spans
 from ..quantities import COLLAPSED, DEAD, SINK
-from ..records import Json
+from ..records import Json, State
 from .report import AHEAD, RESTING, LayerReport
+from .tally import Mode
 from .trends import Trends
+
+SETTLED = 1000  # steps in which a head that learns anything has told keys apart
+LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """Limits of the alarms. None switches an alarm off; what each means stands in docs/monitor.md."""
 
-    entropy_collapse: float | None = (
-        COLLAPSED.value
-    )  # normalised entropy below: n^0.02 keys hold the mass, hardly more than one
+    entropy_collapse: float | None = COLLAPSED.value  # normalised entropy below: n^0.02 keys hold the mass
     rank_collapse: float | None = 0.05  # residual below: 99.75 % of the squared norm is common to all tokens
     logit_explosion: float | None = 10.0  # largest logit above this many log n, each enough to outweigh n keys
     dead_uniform: float | None = DEAD.value  # normalised entropy above: logits as good as equal
@@ -145,90 +148,103 @@ CONDITIONS = (
 )  # fmt: skip
 
 
-@dataclass
-class Said:
-    """Alarms of the last report: the step that raised each, and of which heads."""
+class Alarms:
+    """Finds the alarms of a report, and remembers what it takes to word and to excuse them.
 
-    known: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    An alarm of the same heads, or of some of them, as in the last report says since when. At its start a model's logits
+    are nearly equal, and nothing is wrong: a head is dead that told keys apart before, that has not done so for SETTLED
+    steps, or that stands among others that do.
+    """
 
-    def mark(self, alarms: Iterable[Alarm], step: int) -> list[Alarm]:
-        """The same alarms; those of the same heads, or of some of them, as in the last report say since when."""
+    def __init__(self, thresholds: Thresholds, trends: Trends | None = None) -> None:
+        self.thresholds, self.trends = thresholds, trends or Trends()
+        self.step, self.first = 0, None
+        self.awake: dict[str, list[int]] = {}  # heads that have ever told keys apart
+        self.median = math.nan  # the median head's normalised entropy
+        self.known: dict[str, tuple[int, list[int]]] = {}  # alarms of the last report: since when, and of which heads
+
+    def begin(self, step: int, layers: Sequence[LayerReport]) -> None:
+        """Look at all layers of a report before any is judged."""
+        self.step, self.first = step, step if self.first is None else self.first
+        values = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
+        self.median = median(values) if values else math.nan
+        for layer in layers if self.thresholds.dead_uniform is not None else ():
+            heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
+            told = {head for head, value in heads if value <= self.thresholds.dead_uniform}
+            self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
+
+    def find(self, judged: Mapping[Mode, Sequence[LayerReport]], attached: Collection[str] = ()) -> tuple[Alarm, ...]:
+        """List the alarms of the layers of each mode, heads together, the worst first; `attached` are no remedies."""
+        found: list[Alarm] = []
+        for mode, layers in judged.items():
+            entries = [
+                (rank, -_distance(condition, alarm), replace(alarm, mode=mode))
+                for layer in layers
+                for rank, condition in enumerate(CONDITIONS)
+                for alarm in self._of_layer(layer, condition, attached, self.trends if mode == "training" else Trends())
+            ]
+            found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]
+        return self._mark(found)
+
+    def _of_layer(
+        self, layer: LayerReport, condition: Condition, attached: Collection[str], trends: Trends
+    ) -> Iterator[Alarm]:
+        limit, figures = condition.limit(layer, self.thresholds), condition.figures(layer)
+        if limit is None:
+            return
+        remedy = choose_remedy(condition.remedies, layer, attached)
+        wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
+        if condition.kind == RESTING[1]:
+            wrong = {head: figure for head, figure in wrong.items() if not self._may_begin(layer, head)}
+        explodes, trend = condition.kind == "logit explosion", ""
+        if wrong and explodes:
+            trend = trends.words(layer, "max_logit", list(wrong))
+            remedy = SMALLER if trends.is_fast(layer, "max_logit", wrong) else remedy
+        if wrong:
+            yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
+        if explodes and self.thresholds.steps_ahead is not None and not {*BOUNDS} & {*attached}:
+            ahead = trends.steps_until(layer, "max_logit", limit, within=self.thresholds.steps_ahead)
+            near = {head: figures[head] for head in ahead if head not in wrong}
+            if near:
+                steps = max(1, round(min(ahead[head] for head in near)))
+                trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.record()}"
+                trends.promise(layer, {head: ahead[head] for head in near}, limit)
+                yield replace(_alarm(layer, condition, near, limit, remedy=remedy, trend=trend), kind=AHEAD)
+
+    def _may_begin(self, layer: LayerReport, head: int | None) -> bool:
+        """Tell whether this head may simply not have learned anything yet."""
+        settled = self.first is not None and self.step - self.first >= SETTLED
+        return not (settled or self.median < LEARNED or head in self.awake.get(layer.key, ()))
+
+    def _mark(self, alarms: Sequence[Alarm]) -> tuple[Alarm, ...]:
+        """Say of alarms that the last report had since when they are."""
         marked, known = [], {}
         for alarm in alarms:
             key = f"{alarm.mode} {alarm.kind} {alarm.block} {alarm.layer}"
-            since, heads = self.known.get(key, (step, []))
+            since, heads = self.known.get(key, (self.step, []))
             is_old = key in self.known and {*alarm.heads} <= {*heads}
             marked.append(replace(alarm, since=since if is_old else None))
-            known[key] = (since, heads) if is_old else (step, list(alarm.heads))
+            known[key] = (since, heads) if is_old else (self.step, list(alarm.heads))
         self.known = known
-        return marked
+        return tuple(marked)
 
+    def state_dict(self) -> State:
+        known = {key: [since, list(heads)] for key, (since, heads) in self.known.items()}
+        return {"awake": {"first": self.first, "ever": self.awake}, "said": known}
 
-def find_alarms(
-    layers: Iterable[LayerReport],
-    thresholds: Thresholds,
-    *,
-    mode: str = "training",
-    attached: Collection[str] = (),
-    trends: Trends | None = None,
-    may_begin: Callable[[LayerReport, int | None], bool] | None = None,
-) -> list[Alarm]:
-    """Every alarm of these layers, heads together, the worst first; `attached` stabilisers are no remedy.
-
-    Heads of a layer that `may_begin`, as those of a fresh model, are not called dead for being uniform.
-    """
-    found: list[tuple[int, float, Alarm]] = []
-    for layer in layers:
-        for rank, condition in enumerate(CONDITIONS):
-            excused = may_begin if condition.kind == RESTING[1] else None
-            alarms = _of_condition(layer, condition, thresholds, attached, trends, excused)
-            found += [(rank, _distance(condition, alarm), alarm) for alarm in alarms]
-    ordered = sorted(found, key=lambda entry: (entry[0], -entry[1]))
-    return [alarm if mode == "training" else Alarm(**{**asdict(alarm), "mode": mode}) for _, _, alarm in ordered]
-
-
-def _of_condition(
-    layer: LayerReport,
-    condition: Condition,
-    limits: Thresholds,
-    attached: Collection[str],
-    trends: Trends | None,
-    excused: Callable[[LayerReport, int | None], bool] | None,
-) -> Iterator[Alarm]:
-    limit, figures = condition.limit(layer, limits), condition.figures(layer)
-    if limit is None:
-        return
-    remedy = choose_remedy(condition.remedies, layer, attached)
-    wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
-    wrong = {head: figure for head, figure in wrong.items() if excused is None or not excused(layer, head)}
-    explodes = condition.kind == "logit explosion" and trends is not None
-    if wrong:
-        trend = trends.words(layer, "max_logit", list(wrong)) if explodes and trends else ""
-        remedy = SMALLER if explodes and trends and trends.is_fast(layer, "max_logit", wrong) else remedy
-        yield _alarm(layer, condition, condition.kind, wrong, limit, remedy, trend)
-    if explodes and trends is not None and limits.steps_ahead is not None and not {*BOUNDS} & {*attached}:
-        ahead = trends.steps_until(layer, "max_logit", limit, within=limits.steps_ahead)
-        near = {head: figures[head] for head in ahead if head not in wrong}
-        if near:
-            steps = max(1, round(min(ahead[head] for head in near)))
-            trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.record()}"
-            trends.promise(layer, {head: ahead[head] for head in near}, limit)
-            yield _alarm(layer, condition, AHEAD, near, limit, remedy, trend)
+    def load_state_dict(self, state: State) -> None:
+        awake = state.get("awake", {"first": None, "ever": {}})
+        self.first, self.awake = awake["first"], {key: list(heads) for key, heads in awake["ever"].items()}
+        self.known = {key: (since, list(heads)) for key, (since, heads) in state.get("said", {}).items()}
 
 
 def _alarm(
-    layer: LayerReport,
-    condition: Condition,
-    kind: str,
-    wrong: dict[Any, float],
-    limit: float,
-    remedy: str,
-    trend: str,
+    layer: LayerReport, condition: Condition, wrong: dict[Any, float], limit: float, *, remedy: str, trend: str
 ) -> Alarm:
     worst = (max if condition.above else min)(wrong.values())
     heads = tuple(head for head in wrong if head is not None)
     meaning = f"{condition.words} {worst:.4g}, threshold {limit:.4g}"
-    return Alarm(kind, layer.block, layer.layer, heads, worst, limit, meaning, remedy, trend)
+    return Alarm(condition.kind, layer.block, layer.layer, heads, worst, limit, meaning, remedy, trend)
 
 
 def _distance(condition: Condition, alarm: Alarm) -> float:

@@ -1,19 +1,24 @@
 """Attention that goes through no kernel that can be seen: from what its module was given, to what its heads may see."""
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import Mask, Rule
+from ..attention.gates import Trails
 from ..attention.mask_kinds import admits, plain
 from ..attention.masks import first_of_segment
 from ..head import Block
 from ..models.live import ModuleTensors
+from ..models.module import AttentionModule
 from ..projections import whole
+from .tally import Mode
 
 Positions = tuple[Tensor, Tensor]
 SELF_NAMES, CROSS_NAMES = ("attention_mask", "mask"), ("encoder_attention_mask", "attention_mask", "mask")
@@ -41,6 +46,43 @@ class Inputs:
     x_key: Tensor | None = None
     key_valid: Tensor | None = None
     was_seen: bool = False  # by its kernel's call, so that nothing is left to reconstruct
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "Inputs":
+        """A run that begins; torch's own module is given its queries and keys, texts first or tokens first."""
+        is_flash = "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
+        inputs = cls(arguments(module, args, kwargs), is_flash)
+        sides = inputs.given.get("query"), inputs.given.get("key")
+        if isinstance(module, nn.MultiheadAttention) and all(isinstance(side, Tensor) for side in sides):
+            x_query, x_key = (whole(side.detach()) for side in sides)
+            if x_query.dim() == 2:
+                x_query, x_key = x_query[None], x_key[None]
+            elif not module.batch_first:
+                x_query, x_key = x_query.transpose(0, 1), x_key.transpose(0, 1)
+            inputs.x_query, inputs.x_key = x_query, x_key
+        return inputs
+
+
+@dataclass
+class Pass:
+    """A forward pass under way: the model's own arguments, the modules that are running, how often each has run."""
+
+    given: dict[str, Any]
+    has_cached_keys: bool
+    mode: Mode = "training"
+    running: dict[str, Inputs] = field(default_factory=dict)
+    num_runs: Counter[str] = field(default_factory=Counter)
+    current: dict[str, AttentionModule] = field(default_factory=dict)  # of an owner of several, whose projection ran
+    num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
+    modes: ExitStack = field(default_factory=ExitStack)
+    trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "Pass":
+        """A pass that begins. It is classified now: within, recomputation of activations may switch gradients off."""
+        given = arguments(module, args, kwargs)
+        mode: Mode = "evaluation" if not module.training else "training" if torch.is_grad_enabled() else "no_grad"
+        return cls(given, has_cached_keys(given), mode)
 
 
 class WholeTensors(ModuleTensors):

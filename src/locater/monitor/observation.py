@@ -1,16 +1,14 @@
 """Observations of every layer since the last report: calls of kernels, or inputs of modules."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attention import Blocks, Statistics, observe, rank, sample_queries
+from ..attention import observe, sample_queries
 from ..attention.arguments import read
 from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
@@ -18,19 +16,16 @@ from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, missing, refusal
 from ..head import Block
-from ..models import spans
-from ..models.live import AttentionModule, Sample, sites
-from ..models.live.explicit import Explicit
+from ..models import read_layout, spans
+from ..models.live import AttentionModule, sites
 from ..models.live.tensors import named_modules, unwrap
+from ..models.sources import Live
 from .finding import FoundHeads
-from .hooks import Pass
-from .inputs import Inputs, WholeTensors, fitting, padding, read_mask
-from .places import discovered, module_name, whole_call
-from .processes import RENAMED, Agreement, has_others
-from .report import MODULE_INPUTS
-from .tally import MODES, Budget, Mode, Tally, keys_per_query, merge
+from .inputs import Inputs, Pass, WholeTensors, fitting, padding, read_mask
+from .places import RENAMED, Agreement, discovered, has_others, module_name, repeated, silent, whole_call, written_out
+from .report import MODULE_INPUTS, LayerReport
+from .tally import MODES, Budget, Mode, Scope, Tally, merge
 
-RANK_TEXTS = 4  # texts of a batch whose representations are measured
 Key = tuple[int, Mode]  # a site's index, and what the pass was for
 
 
@@ -42,31 +37,17 @@ class Observation:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        is_due: Callable[[], bool],
-        layers: Iterable[int] | None,
-        head_numbers: Iterable[int] | None,
-        heads: Sequence[Explicit],
-        causal: bool | None,
-        budget: float,
-        near: int,
-        blocks: Blocks | None,
-        group: dist.ProcessGroup | None,
-        sample: Sample | None,
-        weights: bool,
+        self, live: Live, scope: Scope, is_due: Callable[[], bool], group: dist.ProcessGroup | None = None
     ) -> None:
-        self.model, self.is_due = unwrap(model), is_due
-        self.causal, self.is_named = causal, bool(heads)
-        self.budget, self.near, self.blocks, self.group = budget, near, blocks, group
-        self.head_numbers = None if head_numbers is None else tuple(sorted(set(head_numbers)))
-        self.layers = None if layers is None else frozenset(layers)
+        self.live, self.scope, self.is_due, self.group = live, scope, is_due, group
+        self.model = unwrap(live.module)
+        self.head_numbers = None if scope.head_numbers is None else tuple(sorted(set(scope.head_numbers)))
+        self.layers = None if scope.layers is None else frozenset(scope.layers)
         self.modules = named_modules(self.model)
         self.unknown: Refusal | None = None
         self.left_out: list[str] = []  # reasons why layers that were found cannot be read
-        self.sites = self._find_sites(model, heads)
-        self.found = FoundHeads(model, sample, is_wanted=self.unknown is not None and weights)
+        self.sites = self._find_sites()
+        self.found = FoundHeads(live.module, live.sample, is_wanted=self.unknown is not None and scope.weights)
         self.generator = torch.Generator().manual_seed(0)
         self.lock = threading.Lock()  # passes of several threads add to one tally
         self.agreement = Agreement(self.modules, group)
@@ -76,21 +57,22 @@ class Observation:
         """Nothing seen yet."""
         self.tallies: dict[Key, Tally] = {}
         for index in range(len(self.sites)):
-            for mode in MODES:
-                self._tally(index, mode)
-        self.spending = Budget(self.budget, len(self.sites))
+            self._add_tallies(index)
+        self.spending = Budget(self.scope.budget, len(self.sites))
         self.refused = set(self.left_out)
         self.through: dict[int, str] = {}
         self.calling: set[str] = set()  # modules whose calls were seen, where nothing else is known
         self.softmaxes: set[str] = set()  # modules that compute a softmax themselves, where nothing else is known
         self.shown: set[str] = set()  # stabilisers that calls have shown
 
-    def _find_sites(self, model: nn.Module, heads: Sequence[Explicit]) -> list[AttentionModule]:
+    def _find_sites(self) -> list[AttentionModule]:
+        model, heads = self.live.module, self.live.heads
+        family = None if self.live.layout is None else read_layout(self.live.layout)
         try:
-            found = sites(model, heads=heads, tensors=WholeTensors(model))
+            found = sites(model, family=family, heads=heads, tensors=WholeTensors(model))
             known = [site for site in found if self._is_wanted(site)]
         except Refusal as reason:
-            if heads:
+            if heads or family is not None:
                 raise
             self.unknown = reason
             return []
@@ -98,12 +80,9 @@ class Observation:
         if not known and self.left_out:
             raise Refusal(self.left_out[0])
         if not known:
-            raise missing(f"layers among {spans(sorted({site.number for site in found}))} with the heads asked for")
+            numbers = spans(sorted({site.number for site in found}))
+            raise missing(f"layers among {numbers} with the heads asked for")
         return known
-
-    def recording(self) -> AbstractContextManager[None]:
-        """For one pass: while it lasts, what leads to its calls is recorded, if their heads are not known yet."""
-        return self.found.recording()
 
     def written_out(self, call: AttentionCall) -> None:
         """A softmax in a model of which nothing is known: perhaps attention, but of which queries and keys?"""
@@ -140,25 +119,22 @@ class Observation:
             return False
         if num_heads != site.num_heads:
             raise refusal(f"{site.num_heads} heads", num_heads)
-        lookahead = 0 if call.is_causal else call.window[1]
-        per_query = num_texts * len(self.indices(site)) * keys_per_query(
-            num_keys, lookback=call.window[0], lookahead=lookahead)  # fmt: skip
-        key = self.sites.index(site), run.mode
-        sample = self._sample(key, num_queries, per_query)
-        if isinstance(sample, bool):
+        key, indices = (self.sites.index(site), run.mode), self.indices(site)
+        window = call.window[0], 0 if call.is_causal else call.window[1]
+        sample = self._sample(key, (num_texts, len(indices), num_queries, num_keys), window, given.query.device)
+        if sample is not None and not len(sample):
             return True
-        sample = None if sample is None else sample.to(given.query.device)
-        indices = self.indices(site)
         query_valid = fitting(padding(run.given, site.block)[0], num_texts, num_queries)
         statistics = statistics_of_call(
             call, num_heads=site.num_heads, heads=None if len(indices) == num_heads else indices, sample=sample,
-            query_valid=query_valid, near=self.near, blocks=self.blocks,
+            query_valid=query_valid, near=self.scope.near, blocks=self.scope.blocks,
         )  # fmt: skip
         if self.unknown is None and not (run.has_cached_keys and not self.model.training):
             self.found.check(site, call, inputs)
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
-        self._add(key, statistics, num_texts * num_queries, x, query_valid, call.through)
+        self.through[key[0]] = call.through
+        self.tallies[key].add(statistics, num_there=num_texts * num_queries, x=x, valid=query_valid)
         if call.segments is None:
             shape = num_texts, len(own), num_queries
             run.trails.expect(self._trail(key, call, own, shape, query_valid))
@@ -186,8 +162,8 @@ class Observation:
                 self.refused.add(f"what `{site.query_name}` was given could not be read: {reason}")
 
     def _by_inputs(self, site: AttentionModule, inputs: Inputs, run: Pass) -> None:
-        indices = self.indices(site)
-        if self.is_named and self.causal is None:
+        indices, causal = self.indices(site), self.live.causal
+        if self.live.heads and causal is None:
             self.refused.add(
                 f"layer {site.number} (`{site.query_name}`) calls no attention kernel, so whether it looks ahead "
                 "cannot be known: say causal=True or causal=False"
@@ -202,21 +178,24 @@ class Observation:
         if len(heads) < len(indices):
             self.refused.update(layer.refused)
             return
-        if self.is_named:
-            heads = [replace(head, lookahead=0 if self.causal else None) for head in heads]
+        if self.live.heads:
+            heads = [replace(head, lookahead=0 if causal else None) for head in heads]
         assert inputs.x_query is not None and inputs.x_key is not None
         num_texts, num_queries, _ = inputs.x_query.shape
-        per_key = keys_per_query(inputs.x_key.shape[1], lookback=heads[0].lookback, lookahead=heads[0].lookahead)
-        key = self.sites.index(site), run.mode
-        sample = self._sample(key, num_queries, num_texts * len(heads) * per_key)
-        if isinstance(sample, bool):
+        key, window = (self.sites.index(site), run.mode), (heads[0].lookback, heads[0].lookahead)
+        shape = num_texts, len(heads), num_queries, inputs.x_key.shape[1]
+        sample = self._sample(key, shape, window, inputs.x_query.device)
+        if sample is not None and not len(sample):
             return
-        sample = None if sample is None else sample.to(inputs.x_query.device)
         with torch.no_grad(), torch.autocast(inputs.x_query.device.type, enabled=False):
             mask, positions = read_mask(inputs, run.given, site.block, indices, is_causal=heads[0].lookahead == 0)
-            options: Any = dict(mask=mask, positions=positions, sample=sample, near=self.near, blocks=self.blocks)
-            statistics = observe(heads, inputs.x_query, inputs.x_key, **options)
-        self._add(key, statistics, num_texts * num_queries, inputs.x_query, mask.query_valid, MODULE_INPUTS)
+            statistics = observe(
+                heads, inputs.x_query, inputs.x_key,
+                mask=mask, positions=positions, sample=sample, near=self.scope.near, blocks=self.scope.blocks,
+            )  # fmt: skip
+        self.through[key[0]] = MODULE_INPUTS
+        num_there = num_texts * num_queries
+        self.tallies[key].add(statistics, num_there=num_there, x=inputs.x_query, valid=mask.query_valid)
 
     def _discover(self, call: AttentionCall, run: Pass) -> AttentionModule | None:
         """The layer of a module that no table names: by its name, and the index of this call."""
@@ -228,13 +207,6 @@ class Observation:
             if site not in self.sites:
                 self._append(site)
         return site if site is not None and self._is_wanted(site) else None
-
-    def _agree(self) -> None:
-        """Make the layers the same on all processes, also on one that made no calls, or holds a stage of a pipeline."""
-        if has_others(self.group) and (self.unknown is not None or self.agreement.settled is None):
-            self.agreement.agree(self.sites, self._append)
-        if self.agreement.is_renamed:
-            self.refused.add(RENAMED)
 
     @property
     def order(self) -> Sequence[int]:
@@ -253,42 +225,58 @@ class Observation:
         index = next(indices)
         return None if index in self.agreement.foreign and self.agreement.is_spread else index
 
-    def own_sites(self) -> list[AttentionModule]:
-        return [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
-
     def merged(self) -> dict[Key, Tally]:
-        """The tallies over all processes, which have agreed on their layers."""
-        self._agree()
+        """The tallies over all processes, which first agree on their layers.
+
+        Some may have made no calls, or hold other stages of a pipeline.
+        """
+        if has_others(self.group) and (self.unknown is not None or self.agreement.settled is None):
+            self.agreement.agree(self.sites, self._append)
+        if self.agreement.is_renamed:
+            self.refused.add(RENAMED)
         keys: list[Key] = [(index, mode) for index in self.order for mode in MODES]
         return dict(zip(keys, merge([self.tallies[key] for key in keys], self.group), strict=True))
 
+    def check(self, seen: Sequence[LayerReport], *, has_run: bool) -> None:
+        """Refuse a model whose passes showed nothing; note what they did not show of one that no table knows."""
+        if self.unknown is None:
+            return
+        if has_run and not seen:
+            if self.refused:
+                raise Refusal("; ".join(sorted(self.refused)))
+            written = written_out(self.modules, self.softmaxes, self.calling)
+            instead = f", but a softmax of its own in {', '.join(written)}" if written else ""
+            raise refusal(
+                "attention that calls a kernel (scaled_dot_product_attention, FlexAttention, flash-attn, "
+                "nn.MultiheadAttention), or a model that is known",
+                f"neither in {type(self.model).__name__}{instead}",
+                "name its projections by Live(model, heads=[(query, key, num_heads, num_key_heads), …], causal=…)",
+            )
+        if seen:
+            own = [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
+            self.refused.update(silent(self.modules, self.softmaxes, self.calling))
+            self.refused.update(repeated(own))
+            self.refused.update(self.found.unexplained())
+
     def _append(self, site: AttentionModule) -> None:
         self.sites.append(site)
-        for mode in MODES:
-            self._tally(len(self.sites) - 1, mode)
+        self._add_tallies(len(self.sites) - 1)
         self.spending.num_layers = len(self.sites)
 
-    def _tally(self, index: int, mode: Mode) -> Tally:
-        if (index, mode) not in self.tallies:
-            device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+    def _add_tallies(self, index: int) -> None:
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        for mode in MODES:
             self.tallies[index, mode] = Tally.empty(len(self.indices(self.sites[index])), device)
-        return self.tallies[index, mode]
 
-    def _sample(self, key: Key, num_queries: int, logits_per_query: float) -> Tensor | None | bool:
-        """Choose queries to look at, None for all; False if the budget is spent."""
-        wanted = self.spending.num_queries(key, num_queries=num_queries, logits_per_query=logits_per_query)
-        return False if wanted == 0 else sample_queries(num_queries, wanted, self.generator)
-
-    def _add(
-        self, key: Key, found: Statistics, num_there: int, x: Tensor | None, valid: Tensor | None, through: str
-    ) -> None:
-        self.through[key[0]] = through
-        measured = None
-        if x is not None:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
-                measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
-        self.tallies[key].add(found, num_there=num_there, rank=measured)
+    def _sample(
+        self, key: Key, shape: tuple[int, int, int, int], window: tuple[int | None, int | None], device: torch.device
+    ) -> Tensor | None:
+        """Choose queries to look at, None for all; there are none to look at where the budget is spent."""
+        wanted = self.spending.num_queries(key, shape, lookback=window[0], lookahead=window[1])
+        if wanted == 0:
+            return torch.empty(0, dtype=torch.long)
+        sample = sample_queries(shape[2], wanted, self.generator)
+        return None if sample is None else sample.to(device)
 
 
 def _fits(logits: Tensor, inputs: Inputs | None) -> bool:

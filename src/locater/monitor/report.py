@@ -40,7 +40,6 @@ UNSEEN = (
     "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
     "run before must be reset with torch.compiler.reset()"
 )
-ROUNDING = 0.01  # logits of 16 bits may exceed a bound by so much of it
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
 # Alarms that mean divergence. Heads at rest do not: trained models have them for good reasons.
@@ -99,6 +98,11 @@ class LayerReport:
             int(counts[PASSES]), counts[LOG_KEYS] / rows, through, module=module, gates=_gates(tally),
         )  # fmt: skip
 
+    @property
+    def key(self) -> str:
+        """Name of the layer, the same in every report."""
+        return f"{self.block} {self.layer}"
+
     def mean(self, name: str) -> float:
         """Over the heads that have it; of `max_logit` the largest."""
         known = [value for value in self.statistics[name] if not math.isnan(value)]
@@ -129,29 +133,6 @@ class LayerReport:
             "weights": {name: [_known(value) for value in values] for name, values in self.weights.items()},
             "gates": {name: [_known(value) for value in values] for name, values in self.gates.items()},
         }
-
-
-def standing_bounds(
-    bounds: Sequence[float], measured: Sequence[LayerReport], differs: str | None
-) -> tuple[tuple[float, ...], list[str]]:
-    """Bounds on logits without those that nothing stands behind, NaN in their place; and a note why.
-
-    A bound is of the heads as they were read, with the weights as they are now. It is withdrawn where the heads differ
-    from the calls, and where a larger logit was measured.
-    """
-    layer = measured[0]
-    place = f"{layer.block} layer {layer.layer}"
-    if differs is not None:
-        words = f"{place}: its heads, as they are read, are not those of its calls ({differs})"
-        return tuple(math.nan for _ in bounds), [f"{words}; its bounds on logits are withdrawn"]
-    largest = [max(values) for values in zip(*(one.statistics["max_logit"] for one in measured), strict=True)]
-    broken = [n for n, bound in enumerate(bounds) if largest[n] > bound * (1 + ROUNDING)]
-    if not broken:
-        return tuple(bounds), []
-    first = broken[0]
-    words = f"{place}: a logit of {largest[first]:.4g} in head {layer.heads[first]}, where its weights now bound it by"
-    kept = tuple(math.nan if n in broken else bound for n, bound in enumerate(bounds))
-    return kept, [f"{words} {bounds[first]:.4g}; the bounds of {len(broken)} heads are withdrawn"]
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..attention import NAMES, Rank, Statistics
+from ..attention import NAMES, NEAR, Blocks, Rank, Statistics, rank
 from ..attention.gates import CLOSED
+from ..errors import refusal
 
 Mode = Literal["training", "no_grad", "evaluation"]  # no_grad: in training mode, without gradients
 MODES: tuple[Mode, ...] = get_args(Mode)
 RANKS: tuple[str, ...] = tuple(field.name for field in fields(Rank))
+RANK_TEXTS = 4  # texts of a batch whose representations are measured
+LEAST_QUERIES = 16
+LEAST_SHARE = 1 / 64  # of a layer's budget; below, a pass is not looked at
 # Per statistic and head, over draws i of a query with sum s and count c over the texts of a batch.
 SUM, COUNT, SUM_SQUARE, SUM_COUNT, COUNT_SQUARE = range(5)
 # Per layer: queries looked at, queries there were, queries without a key and with one, passes seen, Σ log n.
@@ -38,8 +42,8 @@ class Tally:
         ranks = new.new_zeros(len(RANKS), 2)
         return cls(new, new.new_zeros(7), ranks, new.new_full((num_heads,), -math.inf), new.new_zeros(num_heads, 3))
 
-    def add(self, found: Statistics, *, num_there: int, rank: Rank | None) -> None:
-        """Take in one observation; nothing is brought to the CPU."""
+    def add(self, found: Statistics, *, num_there: int, x: Tensor | None, valid: Tensor | None) -> None:
+        """Take in one observation, and the ranks of its layer's input x; nothing is brought to the CPU."""
         for index, (_, numbers) in enumerate(found.numbers()):
             sums, counts = numbers.nansum(0).to(self.statistics), (~numbers.isnan()).sum(0).to(self.statistics)
             parts = (sums, counts, sums.square(), sums * counts, counts.square())
@@ -51,9 +55,12 @@ class Tally:
         looked, without, one = num_keys.numel(), (num_keys == 0).sum(), (num_keys == 1).sum()
         self.counts += torch.stack([torch.as_tensor(value).to(self.counts) for value in (
             looked, num_there, without, one, 1, log_keys, num_keys.shape[-1])])  # fmt: skip
-        if rank is not None:
+        if x is not None:
+            with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                valid = None if valid is None or valid.shape[1] != x.shape[1] else valid[:RANK_TEXTS]
+                measured = rank(x.detach()[:RANK_TEXTS], valid=valid)
             for index, name in enumerate(RANKS):
-                values = getattr(rank, name)
+                values = getattr(measured, name)
                 self.ranks[index, 0] += values.nansum().to(self.ranks)
                 self.ranks[index, 1] += (~values.isnan()).sum()
 
@@ -117,8 +124,27 @@ def _wide(device: torch.device | str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
-LEAST_QUERIES = 16
-LEAST_SHARE = 1 / 64  # of a layer's budget; below, a pass is not looked at
+@dataclass(frozen=True)
+class Scope:
+    """Choice of what a monitor looks at, and how much of it.
+
+    `layers` and `head_numbers` are those to watch, all if None; `per_head` logs every head by itself. `budget` bounds
+    the logits computed per report and mode, by looking at a sample of the queries if need be, and `blocks` the memory
+    held at once. Keys at a distance below `near` count as near. `weights` measures the heads' weights and their updates
+    at each report, and keeps a copy of them for it.
+    """
+
+    layers: Iterable[int] | None = None
+    head_numbers: Iterable[int] | None = None
+    per_head: bool = False
+    budget: float = 2**30
+    near: int = NEAR
+    blocks: Blocks | None = None
+    weights: bool = True
+
+    def __post_init__(self) -> None:
+        if self.budget < 1:
+            raise refusal("a `budget` of at least 1", self.budget)
 
 
 @dataclass
@@ -133,8 +159,19 @@ class Budget:
     spent: Counter[Hashable] = field(default_factory=Counter)
     skipped: Counter[Hashable] = field(default_factory=Counter)
 
-    def num_queries(self, layer: Hashable, *, num_queries: int, logits_per_query: float) -> int:
-        """Choose the number of queries of each text to look at; 0 to leave the pass alone."""
+    def num_queries(
+        self, layer: Hashable, shape: tuple[int, int, int, int], *, lookback: int | None, lookahead: int | None
+    ) -> int:
+        """Choose the number of queries of each text to look at; 0 to leave the pass alone.
+
+        `shape`: texts, heads, queries, keys. A query that looks back only is counted with half of the keys, and with
+        a window's at most.
+        """
+        num_texts, num_heads, num_queries, num_keys = shape
+        seen = num_keys / 2 if lookahead == 0 else num_keys
+        if lookback is not None:
+            seen = min(seen, lookback + 1 + (num_keys if lookahead is None else lookahead))
+        logits_per_query = num_texts * num_heads * max(1.0, seen)
         share = self.total / max(1, self.num_layers)
         left = share - self.spent[layer]
         if left < share * LEAST_SHARE:
@@ -143,11 +180,3 @@ class Budget:
         wanted = min(num_queries, max(LEAST_QUERIES, int(left / 2 / logits_per_query)))
         self.spent[layer] += round(wanted * logits_per_query)
         return wanted
-
-
-def keys_per_query(num_keys: int, *, lookback: int | None, lookahead: int | None) -> float:
-    """About how many keys a query sees: half of them if it looks back only, a window's at most."""
-    seen = num_keys / 2 if lookahead == 0 else num_keys
-    if lookback is not None:
-        seen = min(seen, lookback + 1 + (num_keys if lookahead is None else lookahead))
-    return max(1.0, seen)

@@ -1,21 +1,33 @@
-"""Growth of numbers from report to report: rates per step, and how many steps are left to a threshold."""
+"""Numbers that change from report to report: of each head's weights, where alarms begin long before logits show it,
+and growth, as a rate per step and as steps that are left to a threshold.
+
+Weights are measured through d_h×d_h products, without any d×d matrix. Per layer: a few products of O(d·d_h²) per head.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..attention.bounds import bounds_of, with_gain
+from ..errors import Refusal
+from ..head import Head
 from ..records import State
+from ..spectra import gram_products, moments_of, spectral_entropy, stable_rank, update_singular_values
+from ..spectra.singular import singular_values_of_grams
+from .observation import Observation
 from .report import LayerReport
 
 KEPT = 3  # reports whose numbers are remembered
 LEAST = 0.25  # of a threshold; below, growth is not yet spoken of
 SPAN = 50  # steps that the remembered reports must span: over fewer, one batch differs from the next
 FARTHEST = 2  # times that span is how far ahead a forecast may be: beyond, it is a guess
-SETTLED = 1000  # steps in which a head that learns anything has told keys apart
-LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
 GROWING = ("max_logit", "eta", "sigma_1")
+ROUNDING = 0.01  # logits of 16 bits may exceed a bound by so much of it
 
 Moment = tuple[int, dict[str, list[float]]]
 
@@ -31,17 +43,17 @@ class Trends:
 
     def promise(self, layer: LayerReport, steps: dict[int, float], limit: float) -> None:
         """Note forecasts, the first of each head, to be judged when they are due, at twice the time that was said."""
-        now = self.moments[_key(layer)][-1][0]
+        now = self.moments[layer.key][-1][0]
         for head, ahead in steps.items():
-            self.due.setdefault(f"{_key(layer)} {head}", (now + 2 * ahead, limit))
+            self.due.setdefault(f"{layer.key} {head}", (now + 2 * ahead, limit))
 
     def _judge(self, step: int, layer: LayerReport) -> None:
         for head, largest in zip(layer.heads, layer.statistics["max_logit"], strict=True):
-            due, limit = self.due.get(f"{_key(layer)} {head}", (math.inf, math.inf))
+            due, limit = self.due.get(f"{layer.key} {head}", (math.inf, math.inf))
             if largest > limit or step >= due:
                 self.num_true += largest > limit
                 self.num_wrong += not largest > limit
-                del self.due[f"{_key(layer)} {head}"]
+                del self.due[f"{layer.key} {head}"]
 
     def record(self) -> str:
         """Say how many forecasts that came due have come true, where any did come due."""
@@ -52,23 +64,28 @@ class Trends:
         for layer in layers:
             self._judge(step, layer)
             known = {**layer.statistics, **layer.weights}
-            kept = self.moments.setdefault(_key(layer), [])
+            kept = self.moments.setdefault(layer.key, [])
             if not kept or kept[-1][0] < step:
                 kept.append((step, {name: list(known[name]) for name in GROWING if name in known}))
             del kept[:-KEPT]
 
     def growth(self, layer: LayerReport, name: str) -> list[float]:
         """Per head (log now − log before) / steps between the last two reports; NaN where that is not defined."""
-        kept = [moment for moment in self.moments.get(_key(layer), []) if name in moment[1]][-2:]
+        kept = [moment for moment in self.moments.get(layer.key, []) if name in moment[1]][-2:]
         if len(kept) < 2:
             return [math.nan] * len(layer.heads)
         (before, old), (now, new) = kept
         pairs = zip(new[name], old[name], strict=True)
         return [math.log(b / a) / (now - before) if a > 0 and b > 0 else math.nan for b, a in pairs]
 
+    def with_growth(self, layer: LayerReport) -> LayerReport:
+        rates = {f"{name}_growth": tuple(self.growth(layer, name)) for name in GROWING}
+        known = {name: values for name, values in rates.items() if not all(map(math.isnan, values))}
+        return replace(layer, weights=layer.weights | known)
+
     def steps_until(self, layer: LayerReport, name: str, limit: float, *, within: int) -> dict[int, float]:
         """Heads that grew in every report remembered and will pass the limit this soon, and when."""
-        kept = [moment for moment in self.moments.get(_key(layer), []) if name in moment[1]]
+        kept = [moment for moment in self.moments.get(layer.key, []) if name in moment[1]]
         span = kept[-1][0] - kept[0][0] if kept else 0
         if len(kept) < KEPT or span < SPAN:
             return {}
@@ -102,39 +119,92 @@ class Trends:
         self.num_true, self.num_wrong = state.get("record", (0, 0))
 
 
-@dataclass
-class Awake:
-    """Heads that have ever told keys apart: at its start a model's logits are nearly equal, and nothing is wrong.
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The weights of a layer's heads at one moment, the input norm's gain folded in."""
 
-    A head is dead that did before, that has not done so for SETTLED steps, or that stands among others that do.
+    query: Float[Tensor, "heads d_head d_model"]
+    key: Float[Tensor, "heads d_head d_model"]
+    heads: tuple[Head, ...]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, heads: Sequence[Head]) -> "Weights | None":
+        """None for projections that are products themselves, whose weight is not one matrix."""
+        if not heads or any(side.low_rank is not None for head in heads for side in (head.query, head.key)):
+            return None
+        query, key = (torch.stack([getattr(head, side).weight.detach() for head in heads]) for side in ("query", "key"))
+        return cls(with_gain(query, heads[0].query), with_gain(key, heads[0].key), tuple(heads))
+
+    @torch.no_grad()
+    def numbers(self, before: "Weights | None") -> dict[str, Float[Tensor, " heads"]]:
+        """η, σ₁(W), the bound on logits, symmetry tr W²/‖W‖²; and of ΔW its size, stable rank and spectral entropy."""
+        products = gram_products(self.query, self.key)
+        sigma = singular_values_of_grams(products.query, products.key)
+        numbers = {
+            "eta": moments_of(products, d_model=self.query.shape[-1]).eta,
+            "sigma_1": sigma[:, 0],
+            "logit_bound": bounds_of(self.heads, products, sigma[:, 0], self.query.shape[-1]),
+            "symmetry": products.trace_of_square / products.frobenius_squared,
+        }
+        if before is not None:
+            update = update_singular_values(self.query, self.key, before.query, before.key)
+            size = torch.linalg.vector_norm(update, dim=-1) / torch.linalg.vector_norm(sigma, dim=-1)
+            numbers |= {
+                "update_ratio": size,
+                "update_stable_rank": stable_rank(update).where(size > 0, torch.nan),
+                "update_entropy": spectral_entropy(update).where(size > 0, torch.nan),
+            }
+        return numbers
+
+
+class WeightsOfHeads:
+    """Measures the weights of the layers that an observation holds, and keeps a copy of them until the next report."""
+
+    def __init__(self, seen: Observation) -> None:
+        self.seen = seen
+        self.before: dict[int, Weights] = {}
+
+    def measured(self, layer: LayerReport, evaluation: Sequence[LayerReport]) -> LayerReport:
+        """Add the numbers of a layer's weights to its report, where its heads are known."""
+        if (index := self.seen.own_index(layer.block, layer.layer)) is None:
+            return layer
+        site = self.seen.sites[index]
+        heads = self.seen.found.heads(site)
+        self.seen.shown |= {"QKNorm"} if any(head.query.norm is not None for head in heads) else set()
+        now = Weights.of([head for head in heads if head.index in layer.heads])
+        if now is None or len(now.query) != len(layer.heads):
+            return layer
+        before, self.before[index] = self.before.get(index), replace(now, heads=())
+        try:
+            numbers = {name: tuple(values.tolist()) for name, values in now.numbers(before).items()}
+        except Refusal as reason:  # so large that their moments overflow: that is for the alarms to tell
+            self.seen.refused.add(f"{layer.block} layer {layer.layer}: {reason}")
+            return layer
+        others = [one for one in evaluation if one.key == layer.key]
+        bounds, note = standing_bounds(numbers["logit_bound"], (layer, *others), self.seen.found.difference(site))
+        self.seen.refused.update(note)
+        return replace(layer, weights=numbers | {"logit_bound": bounds})
+
+
+def standing_bounds(
+    bounds: Sequence[float], measured: Sequence[LayerReport], differs: str | None
+) -> tuple[tuple[float, ...], list[str]]:
+    """Bounds on logits without those that nothing stands behind, NaN in their place; and a note why.
+
+    A bound is of the heads as they were read, with the weights as they are now. It is withdrawn where the heads differ
+    from the calls, and where a larger logit was measured.
     """
-
-    first: int | None = None
-    ever: dict[str, list[int]] = field(default_factory=dict)
-    others: float = math.nan  # the median head's normalised entropy
-
-    def add(self, step: int, layers: Sequence[LayerReport], limit: float | None) -> None:
-        self.first = step if self.first is None else self.first
-        known = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
-        self.others = median(known) if known else math.nan
-        if limit is None:
-            return
-        for layer in layers:
-            heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
-            told = {head for head, value in heads if value <= limit}
-            self.ever[_key(layer)] = sorted(told | {*self.ever.get(_key(layer), ())})
-
-    def may_begin(self, layer: LayerReport, head: int | None, step: int) -> bool:
-        """Tell whether this head may simply not have learned anything yet."""
-        settled = self.first is not None and step - self.first >= SETTLED
-        return not (settled or self.others < LEARNED or head in self.ever.get(_key(layer), ()))
-
-    def state_dict(self) -> State:
-        return {"first": self.first, "ever": self.ever}
-
-    def load_state_dict(self, state: State) -> None:
-        self.first, self.ever = state["first"], {key: list(heads) for key, heads in state["ever"].items()}
-
-
-def _key(layer: LayerReport) -> str:
-    return f"{layer.block} {layer.layer}"
+    layer = measured[0]
+    place = f"{layer.block} layer {layer.layer}"
+    if differs is not None:
+        words = f"{place}: its heads, as they are read, are not those of its calls ({differs})"
+        return tuple(math.nan for _ in bounds), [f"{words}; its bounds on logits are withdrawn"]
+    largest = [max(values) for values in zip(*(one.statistics["max_logit"] for one in measured), strict=True)]
+    broken = [n for n, bound in enumerate(bounds) if largest[n] > bound * (1 + ROUNDING)]
+    if not broken:
+        return tuple(bounds), []
+    first = broken[0]
+    words = f"{place}: a logit of {largest[first]:.4g} in head {layer.heads[first]}, where its weights now bound it by"
+    kept = tuple(math.nan if n in broken else bound for n, bound in enumerate(bounds))
+    return kept, [f"{words} {bounds[first]:.4g}; the bounds of {len(broken)} heads are withdrawn"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from locater.errors import refusal
-from locater.monitor import AttentionMonitor, Report
+from locater.monitor import AttentionMonitor, Report, Scope
 from locater.monitor.report import SERIOUS
 from locater.records import Json
 from locater.stabilisers import QKClip, Stabiliser
@@ -101,9 +101,7 @@ class Watch:
         if loop.watch_every:
             if not isinstance(trainer.module, LanguageModel):
                 raise refusal("a language model to watch", "a random walk", "leave out watch_every")
-            self.monitor = AttentionMonitor(
-                trainer.module, every=loop.watch_every, budget=2**40, stabilisers=[trainer.stabiliser]
-            )
+            self.monitor = AttentionMonitor(trainer.module, every=loop.watch_every, scope=Scope(budget=2**40))
             self.monitor.detach()  # until the run begins
 
     def begin(self) -> None:
@@ -180,9 +178,6 @@ class Watch:
     def _attach(self) -> None:
         module: nn.Module = self.trainer.module
         self.clip = QKClip(module, threshold=self.actions[ATTACH_QK_CLIP] or 50.0)
-        if self.monitor is not None:
-            self.monitor.stabilisers.append(self.clip)
-            self.monitor.num_given += 1  # stepped here, not by the monitor
 
     def state(self) -> Json:
         """State that a resumed run must know; empty where nothing is watched."""
