@@ -122,6 +122,8 @@ def differences(evidence: Evidence, layers: list, *, is_complete: bool) -> Itera
         query, key = (evidence.module_names.get(name, name) for name in (layer.query_name, layer.key_name))
         owner = max((name for name in calls if f"{query}.".startswith(f"{name}.")), key=len, default=None)
         turn, turns[query, layer.block] = turns[query, layer.block], turns[query, layer.block] + 1
+        if layer.block == "cross" and query in evidence.modules and not evidence.seen.inputs[query]:
+            continue  # built, and not run: the sample has nothing for it to look at
         if owner is None or turn >= len(calls[owner]):
             yield f"{place}: the model has no attention there"
             continue
@@ -154,8 +156,15 @@ def norm_is_right(norm: Any, x: torch.Tensor, evidence: Evidence) -> bool:
     if norm is None:
         outputs = (y for name in norms for y in evidence.seen.outputs[name] if y is not None)
         return not any(y.shape == x.shape and torch.equal(y, x) for y in outputs)
-    inputs = (y for name in norms for y in evidence.seen.inputs[name] if y is not None and y.shape == x.shape)
+    inputs = (y for name in norms for y in whole_and_joined(evidence.seen.inputs[name]) if y.shape == x.shape)
     return any((norm(y) - x).abs().max() <= 1e-5 * (1 + x.abs().max()) for y in inputs)
+
+
+def whole_and_joined(parts: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Each input, and all of them along the tokens: a feed-forward may be computed in chunks."""
+    there = [y for y in parts if y is not None]
+    fits = len(there) > 1 and all(y.dim() == 3 and y.shape[::2] == there[0].shape[::2] for y in there)
+    return [*there, torch.cat(there, 1)] if fits else there
 
 
 # ------------------------------------------------------------------------------------------------------------ entries

@@ -88,6 +88,30 @@ def test_a_proven_row_gives_the_attention_of_a_model_of_other_sizes(case, tmp_pa
             torch.testing.assert_close(head.attention(x, x), theirs[:, head.index], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rembert", "RemBertConfig", "RemBertModel", SIZES),
+        Case("layoutlm", "LayoutLMConfig", "LayoutLMModel", SIZES),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_norm_that_runs_in_chunks_is_found(case, tmp_path):
+    """The output of the layer before is put together from chunks of tokens: no call of its norm has that shape."""
+    model, found = case.build(), []
+    for chunk in (0, 1, 3):
+        model.config.chunk_size_feed_forward = chunk
+        case.save(model, tmp_path / str(chunk))
+        with checkpoints.open(tmp_path / str(chunk)) as checkpoint:
+            opened = open_model(Config(checkpoint.config), checkpoint)
+            found.append([head.folded().query.weight for layer in opened.layers() for head in layer.heads])
+        assert opened.coverage.is_complete
+    raw = [layer.query.weight for layer in model.modules() if hasattr(layer, "query")]
+    assert not torch.allclose(torch.cat(found[0])[-8:], raw[-1][-8:])  # a norm is folded in
+    for other in found[1:]:
+        torch.testing.assert_close(torch.cat(other), torch.cat(found[0]))
+
+
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_vl_text", "altclip_vision_model", "qwen2_vl", "llava"])
 def test_types_of_this_year_are_proven(model_type):
     proof = prove(model_type)

@@ -12,7 +12,7 @@ from ..biases import misplaced_bias
 from ..places import Places
 from ..reader import build_layer
 from ..schema import Attention, Config
-from .evidence import Evidence, Stack, admitted, made_by, same
+from .evidence import Evidence, Stack, admitted, made_by, normed_rows, same
 from .observe import Call
 
 TOLERANCE = 1e-5
@@ -119,6 +119,5 @@ def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | Non
         return None if name is None else f"none in the row, `{name}` in the model"
     if name is None:
         return "one in the row, none in the model"
-    given = evidence.seen.inputs[name]
-    made = (y is not None and y.shape == x.shape and same(norm(y), x, 1e-5) for y in given)
-    return None if any(made) else f"another than `{name}`"
+    rows = normed_rows(evidence, name, x)
+    return None if rows and same(norm(rows[1]), rows[0], 1e-5) else f"another than `{name}`"

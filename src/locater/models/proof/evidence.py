@@ -172,10 +172,26 @@ def is_norm(name: str, module: nn.Module) -> bool:
 
 
 def made_by(evidence: Evidence, x: Tensor) -> str | None:
-    """The norm with this output."""
-    for name, outputs in evidence.seen.outputs.items():
-        if is_norm(name, evidence.modules[name]) and any(
-            y is not None and y.shape == x.shape and torch.equal(y, x) for y in outputs
-        ):
+    """The norm whose output this is, as a whole or put together from its calls: in chunks, in windows, reshaped."""
+    outputs = {name: made for name, made in evidence.seen.outputs.items() if is_norm(name, evidence.modules[name])}
+    for name, made in outputs.items():
+        if any(y is not None and y.shape == x.shape and torch.equal(y, x) for y in made):
             return name
-    return None
+    return next((name for name in outputs if normed_rows(evidence, name, x)), None)
+
+
+def normed_rows(evidence: Evidence, name: str, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The rows of x that are not zero, and what the norm was given for each; None unless it made all of them."""
+    calls = zip(evidence.seen.inputs[name], evidence.seen.outputs[name], strict=False)
+    calls = [(given, made) for given, made in calls if given is not None and made is not None]
+    pairs = [(given.flatten(0, -2), made.flatten(0, -2)) for given, made in calls if given.shape == made.shape]
+    pairs = [(given, made) for given, made in pairs if made.shape[-1] == x.shape[-1]]
+    wanted = x.flatten(0, -2)
+    wanted = wanted[wanted.any(-1)]  # what pads a window
+    if not pairs or not len(wanted):
+        return None
+    given, made = (torch.cat(side) for side in zip(*pairs, strict=True))
+    places = {row.numpy().tobytes(): number for number, row in enumerate(made)}
+    found = [places.get(row.numpy().tobytes()) for row in wanted]
+    numbers = [number for number in found if number is not None]
+    return (wanted, given[numbers]) if len(numbers) == len(found) else None
