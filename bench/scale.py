@@ -68,12 +68,12 @@ def measure(name: str) -> dict[str, float]:
     """One layer scanned; the whole model by multiplication."""
     checkpoint, cost = Imagined(MODELS[name]), {}
     model = open_model(Config(checkpoint.config), checkpoint)
-    number = model.places[0].layers[-1]
+    number = model.stacks[0][-1].number
     with clock(cost, "making_numbers"):
         layer = next(iter(model.layers(frozenset({number}))))
     with clock(cost, "scan_layer_seconds"):
         rows = analyse(layer.heads, Settings(1024, None, False, False)).rows
-    num_layers, num_heads = len(model.places[0].layers), len(rows)
+    num_layers, num_heads = len(model.stacks[0]), len(rows)
     head = layer.heads[0]
     product = 2 * head.d_head**2 * head.d_model
     return cost | {

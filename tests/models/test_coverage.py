@@ -309,6 +309,6 @@ def test_the_number_of_heads_is_found_at_any_depth():
     held = Held(dict(layer.state_dict()))
     config = {"model": {"class_path": "my.Model", "init_args": {"nhead": 4, "d_model": 16}}, "trainer": {"devices": 1}}
     opened = open_model(Config(config), held)
-    assert opened.places[0].shape(0).num_heads == 4
+    assert opened.stacks[0][0].shape.num_heads == 4
     with pytest.raises(Refusal, match="one value of `nhead`"):
-        open_model(Config(config | {"other": {"init_args": {"nhead": 2}}}), held).places[0].shape(0)
+        _ = open_model(Config(config | {"other": {"init_args": {"nhead": 2}}}), held).stacks[0][0].shape

@@ -60,7 +60,7 @@ def acting(family: str) -> list[str]:
     """What takes part in the logits: by its name, or because a row reads it."""
     _, model, state = built(family)
     opened = open_model(Config(model.config.to_dict()), Held(state))
-    return sorted(name for name in state if ACTS.search(name) or name in Surroundings.of(opened.places).read)
+    return sorted(name for name in state if ACTS.search(name) or name in Surroundings.of(opened.modules()).read)
 
 
 def edit(state: dict, acting: list[str], choose: random.Random) -> tuple[dict, str, bool]:

@@ -8,9 +8,9 @@ import torch
 
 from family_cases import CASES
 from locater import checkpoints
-from locater.models import Config, Places, find_family
-from locater.models.biases import expected_biases, misplaced_bias
-from locater.models.module import modules_of
+from locater.models import Config, find_family, read_heads
+from locater.models.module import find_stack
+from locater.models.neighbours import expected_biases, misplaced_bias
 
 AS_STORED = ("timm", "mpt")  # families whose configs do not say which biases there are
 ATTRIBUTES = {
@@ -24,18 +24,18 @@ ATTRIBUTES = {
 def all_layers(tensors, config):
     config = Config(config)
     family = find_family(config, tensors.names)
-    found = [places for row in family.attention if (places := Places.find(row, config, tensors))]
-    missing = [f"{len(at.layers)} of {at.num_layers} layers" for at in found if len(at.layers) < at.num_layers]
+    found = [stack for row in family.attention if (stack := find_stack(row, config, tensors))]
+    missing = [f"{len(at)} of {at[0].num_layers} layers" for at in found if len(at) < at[0].num_layers]
     missing += [partial] if (partial := family.partial and family.partial(config)) else []
     missing += [misplaced for at in found if family.model_types and (misplaced := misplaced_bias(at))]
-    for places in found if family.model_types and family.name not in AS_STORED else ():
-        unsaid = [module for module, has_bias in expected_biases(places, 0) if has_bias is None]
+    for stack in found if family.model_types and family.name not in AS_STORED else ():
+        unsaid = [module for module, has_bias in expected_biases(stack[0]) if has_bias is None]
         assert not unsaid, f"{family.name} does not say whether there is a bias: {unsaid}"
     named = config.get("model_type") not in family.model_types
     whole = f"by its tensor names, as {family.name}, not run" if named else "COMPLETE"
     yield f"PARTIAL: {', '.join(missing)}" if missing else whole
-    for places in found:
-        yield from (module.build() for module in modules_of(places, places.layers))
+    for stack in found:
+        yield from map(read_heads, stack)
 
 
 def own_attention(model, case):

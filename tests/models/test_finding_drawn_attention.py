@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drawn_attention import drawn
+from locater.models import read_heads
 from locater.models.live import sites
 
 
@@ -36,13 +37,13 @@ def check(seed):
     found = sites(model, sample=tokens)
     model(tokens)
     if not is_known(draw):
-        assert all("mixer: expected " in site.build().refused[0] for site in found), str(draw)
+        assert all("mixer: expected " in read_heads(site).refused[0] for site in found), str(draw)
         return "refused"
-    assert apart(model, [site.build() for site in found]) < 2e-5, str(draw)
+    assert apart(model, [read_heads(site) for site in found]) < 2e-5, str(draw)
     for parameter in model.parameters():  # a step of training: heads are views of the parameters that really act
         parameter.add_(0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num(1.0).clamp(min=0.1))
     model(tokens)
-    assert apart(model, [site.build() for site in found]) < 5e-5, f"after a step: {draw}"
+    assert apart(model, [read_heads(site) for site in found]) < 5e-5, f"after a step: {draw}"
     return "found"
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.llama import modeling_llama
 
 from locater.errors import Refusal, Unforeseen
+from locater.models import read_heads
 from locater.models.live import open_live
 from locater.models.proof.evidence import Evidence
 from locater.models.proof.observe import observe
@@ -221,7 +222,7 @@ def fault(model, inputs, sample) -> str | None:
     """In words, what is wrong with heads of a model that is not called PARTIAL; None where all is right or said."""
     try:
         opened = open_live(model, sample=sample)
-        coverage, layers = str(opened.coverage()), [site.build() for site in opened.sites]
+        coverage, layers = str(opened.coverage()), list(map(read_heads, opened.sites))
     except Refusal as reason:
         return str(reason) if isinstance(reason, Unforeseen) else None
     not_run = sample is not None and not coverage.startswith("COMPLETE")

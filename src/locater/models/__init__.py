@@ -3,28 +3,28 @@
 from .embeddings import embedding_scale
 from .layout import read_layout
 from .model import Model, open_model, spans, wanted_layers
-from .places import Places, Tensors
-from .reader import Layer, build_layer
+from .module import AttentionModule
+from .reader import read_heads
 from .registry import find_family
 from .schema import Attention, Config, Family, NormAt
 from .slices import HeadRows, Slice, Slices, slices
+from .tensors import Tensors
 
 __all__ = [
     "Attention",
+    "AttentionModule",
     "Config",
     "Family",
     "HeadRows",
-    "Layer",
     "Model",
     "NormAt",
-    "Places",
     "Slice",
     "Slices",
     "Tensors",
-    "build_layer",
     "embedding_scale",
     "find_family",
     "open_model",
+    "read_heads",
     "read_layout",
     "slices",
     "spans",

@@ -5,15 +5,26 @@ module acts. Otherwise it says what differs or is left out (PARTIAL), or by what
 being run (`by the table, not run`).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import contextlib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
-from .biases import lost_norm, misplaced_bias
-from .code import foreign_code
-from .neighbours import Surroundings, missing_layers, uneven_layers, unknown_neighbours, unread_queries
-from .places import Places
-from .schema import Config, Family, ask
-from .settings import unread_settings
+from ..errors import Refusal
+from .module import AttentionModule, Stack
+from .neighbours import (
+    Surroundings,
+    lost_norm,
+    misplaced_bias,
+    missing_layers,
+    uneven_layers,
+    unknown_neighbours,
+    unread_queries,
+)
+from .rope import rotary_of
+from .schema import Attention, Config, Family, NormAt, RotaryAt, ask, resolve
 
 BY_TABLE, BY_LAYOUT = "by the table, not run", "by the layout, not run"
 
@@ -49,30 +60,27 @@ class Coverage:
         return replace(self, reasons=(*self.reasons, *reasons))
 
 
-def coverage_of(
-    family: Family, config: Config, places: tuple[Places, ...], *, proven: Config | None = None
-) -> Coverage:
+def coverage_of(family: Family, config: Config, stacks: tuple[Stack, ...], *, proven: Config | None = None) -> Coverage:
     """Compute coverage of tensors and settings by a family's rows: what is stored against what the rows read.
 
     `proven`: the config with all defaults of a twin that has all settings, so that none of them can be unread.
     """
     partial = ask(family.partial, proven or config) if family.partial else None
-    reasons = [reason for at in places for reason in _missing(at)] + ([partial] if partial else [])
-    reasons += [reason for at in places if (reason := uneven_layers(at))]
+    reasons = [reason for stack in stacks for reason in _missing(stack)] + ([partial] if partial else [])
     checks = (misplaced_bias, lost_norm) if family.model_types else ()  # rows of known code say which biases there are
-    reasons += [reason for at in places for check in checks if (reason := check(at))]
-    reasons += () if partial else _beside(places)
-    if unread := [] if proven else unread_settings(family, config, places):
+    reasons += [reason for stack in stacks for check in (uneven_layers, *checks) if (reason := check(stack))]
+    reasons += () if partial else _beside(stacks)
+    if unread := [] if proven else unread_settings(family, config, stacks):
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         reasons.append(f"not read in the config: `{unread[0][:120]}`{more}")
     reasons += foreign_code(config, family)
-    num_read, num_all = sum(len(at.layers) for at in places), sum(at.num_layers for at in places)
+    num_read, num_all = sum(map(len, stacks)), sum(stack[0].num_layers for stack in stacks)
     return Coverage(num_read, num_all, reasons=tuple(reasons))
 
 
-def _beside(places: tuple[Places, ...]) -> Iterator[str]:
+def _beside(stacks: tuple[Stack, ...]) -> Iterator[str]:
     """Tensors that no row reads."""
-    around, tensors = Surroundings.of(places), places[0].tensors
+    around, tensors = Surroundings.of(module for stack in stacks for module in stack), stacks[0][0].tensors
     if unknown := unknown_neighbours(around, tensors):
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         yield f"not in the heads: `{unknown[0][:120]}`{more}"
@@ -80,14 +88,14 @@ def _beside(places: tuple[Places, ...]) -> Iterator[str]:
         yield f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`"
 
 
-def _missing(places: Places) -> Iterator[str]:
-    without, absent, beyond = missing_layers(places)
+def _missing(stack: Stack) -> Iterator[str]:
+    without, absent, beyond = missing_layers(stack)
     if without:
-        yield f"no queries and keys in {places.row.block} layers {spans(without)}"
+        yield f"no queries and keys in {stack[0].block} layers {spans(without)}"
     if absent:
-        yield f"{places.row.block} layers {spans(absent)} are not in the file"
+        yield f"{stack[0].block} layers {spans(absent)} are not in the file"
     if beyond:
-        yield f"{places.row.block} layers {spans(beyond)} of the file are not in the config"
+        yield f"{stack[0].block} layers {spans(beyond)} of the file are not in the config"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -103,3 +111,146 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+# ----------------------------------------------------------- settings that no cell of a row asks for, telling by name
+# Words that mean a term of the logits, or what stands before them.
+TELLING = re.compile(
+    r"rope|rotary|alibi|soft_?cap|(^|_)qk_|qkv|attn|attention|window|sliding|temperature|relative|sink|clip_|theta"
+    r"|logit_scale|scale_logits|query_pre|key_scale|causal|position_embedding_type|norm_type|norm_first"
+)
+# Names with such words that say nothing of a logit, or repeat what tensors show.
+HARMLESS = re.compile(
+    r"drop|implementation|init|_gain$|num_.*heads|n_head|head_dim|max_position|max_relative|bias$|output_attentions|return_"
+    r"|cross_attention|checkpoint|kernel|flash|_cache|loss|mask_token|attention_types?$|final_logit|^logit_scale$"
+    r"|_in_fp32$|contrastive|attention_out_multiplier|num_buckets|parallel_attn|attn_layer_(offset|period)|window_pattern$"
+    r"|max_window_layers|every_n_layers|no_rope_layer_interval"
+)
+
+READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
+
+
+class _Asked(dict[str, Any]):
+    """A table that knows which of its entries were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str], path: str = "") -> None:
+        super().__init__(values)
+        self.asked, self.path = asked, path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(f"{self.path}{key}")
+        value = super().get(key, default)
+        return _Asked(value, self.asked, f"{self.path}{key}.") if isinstance(value, Mapping) else value
+
+
+def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
+    """The telling entries of a config, nested ones by their path, that no row asks for."""
+    asked: set[str] = set()
+    listening = Config(_Asked(config.values, asked))
+    if family.partial is not None:
+        ask(family.partial, listening)
+    for module in (module for stack in stacks for module in stack):
+        _ask_all(replace(module, config=listening.within(module.row.config)))
+    if any(stack[0].row.rotary is not None for stack in stacks):  # read where a layer turns at all
+        asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
+    return sorted(path for path in telling(config.values) if not _was_asked(path, asked))
+
+
+def _was_asked(path: str, asked: set[str]) -> bool:
+    """Tell whether an entry, or a table that is taken whole, was asked for."""
+    parts = path.split(".")
+    return any(".".join(parts[: number + 1]) in asked for number in range(len(parts)))
+
+
+def telling(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield entries, nested ones by their path, that by their names may change a logit."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from telling(value, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
+        elif isinstance(key, str) and TELLING.search(key) and not HARMLESS.search(key) and not _is_nothing(value):
+            yield f"{path}{key}"
+
+
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, list | tuple) or value in (None, False, 0, "", "none", "default", "absolute")
+
+
+def _ask_all(module: AttentionModule) -> None:
+    """Every cell of a row; what refuses does so again when it is read."""
+    for column in fields(Attention):
+        _ask(module, getattr(module.row, column.name), column.name)
+    with contextlib.suppress(Refusal):
+        rotary_of(module.row.rotary, module.config, layer=module.number, d_head=module.shape.d_head)
+
+
+def _ask(module: AttentionModule, cell: Any, name: str) -> None:
+    try:
+        if name == "alibi":
+            cell = None if cell is None else ask(cell, module.config, 0)
+        elif callable(cell):
+            cell = ask(cell, module.config, module.number)
+        elif isinstance(cell, str) and name in CELLS:
+            cell = resolve(cell, module.config, module.number)
+    except Refusal:
+        return
+    if is_dataclass(cell) and not isinstance(cell, type):
+        for column in fields(cell):
+            _ask(module, getattr(cell, column.name), column.name)
+
+
+def _cells(*kinds: type) -> frozenset[str]:
+    """The columns whose words name entries of the config."""
+    return frozenset(column.name for kind in kinds for column in fields(kind) if "Cell" in str(column.type))
+
+
+CELLS = _cells(Attention, NormAt, RotaryAt) | {"max_distance", "num_buckets", "rank", "rows", "per_head"}
+
+
+# ------------------------------------------------------ a model's own code, which is not what the tables were held to
+# How names of transformers' classes end behind the model's own.
+TASKS = re.compile(
+    r"(encoder|decoder|text|vision)?(model|modelwithprojection|preformodel|lmheadmodel|withlmheadmodel|lmmodel|mtmodel"
+    r"|doubleheadsmodel|encodermodel|for(causallm|maskedlm|pretraining|sequenceclassification|tokenclassification"
+    r"|questionanswering|multiplechoice|nextsentenceprediction|conditionalgeneration|imageclassification|ctc"
+    r"|audioclassification|imageclassificationwithteacher|maskedimagemodeling|textencoding))"
+)
+PARTS = re.compile(r"_(text|vision)?(_model)?$")
+SHORT = {"refinedweb": "rw", "refinedwebmodel": "rw", "openaigpt": "openaigpt"}
+
+
+def foreign_code(config: Config, family: Family) -> Iterator[str]:
+    """In words: a model's own code (`auto_map`), and classes that are not of its declared type."""
+    auto_map = config.get("auto_map")
+    if isinstance(auto_map, Mapping) and auto_map:
+        named = sorted(str(value) for key, value in auto_map.items() if "AutoConfig" not in str(key))
+        yield f"its own code was not looked at (auto_map: {', '.join(named or ['a config'])[:120]})"
+        return
+    model_type, named = config.get("model_type"), config.get("architectures")
+    for name in named if isinstance(named, list) and isinstance(model_type, str) else ():
+        if isinstance(name, str) and not _is_of_type(name, model_type) and not _is_in_transformers(name, family):
+            yield f"the class {name[:80]} is not known for the type {model_type[:80]}, and was not looked at"
+
+
+def _is_of_type(name: str, model_type: str) -> bool:
+    """By its name alone: the type, without _text and the like, then a task.
+
+    >>> _is_of_type("Gemma3ForCausalLM", "gemma3_text"), _is_of_type("LlamaEncoderModelOfMine", "llama")
+    (True, False)
+    """
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for kind in (model_type, PARTS.sub("", model_type)):
+        start = re.sub(r"[^a-z0-9]", "", kind.lower())
+        start = SHORT.get(start, start)
+        if plain.startswith(start) and TASKS.fullmatch(plain[len(start) :]):
+            return True
+    return False
+
+
+def _is_in_transformers(name: str, family: Family) -> bool:
+    """Tell whether an installed transformers has the class, for a type that the family's rows are for."""
+    if not name.isidentifier() or importlib.util.find_spec("transformers") is None:
+        return False
+    import transformers
+
+    kind = getattr(getattr(transformers, name, None), "config_class", None)
+    return getattr(kind, "model_type", None) in family.model_types

@@ -3,61 +3,78 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..errors import missing, refusal
+from ..errors import Refusal, missing, refusal
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
-from .module import AttentionModule, modules_of
+from .module import AttentionModule, Stack, find_stack
 from .neighbours import Surroundings, outer_modules
-from .places import Places, Tensors, unstacked
-from .proof.cache import known_or_proven
-from .reader import Layer
+from .reader import read_heads
+from .registry import find_family
 from .schema import Config, Family, resolve
+from .tensors import Once, Tensors, unstacked
 
 
 @dataclass(frozen=True)
 class Model:
-    """A family's rows applied to a config and tensors."""
+    """A family's rows applied to a config and tensors: a stack of attention modules for each row that is stored."""
 
     family: str
-    places: tuple[Places, ...]
+    stacks: tuple[Stack, ...]
     coverage: Coverage
 
-    def layers(self, wanted: Iterable[int] | None = None) -> Iterator[Layer]:
-        """Every attention module of the wanted layers, read one at a time."""
-        return (module.build() for module in self.modules(None if wanted is None else frozenset(wanted)))
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model, stored here or not."""
+        return max(stack[0].num_layers for stack in self.stacks)
+
+    def layers(self, wanted: Iterable[int] | None = None) -> Iterator[AttentionModule]:
+        """Every attention module of the wanted layers with its heads, read one at a time."""
+        return map(read_heads, self.modules(None if wanted is None else frozenset(wanted)))
 
     def modules(self, wanted: Collection[int] | None = None) -> tuple[AttentionModule, ...]:
         """The attention modules of the wanted layers, by default of all; no weight is read yet."""
-        chosen = ((places, [n for n in places.layers if wanted is None or n in wanted]) for places in self.places)
-        return tuple(module for places, numbers in chosen for module in modules_of(places, numbers))
+        return tuple(one for stack in self.stacks for one in stack if wanted is None or one.number in wanted)
 
 
 def open_model(config: Config, tensors: Tensors, *, family: Family | None = None) -> Model:
     """Find the family by table or proof, or take the one given, and look for its tensors; nothing is read yet."""
     proof, tensors, given, is_described = None, unstacked(tensors), config, family is not None
     if family is None:
-        family, config, proof = known_or_proven(config, tensors.names)
-    places = tuple(one for row in family.attention if (one := Places.find(row, config, tensors)))
-    if not places:
+        try:
+            family = find_family(config, tensors.names)
+        except Refusal as unknown:
+            from .proof.cache import proven  # few models need it
+
+            family, config, proof = proven(config, tensors.names, unknown)
+    stacks = tuple(stack for row in family.attention if (stack := find_stack(row, config, tensors)))
+    if not stacks:
         first = family.attention[0].query
         raise missing(f"tensors of the family {family.name}, such as `{first}`", "describe them with --layout")
-    _check_torn(family, config, places)
-    coverage = coverage_of(family, given, places, proven=None if proof is None else config)
+    _check_torn(family, config, stacks)
+    coverage = coverage_of(family, given, stacks, proven=None if proof is None else config)
     if is_described:
         coverage = replace(coverage, basis=BY_LAYOUT)
     elif proof is not None:
-        absent = len(family.attention) - len(places)
+        absent = len(family.attention) - len(stacks)
         further = (f"{absent} of its stacks not in this file",) if absent else ()
         coverage = replace(coverage, remarks=(*further, proof))
     elif config.get("model_type") not in family.model_types:
         named = f"by its tensor names, as {family.name}, not run"
         coverage = replace(coverage, basis=named)
-    return Model(family.name, places, coverage)
+    return Model(family.name, tuple(map(_sharing, stacks)), coverage)
 
 
-def _check_torn(family: Family, config: Config, places: tuple[Places, ...]) -> None:
+def _sharing(stack: Stack) -> Stack:
+    """Layers that have tensors in common (ALBERT) read them once, if read in turn."""
+    if len({module.query_name for module in stack}) == len(stack):
+        return stack
+    held = Once(stack[0].tensors)
+    return tuple(replace(module, tensors=held) for module in stack)
+
+
+def _check_torn(family: Family, config: Config, stacks: tuple[Stack, ...]) -> None:
     """A stack without queries may be missing as a whole; where its keys or values are stored, the file was torn."""
-    around, names = Surroundings.of(places), places[0].tensors.names
-    found = [one.row for one in places]
+    around, names = Surroundings.of(one for stack in stacks for one in stack), stacks[0][0].tensors.names
+    found = [stack[0].row for stack in stacks]
     for row in family.attention:
         if row in found or row.names is not None or not resolve(row.only, config.within(row.config)):
             continue

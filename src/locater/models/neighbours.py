@@ -1,17 +1,20 @@
 """Tensors beside the projections that no row reads: they may take part in the logits, so a scan says that they exist.
 
 Sinks, scales of a quantiser, further norms, gates, relative tables: whatever lies in an attention module, in one of its
-norms or, by its name, elsewhere in a layer, and is neither read by a row nor known to act behind the softmax.
+norms or, by its name, elsewhere in a layer, and is neither read by a row nor known to act behind the softmax. And
+biases and norms that a row expects: what is lost in all layers looks as if it never was, so the row must say it.
 """
 
+import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import missing
-from .places import Places, Tensors
-from .schema import NormAt, ask, resolve
+from .module import AttentionModule, Stack
+from .schema import NormAt, NormCell, ask, resolve
+from .tensors import Tensors
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
 BEHIND = re.compile(
@@ -43,11 +46,10 @@ class Surroundings:
     layers: set[str]
 
     @classmethod
-    def of(cls, found: Sequence[Places]) -> "Surroundings":
+    def of(cls, found: Iterable[AttentionModule]) -> "Surroundings":
         around = cls(set(), set(), set())
-        for places in found:
-            for layer in places.layers:
-                _add(around, places, layer)
+        for module in found:
+            _add(around, module)
         return around
 
     def may_act(self, name: str, num_dimensions: int) -> bool:
@@ -76,45 +78,95 @@ def _is_inside(name: str, around: Surroundings) -> bool:
     return any(outer in around.modules for outer in outer_modules(name))
 
 
-def uneven_layers(places: Places) -> str | None:
+def uneven_layers(stack: Stack) -> str | None:
     """A bias that some layers have and others lack, in projections or norms, or a norm of another size: it was lost."""
     found: dict[str, dict[object, list[str]]] = {}
-    for layer in places.layers:
-        for column in NAMED:
-            for pattern in _patterns(places, layer, (column,)):
-                for module in _names(places, pattern, layer):
-                    if weight := places.stored(module):
-                        bias = places.stored(module, "bias")
-                        found.setdefault(f"{column} {pattern}", {}).setdefault(bias is None, []).append(bias or module)
-                        if column in ("query_norm", "key_norm"):
-                            shape = places.tensors.shape(weight)
-                            alike = f"{column} shape of {places.shape(layer)}"
-                            found.setdefault(alike, {}).setdefault(shape, []).append(weight)
+    for module, column in itertools.product(stack, NAMED):
+        for pattern in _patterns(module, (column,)):
+            for name, weight in ((name, weight) for name in _names(module, pattern) if (weight := module.stored(name))):
+                bias = module.stored(name, "bias")
+                found.setdefault(f"{column} {pattern}", {}).setdefault(bias is None, []).append(bias or name)
+                if column in ("query_norm", "key_norm"):
+                    alike = f"{column} shape of {module.shape}"
+                    found.setdefault(alike, {}).setdefault(module.tensors.shape(weight), []).append(weight)
     uneven = (list(kinds.values()) for kinds in found.values() if len(kinds) > 1)
     return next((f"`{one[0][:120]}` has no like in `{other[0][:120]}`" for one, other, *_ in uneven), None)
 
 
-def missing_layers(places: Places) -> tuple[list[int], list[int], list[int]]:
+def missing_layers(stack: Stack) -> tuple[list[int], list[int], list[int]]:
     """Layers without attention, layers that are not in the file at all, and layers beyond those of the config."""
-    names = places.tensors.names
-    held = {outer for name in names for outer in outer_modules(name)}
+    some, row = stack[0], stack[0].row
+    held = {outer for name in some.tensors.names for outer in outer_modules(name)}
     without, absent = [], []
-    for layer in sorted(set(range(places.num_layers)) - set(places.layers)):
-        key = places.name(places.row.key, layer)
-        if places.row.key != places.row.query and places.stored(key):
-            query = places.name(places.row.query, layer)
-            raise missing(f"a tensor `{query}.weight` beside `{key}.weight`", "the file is incomplete")
-        (without if _layer_of(key) in held else absent).append(layer)
-    further = places.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own
-    first = places.num_layers + (further if isinstance(further, int) else 0)
-    return without, absent, [] if places.row.names else _beyond(places, first)
+    for layer in sorted(set(range(some.num_layers)) - {module.number for module in stack}):
+        module = replace(some, number=layer)
+        if row.key != row.query and module.stored(module.key_name):
+            expected = f"a tensor `{module.query_name}.weight` beside `{module.key_name}.weight`"
+            raise missing(expected, "the file is incomplete")
+        (without if _layer_of(module.key_name) in held else absent).append(layer)
+    further = some.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own
+    first = some.num_layers + (further if isinstance(further, int) else 0)
+    return without, absent, [] if row.names else _beyond(some, first)
 
 
-def _beyond(places: Places, first: int) -> list[int]:
+def _beyond(some: AttentionModule, first: int) -> list[int]:
     """Stored layers from this one on, among the numbers that stand in any name."""
-    numbers = {int(number) for name in places.tensors.names for number in NUMBER.findall(name)}
-    candidates = sorted(number for number in numbers if first <= number < first + 1000)
-    return [layer for layer in candidates if places.stored(places.name(places.row.query, layer))]
+    numbers = {int(number) for name in some.tensors.names for number in NUMBER.findall(name)}
+    candidates = (replace(some, number=number) for number in sorted(numbers) if first <= number < first + 1000)
+    return [module.number for module in candidates if module.stored(module.query_name)]
+
+
+def misplaced_bias(stack: Stack) -> str | None:
+    """In words, the first bias that should be stored and is not, or is and should not be; None where all is well."""
+    for module in stack:
+        for name, expected in expected_biases(module):
+            if expected is None or module.stored(name) is None:
+                continue
+            bias = module.stored(name, "bias")
+            if expected and bias is None:
+                return f"`{name[:120]}.bias` is not in the file"
+            if bias is not None and not expected:
+                return f"`{bias[:120]}` is in the file, where the model has none"
+    return None
+
+
+def lost_norm(stack: Stack) -> str | None:
+    """The norm of what cross-attention looks at may be missing together with all that it belongs to, not alone."""
+    module = stack[0]
+    at = module.row.key_input_norm
+    if not isinstance(at, NormAt) or not at.optional:
+        return None
+    name = module.name(at.name)
+    outer = f"{module.prefix}{at.name.partition('.')[0]}."
+    alone = module.stored(name) is None and any(other.startswith(outer) for other in module.tensors.names)
+    return f"`{name}.weight` is not in the file" if alone else None
+
+
+def expected_biases(module: AttentionModule) -> Iterator[tuple[str, bool | None]]:
+    """Modules of the row, and whether they have a bias; None: as stored."""
+    row, config, layer = module.row, module.config, module.number
+    shared = row.query == row.key
+    yield module.query_name, resolve(row.query_bias, config, layer)
+    yield module.key_name, resolve(row.query_bias if shared else row.key_bias, config, layer)
+    for low_rank in (row.query_low_rank, row.key_low_rank):
+        if low_rank is not None:
+            yield module.name(low_rank.up), False
+            yield from _of_norm(module, low_rank.norm)
+    for norm in (row.input_norm, row.key_input_norm, row.query_norm, row.key_norm):
+        yield from _of_norm(module, norm)
+
+
+def _of_norm(module: AttentionModule, cell: NormCell) -> Iterator[tuple[str, bool | None]]:
+    at = cell(module.config, module.number) if callable(cell) else cell
+    if at is not None and (pattern := at.at(module.number)) is not None:
+        yield from ((name, has_bias(at, module)) for name in _names(module, pattern))
+
+
+def has_bias(at: NormAt, module: AttentionModule) -> bool | None:
+    """Read whether the norm has a bias, from itself or else from its kind; None where the file tells the kind."""
+    if at.bare is not None:
+        return None
+    return at.kind == "layer" if at.biased is None else resolve(at.biased, module.config, module.number)
 
 
 def outer_modules(name: str) -> Iterator[str]:
@@ -123,37 +175,37 @@ def outer_modules(name: str) -> Iterator[str]:
         yield name
 
 
-def _add(around: Surroundings, places: Places, layer: int) -> None:
-    modules = {name for pattern in _patterns(places, layer) for name in _names(places, pattern, layer)}
-    for module in modules:
-        around.read |= {name for kind in ("weight", "bias") if (name := places.stored(module, kind))}
-    for pattern in (places.row.query, places.row.key):
-        attention = places.name(pattern, layer).rpartition(".")[0]
+def _add(around: Surroundings, module: AttentionModule) -> None:
+    names = {name for pattern in _patterns(module) for name in _names(module, pattern)}
+    for one in names:
+        around.read |= {name for kind in ("weight", "bias") if (name := module.stored(one, kind))}
+    for one in (module.query_name, module.key_name):
+        attention = one.rpartition(".")[0]
         if attention and not attention.rpartition(".")[2].isdigit():
             around.modules.add(attention)
         around.layers.add(_layer_of(attention + "."))
-    around.modules |= modules
+    around.modules |= names
 
 
-def _names(places: Places, pattern: str, layer: int) -> Iterator[str]:
-    for head in range(places.shape(layer).num_heads if "{head}" in pattern else 1):
-        yield places.name(pattern, layer, head=head)
+def _names(module: AttentionModule, pattern: str) -> Iterator[str]:
+    for head in range(module.shape.num_heads if "{head}" in pattern else 1):
+        yield module.name(pattern, head=head)
 
 
-def _patterns(places: Places, layer: int, columns: tuple[str, ...] = NAMED) -> Iterator[str]:
+def _patterns(module: AttentionModule, columns: tuple[str, ...] = NAMED) -> Iterator[str]:
     """Every pattern of the row, those of its norms and tables included."""
-    here = (name for name in columns if name != "sink" or resolve(places.row.sink_only, places.config, layer))
-    pending: list[Any] = [getattr(places.row, name, None) for name in here]
+    here = (name for name in columns if name != "sink" or resolve(module.row.sink_only, module.config, module.number))
+    pending: list[Any] = [getattr(module.row, name, None) for name in here]
     while pending:
         cell = pending.pop()
         if isinstance(cell, str):
             yield cell
         elif isinstance(cell, NormAt):
-            pending += [pattern for pattern in (cell.at(layer),) if pattern]
+            pending += [pattern for pattern in (cell.at(module.number),) if pattern]
         elif is_dataclass(cell):
             pending += [getattr(cell, field.name) for field in fields(cell) if field.name in NESTED]
         elif callable(cell):
-            pending.append(ask(cell, places.config, layer))
+            pending.append(ask(cell, module.config, module.number))
 
 
 def _layer_of(name: str) -> str:

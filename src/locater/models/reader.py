@@ -8,37 +8,37 @@ import torch
 from torch import Tensor
 
 from ..errors import Refusal, refusal, within
-from ..head import Block, Head, label
+from ..head import Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
-from .places import Once, Places
+from .module import AttentionModule
 from .rope import rotary_of
 from .schema import NormCell, ask, count, number, optional_count, optional_number, resolve
 from .slices import Latent, Slice, logit_scale, norm_place, side_slices
+from .tensors import Once
 
 
-def read_norm(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> Norm | None:
+def read_norm(module: AttentionModule, cell: NormCell, *, head: int = 0) -> Norm | None:
     """The norm at a place, with its whole gain; None where the layer has none there."""
-    if (place := norm_place(places, cell, layer, head=head)) is None:
+    if (place := norm_place(module, cell, head=head)) is None:
         return None
     at, name = place
-    epsilon = number(at.epsilon, places.config, "norm's epsilon", layer=layer)
-    if at.plain or (at.kind == "l2" and places.stored(name) is None):
+    epsilon = number(at.epsilon, module.config, "norm's epsilon", layer=module.number)
+    if at.plain or (at.kind == "l2" and module.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
-    gain, bias = places.weight(name).flatten(), places.bias(name)
+    gain, bias = module.weight(name).flatten(), module.bias(name)
     gain = 1 + gain.float() if at.plus_one else gain
     bias = None if bias is None else bias.flatten()
-    if (times := number(at.times, places.config, "norm's multiple", layer=layer)) != 1:
+    if (times := number(at.times, module.config, "norm's multiple", layer=module.number)) != 1:
         gain, bias = times * gain.float(), None if bias is None else times * bias.float()
     return Norm(at.bare if at.bare and bias is None else at.kind, gain, bias, epsilon)
 
 
 @dataclass(frozen=True)
-class Side:
-    """`projection(i)` makes query head i, or key head i."""
+class Projections:
+    """The projections of all query heads, or of all key heads: what they share is read once."""
 
-    places: Places
-    layer: int
+    module: AttentionModule
     key: bool
     slices: tuple[Slice, ...]
     weight: Tensor
@@ -47,7 +47,7 @@ class Side:
     known_finite: bool  # of all heads at once; where it is false each is looked at by itself
     downs: dict[int, Tensor] = field(default_factory=dict)
 
-    def projection(self, index: int) -> Projection:
+    def __getitem__(self, index: int) -> Projection:
         at = self.slices[index]
         if at.latent is not None:
             return self._low_rank(index, at.latent)
@@ -59,7 +59,7 @@ class Side:
         if not self._has_finite_vectors:
             self._check_vectors(bias)
         norm = None if self._norm_cell is None else self._norm(index, at.count)
-        whole = None if norm is None or self.places.row.norm_over != "projection" else self._whole
+        whole = None if norm is None or self.module.row.norm_over != "projection" else self._whole
         return Projection(self.weight[rows], bias, self.input_norm, norm, whole, known_finite=self.known_finite)
 
     def _check_vectors(self, bias: Tensor | None) -> None:
@@ -83,24 +83,24 @@ class Side:
 
     @cached_property
     def _norm_cell(self) -> NormCell:
-        return self.places.row.key_norm if self.key else self.places.row.query_norm
+        return self.module.row.key_norm if self.key else self.module.row.query_norm
 
     @cached_property
     def _common_norm(self) -> tuple[bool, Norm | None]:
         """Return whether one norm serves all heads, and that norm, if finite; some models have one per head."""
-        first, second = (norm_place(self.places, self._norm_cell, self.layer, head=head) for head in (0, 1))
-        norm = read_norm(self.places, self._norm_cell, self.layer) if first == second else None
+        first, second = (norm_place(self.module, self._norm_cell, head=head) for head in (0, 1))
+        norm = read_norm(self.module, self._norm_cell) if first == second else None
         vectors = () if norm is None else (norm.gain, norm.bias)
         return first == second and all(vector is None or is_finite(vector) for vector in vectors), norm
 
     def _norm(self, index: int, d_head: int) -> Norm | None:
         """QK-norm: its gain may be one for all heads, or hold this head's part."""
         is_common, norm = self._common_norm
-        norm = norm if is_common else read_norm(self.places, self._norm_cell, self.layer, head=index)
+        norm = norm if is_common else read_norm(self.module, self._norm_cell, head=index)
         if norm is None or norm.gain is None:
             return norm
         num_numbers, num_all = norm.gain.shape[0], d_head * len(self.slices)
-        sizes = (num_all,) if self.places.row.norm_over == "projection" else (d_head, num_all)
+        sizes = (num_all,) if self.module.row.norm_over == "projection" else (d_head, num_all)
         if num_numbers not in sizes:
             raise refusal(f"a gain of {' or '.join(map(str, sizes))} numbers", num_numbers)
         if num_numbers > d_head:
@@ -115,7 +115,7 @@ class Side:
     @cached_property
     def _whole(self) -> Whole:
         """All heads' rows of this side, picked out where one tensor holds more than them."""
-        if self.places.row.fused is None:
+        if self.module.row.fused is None:
             return Whole(self.weight, self.bias)
         rows = torch.cat([torch.arange(at.first, at.stop) for at in self.slices])
         return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
@@ -126,11 +126,11 @@ class Side:
 
     def _low_rank(self, index: int, latent: Latent) -> Projection:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
-        places, rank, at = self.places, latent.down.count, self.slices[index]
-        low_rank = places.row.key_low_rank if self.key else places.row.query_low_rank
+        module, rank, at = self.module, latent.down.count, self.slices[index]
+        low_rank = module.row.key_low_rank if self.key else module.row.query_low_rank
         assert low_rank is not None
-        up = places.weight(places.name(low_rank.up, self.layer), (at.first, at.stop))
-        norm = read_norm(places, low_rank.norm, self.layer)
+        up = module.weight(module.name(low_rank.up), (at.first, at.stop))
+        norm = read_norm(module, low_rank.norm)
         if norm is not None and norm.gain is not None and len(norm.gain) != rank:
             raise refusal(f"a gain of {rank} numbers", len(norm.gain))
         if not self._has_finite_vectors:
@@ -141,91 +141,72 @@ class Side:
         return Projection(weight, bias, self.input_norm, low_rank=parts)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The heads of one attention module, and the modules whose input they take.
-
-    A head that could not be made is a sentence in `refused`; the others are still there.
-    """
-
-    block: Block
-    number: int
-    heads: tuple[Head, ...]
-    refused: tuple[str, ...]
-    query_name: str
-    key_name: str
+def read_heads(module: AttentionModule) -> AttentionModule:
+    """The module with its heads as they are now: its tensors are read and cut."""
+    if module.reason is not None:
+        return replace(module, refused=(f"{module.place}: {module.reason}",))
+    tensors = module.tensors if isinstance(module.tensors, Once) else Once(module.tensors)
+    tensors.begin(module.query_name)
+    with within(module.place):
+        heads, refused = _heads(replace(module, tensors=tensors))
+    return replace(module, heads=tuple(heads), refused=tuple(refused))
 
 
-class LayerReader:
-    """Reads layers one at a time, and holds the tensors of the last one only."""
-
-    def __init__(self, places: Places) -> None:
-        self.places, self.stored, self.held = places, "", places
-
-    def read(self, layer: int, name: str) -> Layer:
-        """Build a layer from the name of its queries; tensors are kept where the one before has the same (ALBERT)."""
-        if name != self.stored:
-            self.stored, self.held = name, replace(self.places, tensors=Once(self.places.tensors))
-        with within(f"{self.places.row.block} layer {layer}"):
-            return build_layer(self.held, layer)
-
-
-def build_layer(places: Places, layer: int) -> Layer:
-    """Read one layer's tensors and cut them into heads."""
-    query_side, key_side = read_sides(places, layer)
-    shared = _shared(places, layer)
+def _heads(module: AttentionModule) -> tuple[list[Head], list[str]]:
+    """The heads that can be made, and why others cannot."""
+    queries, key_heads = read_projections(module)
+    shared = _shared(module)
     heads, refused = [], []
     keys: dict[int, Projection] = {}  # made once and shared by their group
-    row, ratio = places.row, places.shape(layer).ratio
+    row, ratio, layer = module.row, module.shape.ratio, module.number
     has_bias, has_sink = row.alibi is not None or row.buckets is not None, row.sink is not None
-    for index in range(len(query_side.slices)):
+    for index in range(len(queries.slices)):
         key_index = index // ratio
         try:
-            query = query_side.projection(index)
-            key = keys[key_index] = keys.get(key_index) or key_side.projection(key_index)
-            bias = _position_bias(places, layer, index) if has_bias else None
-            sink = _sink(places, layer, index) if has_sink else None
+            query = queries[index]
+            key = keys[key_index] = keys.get(key_index) or key_heads[key_index]
+            bias = _position_bias(module, index) if has_bias else None
+            sink = _sink(module, index) if has_sink else None
             heads.append(Head(layer, index, query, key, key_index=key_index, position_bias=bias, sink=sink, **shared))
         except Refusal as reason:
             place = label(row.block, layer, index) + ": "
             refused.append(place + str(reason).removeprefix(place))  # a head that was made wrong says where it is
-    names = (places.name(pattern, layer) for pattern in (places.row.query, places.row.key))
-    return Layer(places.row.block, layer, tuple(heads), tuple(refused), *names)
+    return heads, refused
 
 
-def _shared(places: Places, layer: int) -> dict[str, Any]:
+def _shared(module: AttentionModule) -> dict[str, Any]:
     """Fields that all heads of a layer share."""
-    row, config, d_head = places.row, places.config, places.shape(layer).d_head
+    row, config, d_head = module.row, module.config, module.shape.d_head
     return dict(
-        scale=logit_scale(places, layer),
+        scale=logit_scale(module),
         block=row.block,
         turns_first=row.turns_first,
-        rotary=rotary_of(row.rotary, config, layer=layer, d_head=d_head),
-        softcap=optional_number(row.softcap, config, "soft-cap", layer=layer),
-        lookback=optional_count(row.lookback, config, "window", layer=layer),
-        lookahead=optional_count(row.lookahead, config, "look ahead", layer=layer),
+        rotary=rotary_of(row.rotary, config, layer=module.number, d_head=d_head),
+        softcap=optional_number(row.softcap, config, "soft-cap", layer=module.number),
+        lookback=optional_count(row.lookback, config, "window", layer=module.number),
+        lookahead=optional_count(row.lookahead, config, "look ahead", layer=module.number),
     )
 
 
-def read_sides(places: Places, layer: int) -> tuple[Side, Side]:
-    """The two sides, from two tensors or from one that holds both."""
-    row = places.row
-    norm = read_norm(places, row.input_norm, layer)
+def read_projections(module: AttentionModule) -> tuple[Projections, Projections]:
+    """Queries and keys, from two tensors or from one that holds both."""
+    row = module.row
+    norm = read_norm(module, row.input_norm)
     same = row.key_input_norm is None and row.block != "cross"
-    key_norm = norm if same else read_norm(places, row.key_input_norm, layer)
-    query_name, key_name = places.name(row.query, layer), places.name(row.key, layer)
-    queries, keys = side_slices(places, layer, key=False), side_slices(places, layer, key=True)
+    key_norm = norm if same else read_norm(module, row.key_input_norm)
+    query_name, key_name = module.query_name, module.key_name
+    queries, keys = side_slices(module, key=False), side_slices(module, key=True)
     shared = query_name == key_name and row.fused is not None
     stop = max([at.first + at.count for at in (*queries, *keys)])
     rows = (0, stop) if shared else None  # values after the last key are not read
-    query = places.weight(query_name, rows), places.bias(query_name, rows)
-    key = query if shared else (places.weight(key_name), places.bias(key_name))
+    query = module.weight(query_name, rows), module.bias(query_name, rows)
+    key = query if shared else (module.weight(key_name), module.bias(key_name))
     _check_norm(norm, query[0].shape[-1])
     _check_norm(key_norm, key[0].shape[-1])
     finite = is_finite(query[0])
     key_finite = finite if shared else is_finite(key[0])
-    query_side = Side(places, layer, False, queries, *query, norm, finite)
-    return query_side, Side(places, layer, True, keys, *key, key_norm, key_finite)
+    query_heads = Projections(module, False, queries, *query, norm, finite)
+    return query_heads, Projections(module, True, keys, *key, key_norm, key_finite)
 
 
 def _check_norm(norm: Norm | None, width: int) -> None:
@@ -233,18 +214,20 @@ def _check_norm(norm: Norm | None, width: int) -> None:
         raise refusal(f"{width} numbers as the gain of the input norm", len(norm.gain))
 
 
-def _position_bias(places: Places, layer: int, index: int) -> PositionBias | None:
-    row = places.row
+def _position_bias(module: AttentionModule, index: int) -> PositionBias | None:
+    row = module.row
     if row.alibi is not None:
-        slope = ask(row.alibi, places.config, index)
+        slope = ask(row.alibi, module.config, index)
         return None if slope is None else Alibi(slope)
     if row.buckets is not None:
-        name = places.name(row.buckets.name, layer)
-        table = places.finite(name, places.weight(name))
-        expected = [count(row.buckets.num_buckets, places.config, "number of buckets"), places.shape(layer).num_heads]
+        name = module.name(row.buckets.name)
+        table = module.weight(name)
+        if not is_finite(table):  # a NaN would pass as a number further on
+            raise refusal(f"finite numbers in `{name}`", "NaN or infinity", "the checkpoint is damaged or diverged")
+        expected = [count(row.buckets.num_buckets, module.config, "number of buckets"), module.shape.num_heads]
         if [*table.shape] != expected:
             raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
-        farthest = count(row.buckets.max_distance, places.config, "largest bucketed distance")
+        farthest = count(row.buckets.max_distance, module.config, "largest bucketed distance")
         nearest = expected[0] // (4 if row.buckets.bidirectional else 2)  # distances with a bucket of their own
         if farthest <= nearest:
             raise refusal(f"a largest bucketed distance above {nearest}", farthest)
@@ -252,12 +235,12 @@ def _position_bias(places: Places, layer: int, index: int) -> PositionBias | Non
     return None
 
 
-def _sink(places: Places, layer: int, index: int) -> Tensor | None:
+def _sink(module: AttentionModule, index: int) -> Tensor | None:
     """This head's entry of the sinks' tensor, which holds one for each head in whatever shape."""
-    if places.row.sink is None or not resolve(places.row.sink_only, places.config, layer):
+    if module.row.sink is None or not resolve(module.row.sink_only, module.config, module.number):
         return None
-    name = places.name(places.row.sink, layer)
-    sinks = places.weight(name).flatten()
-    if len(sinks) != (num_heads := places.shape(layer).num_heads):
+    name = module.name(module.row.sink)
+    sinks = module.weight(name).flatten()
+    if len(sinks) != (num_heads := module.shape.num_heads):
         raise refusal(f"{num_heads} sinks in `{name}`", len(sinks))
     return sinks[index]

@@ -7,10 +7,10 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refusal
+from ..errors import Refusal, refusal, within
 from ..head import Block
 from ..positions import Rotary
-from .places import Places, Shape
+from .module import AttentionModule, Shape
 from .rope import rotary_of
 from .schema import Layout, LowRankAt, NormAt, NormCell, Starts, ask, count, optional_number
 
@@ -80,32 +80,39 @@ class Slices:
     is_normed: bool  # QK-norm
 
 
-def slices(places: Places, layer: int) -> Slices:
-    """The rows of every head of one layer; reads names and shapes only."""
-    row, shape = places.row, places.shape(layer)
-    queries, keys = side_slices(places, layer, key=False), side_slices(places, layer, key=True)
-    values = _values(places, layer, keys[0])
+def slices(module: AttentionModule) -> Slices:
+    """The rows of every head; reads names and shapes only. Refused where heads cannot be read."""
+    if module.reason is not None:
+        raise Refusal(f"{module.place}: {module.reason}")
+    with within(module.place):
+        return _slices(module)
+
+
+def _slices(module: AttentionModule) -> Slices:
+    row, shape, layer = module.row, module.shape, module.number
+    queries, keys = side_slices(module, key=False), side_slices(module, key=True)
+    values = _values(module, keys[0])
     heads = tuple(
         HeadRows(row.block, layer, head, queries[head], keys[group], values[group] if values else None)
         for head, group in ((head, head // shape.ratio) for head in range(shape.num_heads))
     )
-    rotary = rotary_of(row.rotary, places.config, layer=layer, d_head=shape.d_head)
-    widths = _width(places, queries[0]), _width(places, keys[0])
-    norms = (norm_place(places, cell, layer) for cell in (row.query_norm, row.key_norm))
-    return Slices(row.block, layer, heads, logit_scale(places, layer), rotary, widths, any(norms))
+    rotary = rotary_of(row.rotary, module.config, layer=module.number, d_head=shape.d_head)
+    widths = _width(module, queries[0]), _width(module, keys[0])
+    norms = (norm_place(module, cell) for cell in (row.query_norm, row.key_norm))
+    return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms))
 
 
-def side_slices(places: Places, layer: int, *, key: bool) -> tuple[Slice, ...]:
+def side_slices(module: AttentionModule, *, key: bool) -> tuple[Slice, ...]:
     """The rows of every query head, or of every key head."""
-    row, shape = places.row, places.shape(layer)
-    module = places.name(row.key if key else row.query, layer)
+    row, shape = module.row, module.shape
+    projection = module.key_name if key else module.query_name
     low_rank = row.key_low_rank if key else row.query_low_rank
     num_heads = shape.num_key_heads if key else shape.num_heads
     if low_rank is not None:
-        return _latent_slices(places, layer, module, low_rank, num_heads=num_heads)
-    _check_rows(places, module, layer, key=key)
-    name = places.required(module)
-    transposed = row.transposed and len(places.tensors.shape(name)) == 2
+        return _latent_slices(module, projection, low_rank, num_heads=num_heads)
+    _check_rows(module, projection, key=key)
+    name = module.required(projection)
+    transposed = row.transposed and len(module.tensors.shape(name)) == 2
     spacing = 2 if row.gated and not key else 1
     part = "key" if key else "query"
     starts = first_rows(row.fused, num_heads, shape, part)
@@ -136,12 +143,12 @@ def first_rows(layout: Layout | Starts | None, num_heads: int, shape: Shape, par
     return [(head // per_block * 3 * per_block + inner + head % per_block) * d_head for head in heads]
 
 
-def _values(places: Places, layer: int, key: Slice) -> tuple[Slice, ...] | None:
+def _values(module: AttentionModule, key: Slice) -> tuple[Slice, ...] | None:
     """The value of every key head, where it lies in the same tensor as the key."""
-    row, shape = places.row, places.shape(layer)
+    row, shape = module.row, module.shape
     groups = range(shape.num_key_heads)
     if row.key_low_rank is not None:
-        spacing = count(row.key_low_rank.per_head, places.config, "low-rank size")
+        spacing = count(row.key_low_rank.per_head, module.config, "low-rank size")
         starts, size = (group * spacing + key.count for group in groups), spacing - key.count
         key = replace(key, latent=key.latent and replace(key.latent, direct=None))
     elif row.values_behind:
@@ -153,59 +160,59 @@ def _values(places: Places, layer: int, key: Slice) -> tuple[Slice, ...] | None:
     return tuple(Slice(key.parameter, start, size, key.transposed, key.latent) for start in starts) if size else None
 
 
-def _latent_slices(places: Places, layer: int, module: str, at: LowRankAt, *, num_heads: int) -> tuple[Slice, ...]:
+def _latent_slices(module: AttentionModule, projection: str, at: LowRankAt, *, num_heads: int) -> tuple[Slice, ...]:
     """Rows of the up projection, each head's own; `latent` has those of the down projection."""
-    rank, rows, per_head = (count(cell, places.config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
-    d_head, transposed = places.shape(layer).d_head, places.row.transposed
-    up, down = places.required(places.name(at.up, layer)), places.required(module)
-    if places.tensors.shape(up) != (num_heads * per_head, rank)[:: -1 if transposed else 1]:
+    rank, rows, per_head = (count(cell, module.config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
+    d_head, transposed = module.shape.d_head, module.row.transposed
+    up, down = module.required(module.name(at.up)), module.required(projection)
+    if module.tensors.shape(up) != (num_heads * per_head, rank)[:: -1 if transposed else 1]:
         expected = [num_heads * per_head, rank]
-        raise refusal(f"`{up}` of shape {expected}", [*places.tensors.shape(up)])
-    stored = places.tensors.shape(down)
+        raise refusal(f"`{up}` of shape {expected}", [*module.tensors.shape(up)])
+    stored = module.tensors.shape(down)
     num_direct = stored[-1 if transposed else 0] - rank
     if rows + num_direct != d_head:
         raise refusal(f"{d_head - rows + rank} rows in the low-rank projection", "×".join(map(str, stored)), DISAGREE)
     direct = Slice(down, rank, num_direct, transposed) if num_direct else None
-    norm = norm_place(places, at.norm, layer)
-    gain = None if norm is None else places.stored(norm[1])
+    norm = norm_place(module, at.norm)
+    gain = None if norm is None else module.stored(norm[1])
     latent = Latent(Slice(down, 0, rank, transposed), gain, direct, norm and norm[0])
     return tuple(Slice(up, head * per_head, rows, transposed, latent) for head in range(num_heads))
 
 
-def norm_place(places: Places, cell: NormCell, layer: int, *, head: int = 0) -> tuple[NormAt, str] | None:
+def norm_place(module: AttentionModule, cell: NormCell, *, head: int = 0) -> tuple[NormAt, str] | None:
     """A norm and the name of its module; None where the layer has none there."""
-    at: NormAt | None = cell if isinstance(cell, NormAt | None) else ask(cell, places.config, layer)
-    if at is None or (pattern := at.at(layer)) is None:
+    at: NormAt | None = cell if isinstance(cell, NormAt | None) else ask(cell, module.config, module.number)
+    if at is None or (pattern := at.at(module.number)) is None:
         return None
-    name = places.name(pattern, layer, head=head)
-    return None if at.optional and places.stored(name) is None else (at, name)
+    name = module.name(pattern, head=head)
+    return None if at.optional and module.stored(name) is None else (at, name)
 
 
-def logit_scale(places: Places, layer: int) -> float:
+def logit_scale(module: AttentionModule) -> float:
     """The factor of the product of query and key in a logit."""
-    scale = optional_number(places.row.scale, places.config, "logits' scale", layer=layer)
-    return 1 / math.sqrt(places.shape(layer).d_head) if scale is None else scale
+    scale = optional_number(module.row.scale, module.config, "logits' scale", layer=module.number)
+    return 1 / math.sqrt(module.shape.d_head) if scale is None else scale
 
 
-def _width(places: Places, rows: Slice) -> int:
+def _width(module: AttentionModule, rows: Slice) -> int:
     source = rows if rows.latent is None else rows.latent.down
-    return places.tensors.shape(source.parameter)[0 if source.transposed else -1]
+    return module.tensors.shape(source.parameter)[0 if source.transposed else -1]
 
 
-def _check_rows(places: Places, module: str, layer: int, *, key: bool) -> None:
+def _check_rows(module: AttentionModule, projection: str, *, key: bool) -> None:
     """A surplus of rows is as bad as a lack: head counts or sizes that are not the model's cut it in wrong places."""
-    row, shape, name = places.row, places.shape(layer), places.stored(module)
+    row, shape, name = module.row, module.shape, module.stored(projection)
     if name is None or isinstance(row.fused, Starts):
         return
     twice = row.values_behind if key else row.gated
     num_heads = (shape.num_key_heads if key else shape.num_heads) * (2 if twice else 1)
     expected = (shape.num_heads + 2 * shape.num_key_heads if row.fused else num_heads) * shape.d_head
-    stored = places.tensors.shape(name)
+    stored = module.tensors.shape(name)
     if len(stored) != 2:
         raise refusal(f"a matrix as `{name}`", f"shape {[*stored]}", "the file is damaged or of another family")
     if stored[-1 if row.transposed else 0] != expected:
         counts = f"{shape.num_heads} heads, {shape.num_key_heads} key heads of {shape.d_head}"
         raise refusal(f"{expected} rows in `{name}` ({counts})", "×".join(map(str, stored)), DISAGREE)
     width = stored[0 if row.transposed else -1]
-    if places.knows_width and row.block != "cross" and width != places.width:
-        raise refusal(f"{places.width} columns in `{name}`", width, DISAGREE)
+    if module.knows_width and row.block != "cross" and width != module.width:
+        raise refusal(f"{module.width} columns in `{name}`", width, DISAGREE)

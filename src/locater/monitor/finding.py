@@ -10,10 +10,11 @@ from torch import nn
 from ..attention.calls import AttentionCall
 from ..errors import Refusal
 from ..head import Head
-from ..models.live import AttentionModule, Sample, layer_of
+from ..models import AttentionModule, read_heads
+from ..models.live import Sample
 from ..models.live.agreement import difference, is_of_length
 from ..models.live.discover import Finder
-from ..models.live.modules import Found
+from ..models.module import refused_module
 from .inputs import Inputs, WholeTensors
 from .places import call_name
 
@@ -26,7 +27,7 @@ class FoundHeads:
 
     def __init__(self, model: nn.Module, sample: Sample | None, *, is_wanted: bool) -> None:
         self.tensors = WholeTensors(model)
-        self.rows: dict[str, Found] = {}
+        self.rows: dict[str, AttentionModule] = {}
         self.was_told, self.num_tries = False, 0
         self.differences: dict[Place, str | None] = {}  # of layers whose heads were held against a call
         self.caps: dict[Place, float] = {}  # soft-caps that calls have and no table names
@@ -37,9 +38,9 @@ class FoundHeads:
     def _find(self, finder: Finder, sample: Sample) -> None:
         """Every call of a pass over the sample, under the names that the calls of later passes will have."""
         counts: Counter[str] = Counter()
-        for found in finder.over(sample):
-            number, counts[found.name] = counts[found.name], counts[found.name] + 1
-            self.rows[call_name(found.name, number)] = found
+        for name, found in finder.over(sample):
+            self.rows[call_name(name, counts[name])] = found
+            counts[name] += 1
         self.finder = None
 
     def recording(self) -> AbstractContextManager[None]:
@@ -52,7 +53,7 @@ class FoundHeads:
             yield
         finder.watch.clear()
         self.num_tries += bool(self.rows)
-        is_found = all(not isinstance(found.row, Refusal) for found in self.rows.values())
+        is_found = all(found.reason is None for found in self.rows.values())
         self.finder = None if is_found or self.num_tries == TRIES else self.finder
 
     def add(self, site: AttentionModule, call: AttentionCall) -> None:
@@ -62,7 +63,8 @@ class FoundHeads:
         try:
             found = self.finder.explain(call)
         except Exception as reason:  # whatever it is, the call itself is looked at all the same
-            found = Found(site.block, site.query_name, Refusal(f"{site.query_name}: {reason}"))
+            names = site.query_name, site.query_name
+            found = refused_module(site.block, names, f"{site.query_name}: {reason}")
         if found is not None:
             self.rows[site.query_name] = found
 
@@ -72,7 +74,7 @@ class FoundHeads:
         if place in self.differences or inputs is None or inputs.x_query is None or inputs.x_key is None:
             return
         try:
-            heads, sides = site.build().heads, (inputs.x_query, inputs.x_key)
+            heads, sides = read_heads(site).heads, (inputs.x_query, inputs.x_key)
             if call.softcap is not None and all(head.softcap is None for head in heads):
                 heads = tuple(replace(head, softcap=call.softcap) for head in heads)
             words = difference(heads, *sides, call, masks=False) if heads else None  # no mask moves a bound
@@ -98,7 +100,7 @@ class FoundHeads:
         """The heads of a layer as they are now; none where they are not known."""
         try:
             found = self.rows.get(site.query_name)
-            layer = site.build() if found is None else layer_of(found, site.number, self.tensors)
+            layer = read_heads(site if found is None else replace(found, number=site.number))
         except Refusal:  # weights that are not finite, or of a form that no table reads
             return ()
         cap = self.caps.get((site.block, site.number))
@@ -106,7 +108,7 @@ class FoundHeads:
 
     def unexplained(self) -> Iterator[str]:
         """Once: why the heads of layers were not found, by the first of them."""
-        reasons = [found.row for found in self.rows.values() if isinstance(found.row, Refusal)]
+        reasons = [found.reason for found in self.rows.values() if found.reason is not None]
         if reasons and not self.was_told:
             self.was_told = True
             layers = f"{len(reasons)} layer{'s' if len(reasons) > 1 else ''}"

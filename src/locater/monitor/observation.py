@@ -16,7 +16,7 @@ from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, missing, refusal
 from ..head import Block
-from ..models import read_layout, spans
+from ..models import read_heads, read_layout, spans
 from ..models.live import AttentionModule, sites
 from ..models.live.tensors import named_modules, unwrap
 from ..models.sources import Live
@@ -76,7 +76,7 @@ class Observation:
                 raise
             self.unknown = reason
             return []
-        self.left_out = [reason for site in found if not site.num_heads for reason in site.build().refused]
+        self.left_out = [reason for site in found if not site.num_heads for reason in read_heads(site).refused]
         if not known and self.left_out:
             raise Refusal(self.left_out[0])
         if not known:
@@ -170,7 +170,7 @@ class Observation:
             )
             return
         try:
-            layer = site.build()
+            layer = read_heads(site)
         except Refusal as reason:
             self.refused.add(str(reason))
             return

@@ -4,7 +4,7 @@ replicas of a layer are one, and stages of a pipeline have layers of their own."
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..attention.arguments import num_heads_of, with_four_dimensions
 from ..attention.calls import AttentionCall
-from ..errors import refusal
 from ..head import Block
 from ..models.live.tensors import entries_of
-from ..models.module import PACKED, AttentionModule
+from ..models.module import PACKED, AttentionModule, refused_module
 from .inputs import Pass
 from .report import LayerReport
 
@@ -59,11 +58,8 @@ def call_name(name: str, number: int) -> str:
 
 def named_site(block: Block, number: int, num_heads: int, name: str) -> AttentionModule:
     """A layer of which only the calls are known."""
-
-    def build() -> NoReturn:
-        raise refusal("heads that a table names", f"those of `{name}`, of which only the calls are known")
-
-    return AttentionModule(block, number, name, name, build=build, count=lambda: num_heads)
+    reason = f"expected heads that a table names, got those of `{name}`, of which only the calls are known"
+    return refused_module(block, (name, name), reason, number=number, num_heads=num_heads)
 
 
 def repeated(sites: Sequence[AttentionModule]) -> Iterator[str]:

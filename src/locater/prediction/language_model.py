@@ -19,7 +19,7 @@ from ..checkpoints.bytes import LocalBytes, LocalFolder
 from ..checkpoints.document import read_config
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, missing, refusal
-from ..models import Layer, live
+from ..models import AttentionModule, live
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import named_modules
 from ..plugins import plugins
@@ -184,14 +184,14 @@ def self_attention(
     *,
     heads: Sequence[Explicit] = (),
     causal: bool | None = None,
-) -> tuple[list[Layer], list[str]]:
+) -> tuple[list[AttentionModule], list[str]]:
     """The layers whose queries and keys come from one input, and why others are left out.
 
     A model that no table knows shows its heads on `ids`; `causal` says what those see that `heads` names.
     """
     found, left_out = [], []
 
-    def once(layers: Sequence[Layer]) -> Any:
+    def once(layers: Sequence[AttentionModule]) -> Any:
         return None if ids is None else run(model, layers, ids, lambda number, x: None)
 
     for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
@@ -205,7 +205,7 @@ def self_attention(
     return found, [*left_out, *([TAKEN] if heads else [])]
 
 
-def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[Layer]:
+def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
     """By its family where its config names one that is known, else by what its attention is given in one pass."""
     device = next((parameter.device for parameter in model.parameters()), None)
     sample = None if ids is None else ids.to(device)
@@ -220,7 +220,7 @@ def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[Layer]:
 
 
 @torch.no_grad()
-def run(model: nn.Module, layers: Sequence[Layer], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
+def run(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
     """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
     modules = named_modules(model)
     names = [_listened(layer.query_name, modules) for layer in layers]

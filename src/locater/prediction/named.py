@@ -8,15 +8,15 @@ from torch import nn
 from ..attention.calls import AttentionCall
 from ..attention.interception import Interception
 from ..errors import refusal
-from ..models import Layer, live
+from ..models import AttentionModule, live
 from ..models.live.explicit import Explicit
 
 TAKEN = "heads that were named are taken without positions, norms or a window between projection and product"
 
 
 def named(
-    model: nn.Module, heads: Sequence[Explicit], causal: bool | None, run: Callable[[Sequence[Layer]], object]
-) -> list[Layer]:
+    model: nn.Module, heads: Sequence[Explicit], causal: bool | None, run: Callable[[Sequence[AttentionModule]], object]
+) -> list[AttentionModule]:
     """Their layers, as `causal` says; refused where `run`, a pass over these layers, calls a kernel that shows more."""
     if causal is None:
         raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
@@ -30,5 +30,5 @@ def named(
     return layers
 
 
-def _seeing(layer: Layer, lookahead: int | None) -> Layer:
+def _seeing(layer: AttentionModule, lookahead: int | None) -> AttentionModule:
     return replace(layer, heads=tuple(replace(head, lookahead=lookahead) for head in layer.heads))

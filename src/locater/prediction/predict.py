@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..budget import door
 from ..errors import callers_own, refusal
-from ..models import Layer, wanted_layers
+from ..models import AttentionModule, read_heads, wanted_layers
 from ..models.sources import Live, Source, Stored, as_source
 from ..packaged import packaged
 from ..texts import embedded_text
@@ -114,11 +114,11 @@ def _predict_streamed(
     with streamed(source.place) as model:
         chosen = model.wanted(layers)
         effort = _fitted(effort, model.module)
-        windows = random_ids(source.place, model.module, effort, causal=_is_causal([chosen[0].build()]))
+        windows = random_ids(source.place, model.module, effort, causal=_is_causal([read_heads(chosen[0])]))
         step = _Steps(progress, len(chosen))
 
         def take(number: int, x: Tensor) -> None:
-            layer = chosen[number].build()
+            layer = read_heads(chosen[number])
             collector = collector_of(layer, windows, effort=effort, terms=terms)
             for part in x[: len(windows.calibration)].split(effort.batch):
                 collector.add(part)
@@ -135,7 +135,7 @@ def _predict_streamed(
 
 def _compute(
     model: nn.Module,
-    chosen: Sequence[Layer],
+    chosen: Sequence[AttentionModule],
     windows: Windows,
     *,
     effort: Effort,
@@ -159,7 +159,7 @@ def _compute(
 
 
 def _rows(
-    layer: Layer, inputs: Inputs, gatherers: Sequence[Gatherer], *, effort: Effort, terms: Terms
+    layer: AttentionModule, inputs: Inputs, gatherers: Sequence[Gatherer], *, effort: Effort, terms: Terms
 ) -> list[HeadPrediction]:
     predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
     return [
@@ -168,12 +168,12 @@ def _rows(
     ]
 
 
-def _is_causal(layers: Sequence[Layer]) -> bool:
+def _is_causal(layers: Sequence[AttentionModule]) -> bool:
     return all(head.lookahead == 0 for layer in layers for head in layer.heads)
 
 
 def calibrate(
-    model: nn.Module, layers: Sequence[Layer], windows: Windows, *, effort: Effort, terms: Terms, step: Step
+    model: nn.Module, layers: Sequence[AttentionModule], windows: Windows, *, effort: Effort, terms: Terms, step: Step
 ) -> list[Inputs]:
     """Gather the inputs of every layer over the calibration windows."""
     collectors = [collector_of(layer, windows, effort=effort, terms=terms) for layer in layers]
@@ -183,7 +183,7 @@ def calibrate(
     return [collector.inputs() for collector in collectors]
 
 
-def collector_of(layer: Layer, windows: Windows, *, effort: Effort, terms: Terms) -> InputsCollector:
+def collector_of(layer: AttentionModule, windows: Windows, *, effort: Effort, terms: Terms) -> InputsCollector:
     length, num_windows = windows.length, len(windows.calibration)
     kept = kept_windows(num_windows, length=length, texts=effort.texts)
     rank = effort.lag_rank_of(layer.heads[0].d_model, num_windows)
@@ -191,7 +191,12 @@ def collector_of(layer: Layer, windows: Windows, *, effort: Effort, terms: Terms
 
 
 def measure(
-    model: nn.Module, layers: Sequence[Layer], windows: Int[Tensor, "windows tokens"], *, batch: int, step: Step
+    model: nn.Module,
+    layers: Sequence[AttentionModule],
+    windows: Int[Tensor, "windows tokens"],
+    *,
+    batch: int,
+    step: Step,
 ) -> tuple[list[list[Gatherer]], float | None]:
     """Measure each head on these windows, and the loss per token where the model predicts the next one."""
     gatherers = [gatherers_of(layer, windows.shape[1]) for layer in layers]
@@ -207,12 +212,12 @@ def measure(
     return gatherers, sum(losses) / len(losses) if losses else None
 
 
-def gatherers_of(layer: Layer, length: int) -> list[Gatherer]:
+def gatherers_of(layer: AttentionModule, length: int) -> list[Gatherer]:
     return [Gatherer(head, length) for head in layer.heads]
 
 
 @torch.no_grad()
-def gather(gatherers: Sequence[Gatherer], layer: Layer, x: Float[Tensor, "windows tokens d_model"]) -> None:
+def gather(gatherers: Sequence[Gatherer], layer: AttentionModule, x: Float[Tensor, "windows tokens d_model"]) -> None:
     """Measure the heads of a layer on its input, one window at a time."""
     for gatherer, head in zip(gatherers, layer.heads, strict=True):
         for text in x.float().split(1):
@@ -287,6 +292,6 @@ def _check_fits(model: nn.Module, windows: Windows) -> None:
         raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
-def chosen_of(found: list[Layer], layers: Iterable[int] | None) -> list[Layer]:
+def chosen_of(found: list[AttentionModule], layers: Iterable[int] | None) -> list[AttentionModule]:
     wanted = wanted_layers(layers, (layer.number for layer in found))
     return [layer for layer in found if layer.number in wanted]

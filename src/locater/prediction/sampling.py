@@ -13,7 +13,7 @@ from torch import Tensor
 from ..attention.input_moments import InputMoments
 from ..attention.statistics import NEAR
 from ..head import Head
-from ..models import Layer
+from ..models import AttentionModule
 from ..projections import Projection
 from .inputs import Inputs
 from .numbers import Gatherer, Numbers
@@ -24,7 +24,7 @@ NUM_ASKED = 8  # queries, spread over the windows, that say which tokens take al
 
 
 @torch.no_grad()
-def predict_layer(layer: Layer, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
+def predict_layer(layer: AttentionModule, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
     """Predict each head of a layer on texts drawn from its inputs."""
     # Layers must not share their luck: it would not average out over the model.
     generator = torch.Generator().manual_seed(effort.seed + layer.number)

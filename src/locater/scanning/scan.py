@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..behaviour import RANDOM_WEIGHTS, Told, describe_estimates, describe_theory, look_random
 from ..errors import Refusal, counted, net, refusal
-from ..models import Layer
-from ..models.module import AttentionModule
+from ..models import AttentionModule, read_heads
 from ..models.sources import Source, as_source
 from ..records import Json, data_frame
 from ..report.shown import Shown
@@ -130,7 +129,7 @@ def _analyse(
                 progress(done, len(modules))
             with net(source):
                 # Handed on without a name of its own: one layer's weights are freed before the next are read.
-                part = _of_layer(module.build(), settings, threads)
+                part = _of_layer(read_heads(module), settings, threads)
             yield from part
 
     with workers() as threads:
@@ -140,7 +139,7 @@ def _analyse(
     return whole
 
 
-def _of_layer(layer: Layer, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
+def _of_layer(layer: AttentionModule, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
     return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
 
 

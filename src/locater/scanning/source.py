@@ -9,9 +9,19 @@ from .. import checkpoints
 from ..budget import end_of, limited
 from ..errors import Refusal, net, refusal
 from ..head import Head
-from ..models import Config, Family, HeadRows, Model, open_model, read_layout, wanted_layers
+from ..models import (
+    AttentionModule,
+    Config,
+    Family,
+    HeadRows,
+    Model,
+    open_model,
+    read_heads,
+    read_layout,
+    slices,
+    wanted_layers,
+)
 from ..models.coverage import Coverage
-from ..models.module import AttentionModule
 from ..models.sources import Live, Source, Stored, as_source
 from .direct import Tensors
 
@@ -75,7 +85,7 @@ def heads(source: Source, *, layers: Iterable[int] | None = None) -> Iterator[He
             chosen = opened.wanted(layers)
         for module in chosen:
             with net(opened.source), limited(deadline=end):  # not in force while the caller is at work
-                layer = module.build()
+                layer = read_heads(module)
             if layer.refused:
                 raise Refusal(layer.refused[0])
             yield from layer.heads
@@ -98,7 +108,7 @@ def head_rows(source: Source, *, layers: Iterable[int] | None = None) -> list[He
     ('self_attn.in_proj_weight', torch.Size([8, 16]))
     """
     with open_source(as_source(source)) as opened, net(opened.source):
-        return [rows for module in opened.wanted(layers) for rows in module.rows().heads]
+        return [rows for module in opened.wanted(layers) for rows in slices(module).heads]
 
 
 def _open_live(source: Live, family: Family | None) -> OpenedModel:
@@ -115,6 +125,5 @@ def _open_live(source: Live, family: Family | None) -> OpenedModel:
 
 
 def _of_model(model: Model, source: str) -> OpenedModel:
-    numbers = [layer for places in model.places for layer in places.layers]
-    depth = max(places.num_layers for places in model.places)
-    return OpenedModel(source, model.family, "module", lambda: model.coverage, numbers, model.modules, depth)
+    numbers = [module.number for module in model.modules()]
+    return OpenedModel(source, model.family, "module", lambda: model.coverage, numbers, model.modules, model.num_layers)

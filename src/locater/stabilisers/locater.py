@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import refusal
-from ..models import Family
+from ..models import Family, read_heads
 from ..models.live import at_work, sites
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
@@ -75,7 +75,9 @@ class LocAteR(Stabiliser):
 
     def _warn_of_norms(self, model: nn.Module, sample: Sample | None, options: dict[str, Any]) -> None:
         places = {(pair.block, pair.layer) for pair in self.pairs}
-        built = [site.build() for site in sites(model, sample=sample, **options) if (site.block, site.number) in places]
+        built = [
+            read_heads(site) for site in sites(model, sample=sample, **options) if (site.block, site.number) in places
+        ]
         if built and all(head.query.norm is not None for layer in built for head in layer.heads):
             message = (
                 "LocAteR on a model with QK-norm changes no logit: the norm behind the weights undoes their scale. "

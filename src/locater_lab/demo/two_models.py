@@ -14,7 +14,7 @@ from torch import Tensor
 from locater.attention import NEAR
 from locater.attention.capture import inputs_of
 from locater.errors import Refusal, refusal
-from locater.models import live
+from locater.models import live, read_heads
 from locater.records import Json
 from locater.scanning.scan import scan
 
@@ -157,7 +157,7 @@ def attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float
     (site,) = live.sites(model)
     with inputs_of(dict(model.named_modules()), [site.query_name]) as seen:
         model.hidden(texts)
-    (head,) = site.build().heads
+    (head,) = read_heads(site).heads
     return head.attention(seen[0], seen[0])
 
 

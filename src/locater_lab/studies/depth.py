@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from locater.attention.capture import inputs_of
-from locater.models import live
+from locater.models import live, read_heads
 from locater.records import Json
 from locater.stabilisers import LocAteR
 from locater.theory.of_head import profile
@@ -61,7 +61,7 @@ def agreement(ran: Ran) -> list[float]:
     found = []
     for site, x, share in zip(sites, seen, shares, strict=True):
         rho = torch.stack(
-            [profile(head, length=x.shape[1], covariance=step_covariance(x)) for head in site.build().heads]
+            [profile(head, length=x.shape[1], covariance=step_covariance(x)) for head in read_heads(site).heads]
         )
         # The query itself is left out: its gradient comes past attention too.
         found.append(spearman(rho.mean(0)[:-1].tolist(), share[:-1].tolist()).value)

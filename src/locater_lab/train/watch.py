@@ -25,7 +25,7 @@ from torch import Tensor
 from locater.attention import queries_and_keys
 from locater.attention.capture import inputs_of
 from locater.errors import Refusal
-from locater.models import live
+from locater.models import live, read_heads
 
 # e^±88 is where float32 overflows: beyond, a softmax holds nothing but its largest logit.
 EXPLODED = 88.0
@@ -62,7 +62,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
 def _exploded(site: live.AttentionModule, x: Tensor) -> str | None:
     """The layer's worst head, if its logits are beyond what a softmax can hold."""
     try:
-        heads = site.build().heads
+        heads = read_heads(site).heads
     except Refusal as reason:
         return str(reason)
     queries, keys = queries_and_keys(heads, x, x)

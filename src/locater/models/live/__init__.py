@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ...errors import Refusal, refusal
-from .. import Config, Family, Layer, Model, open_model
 from ..coverage import BY_TABLE, Coverage
-from ..module import AttentionModule, module_of_row, refused_module
+from ..model import Model, open_model
+from ..module import AttentionModule, module_of_row
 from ..neighbours import Surroundings
+from ..reader import read_heads
 from ..registry import is_in_tables
+from ..schema import Config, Family
+from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import discover
 from .explicit import Explicit, describe, explicit_row
-from .modules import Found, search
+from .modules import search
 from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample
@@ -26,7 +29,6 @@ __all__ = [
     "Sample",
     "AttentionModule",
     "is_known",
-    "layer_of",
     "layers",
     "open_live",
     "settings",
@@ -46,8 +48,8 @@ def layers(
     heads: Sequence[Explicit] = (),
     sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
-) -> Iterator[Layer]:
-    """The heads of every attention module, as views: what they say changes with the parameters.
+) -> Iterator[AttentionModule]:
+    """Every attention module with its heads, as views: what they say changes with the parameters.
 
     A model whose config names a known family is read by that family's table; run once on `sample`, a batch as it takes
     them, its heads must give the logits of its calls. Any other is run on the sample, and its heads are found by what
@@ -57,7 +59,7 @@ def layers(
     `heads=[(fused, num_heads, num_key_heads), …]`. Fails, naming what looks like attention, where nothing is known.
     `tensors` replaces what is read of the model.
     """
-    return (site.build() for site in sites(model, family=family, heads=heads, sample=sample, tensors=tensors))
+    return map(read_heads, sites(model, family=family, heads=heads, sample=sample, tensors=tensors))
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class LiveModel:
     @property
     def num_layers(self) -> int:
         if self.model is not None:
-            return max(places.num_layers for places in self.model.places)
+            return self.model.num_layers
         return max((site.number for site in self.sites), default=-1) + 1
 
     def coverage(self) -> Coverage:
@@ -89,7 +91,7 @@ class LiveModel:
         return found.without([*further, *active_modes()])
 
     def _changes(self) -> list[str]:
-        around = Surroundings.of(self.model.places if self.model is not None else ())
+        around = Surroundings.of(self.model.modules() if self.model is not None else ())
         found = changes(self.module, {site.owner for site in self.sites}, around.modules)
         further = len(found) - MOST_NAMED
         return found if further <= 0 else [*found[:MOST_NAMED], f"and {further} more that differ"]
@@ -128,13 +130,14 @@ def open_live(
     modules = named_modules(tensors.model)
     is_known = family is not None or is_in_tables(str(config.get("model_type")))
     if heads:
-        opened = _of_rows(model, [explicit_row(entry, modules) for entry in heads], tensors, AS_NAMED)
+        named = [module_of_row(explicit_row(entry, modules), tensors) for entry in heads]
+        opened = _of_modules(model, named, tensors, AS_NAMED)
     elif is_known or (sample is None and config.get("model_type") is not None):
         opened = _of_family(model, tensors, config, family)
     elif sample is not None:
-        return replace(_of_rows(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
+        return replace(_of_modules(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
     else:
-        opened = _of_rows(model, list(search(modules)), tensors, BY_KINDS)
+        opened = _of_modules(model, list(search(modules, tensors)), tensors, BY_KINDS)
     if not opened.sites:
         raise _unknown(tensors, config)
     if sample is None:
@@ -157,29 +160,21 @@ def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family
             raise
         raise _unknown(tensors, config) from None
     basis = model.coverage.basis or BY_TABLE
-    return LiveModel(
-        module, model.family, model.modules(), replace(model.coverage, basis=basis), tensors, config, model
-    )
+    read = replace(model.coverage, basis=basis)
+    # What layers share is read anew each time: weights change, and adapters compute theirs.
+    own = (one.tensors.tensors if isinstance(one.tensors, Once) else one.tensors for one in model.modules())
+    found = tuple(replace(one, tensors=part) for one, part in zip(model.modules(), own, strict=True))
+    return LiveModel(module, model.family, found, read, tensors, config, model)
 
 
-def _of_rows(module: nn.Module, rows: Sequence[Found], tensors: ModuleTensors, basis: str) -> LiveModel:
+def _of_modules(module: nn.Module, found: Sequence[AttentionModule], tensors: ModuleTensors, basis: str) -> LiveModel:
     """Modules are numbered within their block, in the order found."""
-    numbers, found, refused = Counter(), [], []
-    for entry in rows:
-        number = numbers[entry.block]
-        numbers[entry.block] += 1
-        if isinstance(entry.row, Refusal):
-            refused.append(entry.name)
-            found.append(refused_module(entry.block, number, (entry.name, entry.name), str(entry.row)))
-        else:
-            found.append(module_of_row(entry.row, number, tensors))
+    numbers: Counter[str] = Counter()
+    numbered = []
+    for one in found:
+        numbered.append(replace(one, number=numbers[one.block]))
+        numbers[one.block] += 1
+    refused = [one.query_name for one in found if one.reason is not None]
     reasons = (f"without {', '.join(refused)}",) if refused else ()
     read = Coverage(len(found) - len(refused), len(found), "modules", reasons, basis)
-    return LiveModel(module, "modules", tuple(found), read, tensors)
-
-
-def layer_of(found: Found, number: int, tensors: ModuleTensors) -> Layer:
-    """The heads of one attention module whose row is known."""
-    if isinstance(found.row, Refusal):
-        raise found.row
-    return module_of_row(found.row, number, tensors).build()
+    return LiveModel(module, "modules", tuple(numbered), read, tensors)

@@ -13,15 +13,14 @@ from ...attention.calls import AttentionCall
 from ...attention.compilation import Eagerly
 from ...attention.interception import Interception
 from ...errors import Refusal, missing, within
-from .. import Attention
-from .modules import Found
+from ..module import AttentionModule, module_of_row, refused_module
 from .proving import Search
 from .tensors import ModuleTensors, called, named_modules
 from .watch import Sample, Watch, quietly, recorded, run
 
 
-def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[Found]:
-    """A row of the tables for every attention call of the pass, each parameter once; or why there is none.
+def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[AttentionModule]:
+    """An attention module for every attention call of the pass, each parameter once; or why it cannot be read.
 
     The pass runs in evaluation mode, without gradients and outside of compiled code, and changes nothing in the model.
     """
@@ -40,20 +39,20 @@ class Finder:
         self.tensors, self.watch = tensors, Watch()
         self.names = {id(module): name for name, module in named_modules(tensors.model).items()}
 
-    def over(self, sample: Sample) -> list[Found]:
-        """Every attention of one pass over a batch, in the order of the calls."""
-        rows: list[Found | None] = []
-        seeing = Interception(lambda call: rows.append(self.explain(call)), written_out=True)
+    def over(self, sample: Sample) -> list[tuple[str, AttentionModule]]:
+        """Every attention of one pass over a batch, in the order of the calls, with the name of the calling module."""
+        rows: list[tuple[str, AttentionModule | None]] = []
+        seeing = Interception(lambda call: rows.append((self.name_of(call), self.explain(call))), written_out=True)
         model = called(self.tensors.given)
         with Eagerly(), quietly(model), self.recording(), seeing:
             run(model, sample)
-        return [row for row in rows if row is not None]
+        return [(name, found) for name, found in rows if found is not None]
 
     def recording(self) -> AbstractContextManager[None]:
         return recorded(self.tensors, self.watch)
 
-    def explain(self, call: AttentionCall) -> Found | None:
-        """The row of a call, or why there is none; None where it is a softmax of something else."""
+    def explain(self, call: AttentionCall) -> AttentionModule | None:
+        """The attention module of a call, or why there is none; None where it is a softmax of something else."""
         if not self.may_be_attention(call):
             return None
         found = self.explained(call)
@@ -68,27 +67,21 @@ class Finder:
         """The innermost of the model's modules that was running."""
         return next((self.names[id(module)] for module in call.modules if id(module) in self.names), "")
 
-    def explained(self, call: AttentionCall) -> Found:
-        """The row of a call by what was recorded since the last one, or why there is none."""
-        return _explained(self.name_of(call), call, self.watch, self.tensors)
+    def explained(self, call: AttentionCall) -> AttentionModule:
+        """The attention module of a call by what was recorded since the last one, or why it cannot be read."""
+        name = self.name_of(call)
+        try:
+            with (
+                within(name or type(self.tensors.model).__name__),
+                torch._C.DisableTorchFunction(),
+                torch.no_grad(),
+                torch.autocast(call.query.device.type, enabled=False),
+            ):
+                return module_of_row(Search(with_four_dimensions(call), self.watch, self.tensors).row(), self.tensors)
+        except Refusal as reason:
+            return refused_module("decoder", (name, name), str(reason))
 
 
-def _distinct(rows: list[Found]) -> list[Found]:
+def _distinct(rows: list[tuple[str, AttentionModule]]) -> list[AttentionModule]:
     """Each attention once, however often it was called."""
-    places = {(one.name, (one.row.query, one.row.fused) if isinstance(one.row, Attention) else ""): one for one in rows}
-    return list(places.values())
-
-
-def _explained(name: str, call: AttentionCall, watch: Watch, tensors: ModuleTensors) -> Found:
-    try:
-        device = call.query.device.type
-        with (
-            within(name or type(tensors.model).__name__),
-            torch._C.DisableTorchFunction(),
-            torch.no_grad(),
-            torch.autocast(device, enabled=False),
-        ):
-            row = Search(with_four_dimensions(call), watch, tensors).row()
-            return Found(row.block, name, row)
-    except Refusal as reason:
-        return Found("decoder", name, reason)
+    return list({(name, found.query_name, found.row.fused): found for name, found in rows}.values())

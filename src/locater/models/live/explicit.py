@@ -5,9 +5,7 @@ from typing import Any, get_args
 from torch import nn
 
 from ...errors import refusal
-from .. import Attention
-from ..schema import Layout
-from .modules import Found
+from ..schema import Attention, Layout
 
 # The query's and the key's projection, as modules or by name, and how many heads each has; or one projection that holds
 # both: its two numbers of heads, and how they share it ("qkv" unless told, or "grouped": see `slices.first_rows`).
@@ -20,8 +18,8 @@ QUERIES, KEYS = ("q_proj", "query", "to_q", "wq", "q", "q_lin"), ("k_proj", "key
 FORM = "(query, key, num_heads, num_key_heads) or (fused, num_heads, num_key_heads)"
 
 
-def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
-    """One attention module from its projections; positions, norms and masks are taken to be absent."""
+def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Attention:
+    """The row of one attention module from its projections; positions, norms and masks are taken to be absent."""
     if not isinstance(entry, tuple | list) or len(entry) not in (3, 4):
         raise refusal(f"entries {FORM}", repr(entry))
     if isinstance(entry[1], int) and not isinstance(entry[1], bool):
@@ -39,10 +37,10 @@ def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Found:
     if rest or key_rows != num_key_heads * d_head:
         expected = f"{num_heads} query heads and {num_key_heads} key heads of one size"
         raise refusal(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
-    return _found(query_name, key_name, (num_heads, num_key_heads, d_head), transposed)
+    return _row(query_name, key_name, (num_heads, num_key_heads, d_head), transposed)
 
 
-def _fused_row(part: nn.Module | str, counts: Any, layout: Any, modules: dict[str, nn.Module]) -> Found:
+def _fused_row(part: nn.Module | str, counts: Any, layout: Any, modules: dict[str, nn.Module]) -> Attention:
     """Queries, keys and values in one projection."""
     name, module = _projection(part, modules)
     num_heads, num_key_heads = (_count(count) for count in counts)
@@ -53,12 +51,12 @@ def _fused_row(part: nn.Module | str, counts: Any, layout: Any, modules: dict[st
     if rest:
         expected = f"{num_heads} queries, {num_key_heads} keys and as many values of one size in `{name}`"
         raise refusal(expected, f"{rows} rows")
-    return _found(name, name, (num_heads, num_key_heads, d_head), transposed, layout)
+    return _row(name, name, (num_heads, num_key_heads, d_head), transposed, layout)
 
 
-def _found(query: str, key: str, shape: tuple[int, int, int], transposed: bool, fused: Layout | None = None) -> Found:
+def _row(query: str, key: str, shape: tuple[int, int, int], transposed: bool, fused: Layout | None = None) -> Attention:
     num_heads, num_key_heads, d_head = shape
-    row = Attention(
+    return Attention(
         block="decoder",
         query=query,
         key=key,
@@ -70,7 +68,6 @@ def _found(query: str, key: str, shape: tuple[int, int, int], transposed: bool, 
         transposed=transposed,
         prefixes=("",),
     )
-    return Found("decoder", query, row)
 
 
 def describe(modules: dict[str, nn.Module]) -> str:

@@ -5,7 +5,6 @@ A row made here names one module, takes its sizes from the module itself, and it
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import nn
 
 from ...errors import Refusal, refusal, within
 from ...head import Block
-from .. import Attention, NormAt
+from ..module import AttentionModule, module_of_row, refused_module
+from ..schema import Attention, NormAt
+from ..tensors import Tensors
 
-Layer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+TorchLayer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
 def norm_at(name: str, module: object) -> NormAt | None:
@@ -37,7 +38,7 @@ class Stacks:
         self.modules = modules
 
     def is_layer(self, name: str) -> bool:
-        return isinstance(self.modules.get(name), Layer)
+        return isinstance(self.modules.get(name), TorchLayer)
 
     def norm(self, owner: str, norm: str) -> NormAt | None:
         name = f"{owner}.{norm}".lstrip(".")
@@ -46,7 +47,7 @@ class Stacks:
     def output_norm(self, layer: str) -> NormAt | None:
         """The norm that ends a post-LN layer."""
         module = self.modules[layer]
-        if not isinstance(module, Layer) or module.norm_first:
+        if not isinstance(module, TorchLayer) or module.norm_first:
             return None
         return self.norm(layer, "norm2" if isinstance(module, nn.TransformerEncoderLayer) else "norm3")
 
@@ -79,16 +80,7 @@ class Stacks:
 TIMM_PARTS = {"qkv", "q_norm", "k_norm", "proj", "norm", "gate", "attn_drop", "proj_drop"}
 
 
-@dataclass(frozen=True)
-class Found:
-    """One attention module: its row, or why it cannot have one."""
-
-    block: Block
-    name: str
-    row: Attention | Refusal
-
-
-def search(modules: dict[str, nn.Module]) -> Iterator[Found]:
+def search(modules: dict[str, nn.Module], tensors: Tensors) -> Iterator[AttentionModule]:
     """Every attention module of a known kind, in the order of the tree."""
     stacks, seen = Stacks(modules), set()
     for name, module in modules.items():
@@ -96,12 +88,12 @@ def search(modules: dict[str, nn.Module]) -> Iterator[Found]:
             continue  # the same module under a second name
         seen.add(id(module))
         inside = stacks.is_layer(name.rpartition(".")[0])
-        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-            yield from _layer(name, module, stacks)
+        if isinstance(module, TorchLayer):
+            yield from _layer(name, module, stacks, tensors)
         elif isinstance(module, nn.MultiheadAttention) and not inside:
-            yield _found(_multihead, "encoder", name, module)
+            yield _found(tensors, _multihead, "encoder", name, module)
         elif _is_timm(module):
-            yield _found(_timm, "vision", name, module, modules.get(name.rpartition(".")[0]))
+            yield _found(tensors, _timm, "vision", name, module, modules.get(name.rpartition(".")[0]))
 
 
 def _is_timm(module: nn.Module) -> bool:
@@ -110,24 +102,22 @@ def _is_timm(module: nn.Module) -> bool:
     return is_own and isinstance(getattr(module, "qkv", None), nn.Linear) and hasattr(module, "num_heads")
 
 
-def _layer(
-    name: str, module: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, stacks: Stacks
-) -> Iterator[Found]:
+def _layer(name: str, module: TorchLayer, stacks: Stacks, tensors: Tensors) -> Iterator[AttentionModule]:
     at = f"{name}.".lstrip(".")
     block: Block = "encoder" if isinstance(module, nn.TransformerEncoderLayer) else "decoder"
-    yield _found(_multihead, block, f"{at}self_attn", module.self_attn, stacks.input_norm(name))
+    yield _found(tensors, _multihead, block, f"{at}self_attn", module.self_attn, stacks.input_norm(name))
     if isinstance(module, nn.TransformerDecoderLayer):
         norms = stacks.cross_norm(name), stacks.memory_norm(name)
-        yield _found(_multihead, "cross", f"{at}multihead_attn", module.multihead_attn, *norms)
+        yield _found(tensors, _multihead, "cross", f"{at}multihead_attn", module.multihead_attn, *norms)
 
 
-def _found(make, block: Block, name: str, *parts) -> Found:
-    """The row that `make` gives, or its refusal."""
+def _found(tensors: Tensors, make, block: Block, name: str, *parts) -> AttentionModule:
+    """The module of the row that `make` gives, or its refusal."""
     try:
         with within(name or type(parts[0]).__name__):
-            return Found(block, name, make(block, f"{name}.".lstrip("."), *parts))
+            return module_of_row(make(block, f"{name}.".lstrip("."), *parts), tensors)
     except Refusal as reason:
-        return Found(block, name, reason)
+        return refused_module(block, (name, name), str(reason))
 
 
 def _multihead(

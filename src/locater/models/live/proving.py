@@ -15,8 +15,9 @@ from ...attention.calls import AttentionCall
 from ...errors import Refusal, refusal
 from ...positions import Rotary
 from ...projections import Norm
-from .. import Attention, Config, NormAt, Places, build_layer
-from ..schema import Starts
+from ..module import module_of_row
+from ..reader import read_heads
+from ..schema import Attention, NormAt, Starts
 from .explain import alike, explain_plain, explain_rotation, tolerance, turned
 from .head_norms import Gain, HeadNorm, Side, Vectors, explain_behind, explain_normed, explain_scaled
 from .masks import Reach, reach
@@ -154,7 +155,7 @@ class Search:
         return [*([] if used else [Gain(None, torch.ones(1))]), *gains, *less_one]
 
     def _gain(self, name: str) -> Gain:
-        bias = Places(Attention("decoder", "", ""), Config(), self.tensors, "").bias(module_of(name))
+        bias = module_of_row(Attention("decoder", "", ""), self.tensors).bias(module_of(name))
         values = self.tensors.read(name).detach().float().flatten()
         return Gain(module_of(name), values, None if bias is None else bias.detach().float().flatten())
 
@@ -216,7 +217,7 @@ class Search:
 
     def _prove(self, row: Attention, query: Made, key: Made) -> None:
         """The heads of the row, computed in float64, give the logits of the call again, to the call's own precision."""
-        layer = build_layer(Places(row, Config(), self.tensors, ""), 0)
+        layer = read_heads(module_of_row(row, self.tensors))
         if layer.refused:
             raise Refusal(layer.refused[0])
         batch, call = self.call.query.shape[0], self.call
@@ -261,8 +262,8 @@ def _fused(query: Made, key: Made, key_starts: tuple[int, ...]) -> Starts | None
 
 def _is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
     """Tell whether the weight is stored as (in, out): by its shape, and by the numbers of two tokens."""
-    places = Places(Attention("decoder", product.name, product.name), Config(), tensors, "")
-    weight, bias = places.weight(product.name).detach().float(), places.bias(product.name)
+    module = module_of_row(Attention("decoder", product.name, product.name), tensors)
+    weight, bias = module.weight(product.name).detach().float(), module.bias(product.name)
     x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))
     y = y if bias is None else y - bias.detach().float()
     for transposed in (False, True):

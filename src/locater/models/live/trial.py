@@ -14,12 +14,11 @@ from ...attention.calls import AttentionCall
 from ...attention.compilation import Eagerly
 from ...attention.interception import Interception
 from ...errors import Refusal
-from .. import Attention, Layer
 from ..coverage import Coverage, spans
-from ..module import AttentionModule, module_of_row, refused_module
+from ..module import AttentionModule, refused_module
+from ..reader import read_heads
 from .agreement import difference, is_normed
 from .discover import Finder
-from .modules import Found
 from .tensors import ModuleTensors, called
 from .watch import Product, Sample, quietly, run
 
@@ -30,7 +29,7 @@ class Outcome:
 
     was_run: bool = False
     words: str | None = None
-    instead: Found | None = None
+    instead: AttentionModule | None = None
 
 
 @dataclass
@@ -74,14 +73,14 @@ class Trial:
         outcome = self.outcomes[index]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
-                words = self._difference(self.sites[index].build(), call, products)
+                words = self._difference(read_heads(self.sites[index]), call, products)
             except (Refusal, RuntimeError) as reason:
                 words = f"it could not be compared: {reason}"
         if words is not None and outcome.words is None:
             self.outcomes[index] = Outcome(True, words, self.finder.explained(call))
         outcome.was_run = True
 
-    def _difference(self, layer: Layer, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
+    def _difference(self, layer: AttentionModule, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
         if layer.refused:
             return layer.refused[0]
         words = difference(layer.heads, products[0].x, products[1].x, call)
@@ -104,11 +103,12 @@ class Trial:
     def _site(self, site: AttentionModule, outcome: Outcome) -> AttentionModule:
         if outcome.words is None or outcome.instead is None:
             return site
-        row, names = outcome.instead.row, (site.query_name, site.key_name)
-        if isinstance(row, Attention) and (row.query, row.key, row.block) == (*names, site.block):
-            return module_of_row(row, site.number, self.tensors)
-        why = row if isinstance(row, Refusal) else f"its call is of {row.block} attention by `{row.query}`"
-        return refused_module(site.block, site.number, names, f"not as its config says ({outcome.words}); {why}")
+        instead, names = outcome.instead, (site.query_name, site.key_name)
+        if instead.reason is None and (instead.query_name, instead.key_name, instead.block) == (*names, site.block):
+            return replace(instead, number=site.number)
+        why = instead.reason or f"its call is of {instead.block} attention by `{instead.query_name}`"
+        reason = f"not as its config says ({outcome.words}); {why}"
+        return refused_module(site.block, names, reason, number=site.number)
 
     def coverage(self, before: Coverage, judged: Sequence[AttentionModule]) -> Coverage:
         """Update the coverage by the pass: proven where it ran, with the differences that it showed."""

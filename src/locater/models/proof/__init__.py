@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Refusal
 from ...records import Json, JsonMapping
+from ..coverage import telling
 from ..schema import Config, Family
-from ..settings import telling
 from .recipes import row_of
 
 if TYPE_CHECKING:
-    from .evidence import Evidence, Stack
+    from .evidence import Calls
 
 
-__all__ = ["Proof", "expanded", "family_of", "inside", "prove", "unseen", "version"]
+__all__ = ["Proof", "family_of", "inside", "prove", "unseen", "version"]
 
 BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bias")  # no weight of its own
 
@@ -89,7 +89,7 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     try:
         config = twin.config_of(model_type, values)
         model, seen = twin.run(config, partial(observe, offers=twin.inputs_of))
-        return _of_stacks(known, model, seen)
+        return _of_places(known, model, seen)
     except Refusal as reason:
         return replace(known, reason=str(reason))
     except Exception as reason:  # a config that transformers itself cannot read
@@ -108,30 +108,29 @@ class _Outcome:
     reason: str | None
 
 
-def _outcome(evidence: "Evidence", stack: "Stack", whole: Config) -> _Outcome:
-    from .candidates import Context
+def _outcome(calls: "Calls") -> _Outcome:
     from .hidden import unread
     from .search import search
 
-    found = search(Context(evidence, stack, whole, path_of(evidence, stack)))
-    verdict, row = found.verdict, row_of(found.recipe) if found.recipe else None
+    recipe, verdict = search(calls)
+    row = row_of(recipe) if recipe else None
     block = row and row.block
     if not verdict.is_proven or row is None:
-        nearest = f" (nearest: {_name(found.recipe)})" if found.recipe else ""
-        return _Outcome(stack.pattern, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
-    notes = [*unread(evidence, stack, row)]
-    notes += [f"the mask of `{stack.pattern}`, which is no plain window"] if verdict.masks_differ else []
-    return _Outcome(stack.pattern, block, found.recipe, verdict.error, tuple(notes), None)
+        nearest = f" (nearest: {_name(recipe)})" if recipe else ""
+        return _Outcome(calls.place, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
+    notes = [*unread(calls, row)]
+    notes += [f"the mask of `{calls.place}`, which is no plain window"] if verdict.masks_differ else []
+    return _Outcome(calls.place, block, recipe, verdict.error, tuple(notes), None)
 
 
-def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
+def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
     """Proven if some stack is, and no decoder is left over; whatever else is left over is named."""
     from .evidence import Evidence
     from .hidden import later, silent
 
     evidence = Evidence(model, seen)
     known = replace(known, inputs=takes(model))
-    outcomes = [_outcome(evidence, stack, Config(expanded(model.config))) for stack in evidence.stacks()]
+    outcomes = list(map(_outcome, evidence.places()))
     proven: dict[str | None, _Outcome] = {}
     for one in outcomes:
         if one.reason is None:
@@ -150,41 +149,11 @@ def _of_stacks(known: Proof, model: Any, seen: Any) -> Proof:
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
 
 
-def path_of(evidence: "Evidence", stack: "Stack") -> str | None:
-    """The part of the composite config that the stack's modules were given."""
-    name = stack.name(next(iter(stack.calls)))
-    while name and not hasattr(evidence.modules[name], "config"):
-        name = name.rpartition(".")[0]
-    own = getattr(evidence.modules[name], "config", evidence.model.config)
-    return _path(evidence.model.config, own)
-
-
-def _path(config: object, own: object) -> str | None:
-    if config is own:
-        return None
-    for key, part in vars(config).items():
-        if hasattr(part, "to_dict"):
-            if part is own:
-                return key
-            if (further := _path(part, own)) is not None:
-                return f"{key}.{further}"
-    return None
-
-
 def takes(model: Any) -> tuple[str, ...]:
     import inspect
 
     known = ("input_ids", "pixel_values", "pixel_values_videos", "input_features", "input_values")
     return tuple(name for name in known if name in inspect.signature(model.forward).parameters)
-
-
-def expanded(config: Any) -> Json:
-    """A config object as a table with every default filled in, also under transformers' common names."""
-    values = config.to_dict()
-    for part in (key for key, value in vars(config).items() if hasattr(value, "to_dict")):
-        values[part] = expanded(getattr(config, part))
-    common = {key: getattr(config, key, None) for key in getattr(config, "attribute_map", {})}
-    return {**values, **{key: value for key, value in common.items() if isinstance(value, int | float | str)}}
 
 
 def inside(proof: Proof, names: Collection[str]) -> set[str]:
@@ -206,6 +175,7 @@ def unseen(proof: Proof, names: Collection[str]) -> list[str]:
 def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) -> tuple[Family, Config]:
     """The proven rows as a family, and the model's own config with every default filled in."""
     from . import twin
+    from .evidence import expanded
 
     rows = tuple(row_of(row) for row in proof.rows)
     notes = [f"{note} left out" for note in proof.notes]

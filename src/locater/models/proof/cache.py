@@ -8,7 +8,7 @@ from pathlib import Path
 from ...documents import as_written, read_json
 from ...errors import Refusal
 from ...records import JsonMapping, cache_folder, write_json
-from ..registry import find_family, is_in_tables
+from ..registry import is_in_tables
 from ..schema import Config, Family
 from . import Proof, family_of, prove, unseen, version
 
@@ -20,21 +20,18 @@ IRRELEVANT = (
 )  # fmt: skip
 
 
-def known_or_proven(config: Config, names: Collection[str]) -> tuple[Family, Config, str | None]:
-    """The family of a model by the tables, or by proof; then also its config with all defaults, and the proof in words.
+def proven(config: Config, names: Collection[str], unknown: Refusal) -> tuple[Family, Config, str]:
+    """The family by proof of a model that no table names, its config with all defaults, and the proof in words.
 
-    Refuses as the tables do where transformers is missing, does not know the type, or its twin follows no row.
+    Refuses as the tables did where transformers is missing, does not know the type, or its twin follows no row.
     """
-    try:
-        return find_family(config, names), config, None
-    except Refusal as unknown:
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str) or is_in_tables(model_type) or not is_known(model_type):
-            raise
-        proof = recall(model_type, config.values)
-        if not proof.is_proven:
-            first, line, rest = str(unknown).partition("\n")
-            raise Refusal(f"{first}; no row could be proven for it either: {proof.reason}{line}{rest}") from None
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or is_in_tables(model_type) or not is_known(model_type):
+        raise unknown
+    proof = recall(model_type, config.values)
+    if not proof.is_proven:
+        first, line, rest = str(unknown).partition("\n")
+        raise Refusal(f"{first}; no row could be proven for it either: {proof.reason}{line}{rest}") from None
     family, own = family_of(proof, config.values, unseen(proof, names))
     words = f"by the row {proof.names}, proven to {proof.error:.0e} with transformers {proof.transformers}"
     return family, own, words

@@ -8,11 +8,11 @@ from torch import Tensor
 from ...errors import Refusal
 from ...head import Head
 from ...projections import Norm
-from ..biases import misplaced_bias
-from ..places import Places
-from ..reader import build_layer
-from ..schema import Attention, Config
-from .evidence import Evidence, Stack, admitted, made_by, normed_rows, same
+from ..module import AttentionModule, find_stack
+from ..neighbours import misplaced_bias
+from ..reader import read_heads
+from ..schema import Attention
+from .evidence import Calls, Evidence, admitted, made_by, normed_rows, same
 from .observe import Call
 
 TOLERANCE = 1e-5
@@ -31,31 +31,30 @@ class Verdict:
         return self.differs is None
 
 
-def check(row: Attention, config: Config, evidence: Evidence, stack: Stack, *, hasty: bool = False) -> Verdict:
+def check(row: Attention, calls: Calls, *, hasty: bool = False) -> Verdict:
     """`hasty` looks at the first head of the first layer only: enough to throw most rows out."""
     verdict = Verdict()
     try:
-        places = Places.find(row, config, evidence.tensors)
-        if places is None:
+        stack = find_stack(row, calls.evidence.config, calls.evidence.tensors)
+        if not stack:
             return Verdict(differs="no tensors of its names")
-        layers = list(stack.calls)
-        if places.layers != tuple(layers) and not set(layers) <= set(places.layers):
-            return Verdict(differs=f"layers {places.layers}, where the model attends in {tuple(layers)}")
+        modules, layers = {module.number: module for module in stack}, list(calls.by_layer)
+        if not set(layers) <= set(modules):
+            return Verdict(differs=f"layers {tuple(modules)}, where the model attends in {tuple(layers)}")
         for layer in layers[:1] if hasty else layers:
-            verdict = _check_layer(places, layer, evidence, stack.calls[layer], verdict, hasty)
+            verdict = _check_layer(modules[layer], calls, verdict, hasty)
             if verdict.differs:
                 return verdict
-        if not hasty and (misplaced := misplaced_bias(places)) is not None:
+        if not hasty and (misplaced := misplaced_bias(stack)) is not None:
             return Verdict(differs=misplaced)
     except (Refusal, RuntimeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as reason:
         return Verdict(differs=str(reason).splitlines()[0][:200])
     return verdict
 
 
-def _check_layer(
-    places: Places, layer: int, evidence: Evidence, calls: list[Call], verdict: Verdict, hasty: bool
-) -> Verdict:
-    built = build_layer(places, layer)
+def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty: bool) -> Verdict:
+    built, layer, evidence = read_heads(module), module.number, place.evidence
+    calls = place.by_layer[layer]
     if built.refused:
         return Verdict(differs=built.refused[0])
     num_heads = calls[0].logits.shape[1]

@@ -1,7 +1,7 @@
 """One watched pass of a twin as evidence: its tensors under the names of a file, and the attention that it made."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,39 +10,62 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.mask_kinds import admits
+from ...records import Json
+from ..schema import Config, resolve
+from ..tensors import Held
 from .observe import Call, Pass
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
-class Stored:
-    """The twin's tensors as a checkpoint would hold them."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    @property
-    def names(self) -> Collection[str]:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        tensor = self.tensors[name]
-        return tensor if rows is None else tensor[rows[0] : rows[1]]
-
-
 @dataclass(frozen=True)
-class Stack:
-    """The attention modules of one place, such as `model.layers.{layer}.self_attn`, by layer, with their calls."""
+class Calls:
+    """The attention calls of one place of a twin, such as `model.layers.{layer}.self_attn`, by layer."""
 
-    pattern: str
+    evidence: "Evidence"
+    place: str
     length: int  # of the list of layers, attention or not
-    calls: dict[int, list[Call]]
+    by_layer: dict[int, list[Call]]
 
     def name(self, layer: int) -> str:
-        return self.pattern.format(layer=layer)
+        return self.place.format(layer=layer)
+
+    @property
+    def first(self) -> int:
+        return next(iter(self.by_layer))
+
+    @property
+    def owner(self) -> str:
+        """The attention module of the first layer."""
+        return self.name(self.first)
+
+    @property
+    def num_heads(self) -> int:
+        return self.by_layer[self.first][0].logits.shape[1]
+
+    @cached_property
+    def path(self) -> str | None:
+        """The part of the composite config that the modules were given."""
+        name, evidence = self.owner, self.evidence
+        while name and not hasattr(evidence.modules[name], "config"):
+            name = name.rpartition(".")[0]
+        own = getattr(evidence.modules[name], "config", evidence.model.config)
+        return _path(evidence.model.config, own)
+
+    @cached_property
+    def config(self) -> Config:
+        """The part of the config that describes them."""
+        return self.evidence.config.within(self.path)
+
+    def pattern(self, module: str) -> str:
+        return self.evidence.pattern(module, self.first)
+
+    def value(self, cell: Any) -> Any:
+        """A cell's value in the first layer; None where the config does not say it."""
+        try:
+            return resolve(cell, self.config, self.first)
+        except (ValueError, LookupError, TypeError):
+            return None
 
 
 @dataclass
@@ -57,9 +80,13 @@ class Evidence:
         return dict(self.model.named_modules(remove_duplicate=False))
 
     @cached_property
-    def tensors(self) -> Stored:
+    def tensors(self) -> Held:
         """Under the names that `save_pretrained` would write."""
-        return Stored(_saved(self.model))
+        return Held(_saved(self.model))
+
+    @cached_property
+    def config(self) -> Config:
+        return Config(expanded(self.model.config))
 
     @cached_property
     def file_names(self) -> dict[str, str]:
@@ -113,14 +140,14 @@ class Evidence:
         owned = [self.module_names.get(name, name) for name in names]
         return next((name for name in owned if name in self.modules), owned[0])
 
-    def stacks(self) -> Iterator[Stack]:
+    def places(self) -> Iterator[Calls]:
         """Attention modules that differ by one number only."""
         found: dict[str, dict[int, list[Call]]] = {}
         for call in self.seen.calls:
             pattern, layer = self._place(self._owner(call.module))
             found.setdefault(pattern, {}).setdefault(layer, []).append(call)
         for pattern, calls in found.items():
-            yield Stack(pattern, self._length(pattern), dict(sorted(calls.items())))
+            yield Calls(self, pattern, self._length(pattern), dict(sorted(calls.items())))
 
     def _owner(self, name: str) -> str:
         """The module itself, or where it is no more than a softmax the nearest around it that projects."""
@@ -195,3 +222,24 @@ def normed_rows(evidence: Evidence, name: str, x: Tensor) -> tuple[Tensor, Tenso
     found = [places.get(row.numpy().tobytes()) for row in wanted]
     numbers = [number for number in found if number is not None]
     return (wanted, given[numbers]) if len(numbers) == len(found) else None
+
+
+def _path(config: object, own: object) -> str | None:
+    if config is own:
+        return None
+    for key, part in vars(config).items():
+        if hasattr(part, "to_dict"):
+            if part is own:
+                return key
+            if (further := _path(part, own)) is not None:
+                return f"{key}.{further}"
+    return None
+
+
+def expanded(config: Any) -> Json:
+    """A config object as a table with every default filled in, also under transformers' common names."""
+    values = config.to_dict()
+    for part in (key for key, value in vars(config).items() if hasattr(value, "to_dict")):
+        values[part] = expanded(getattr(config, part))
+    common = {key: getattr(config, key, None) for key in getattr(config, "attribute_map", {})}
+    return {**values, **{key: value for key, value in common.items() if isinstance(value, int | float | str)}}

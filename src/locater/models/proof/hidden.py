@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...records import JsonMapping
 from ..schema import Attention
-from .evidence import Evidence, Stack, same
+from .evidence import Calls, Evidence, same
 from .observe import Call
 from .twin import NUM_TOKENS
 
@@ -24,23 +24,23 @@ WINDOW = re.compile(
 TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|relative|rel_pos|scale", re.IGNORECASE)
 
 
-def unread(evidence: Evidence, stack: Stack, row: Attention) -> Iterator[str]:
+def unread(calls: Calls, row: Attention) -> Iterator[str]:
     """In words, whatever happens in the stack's modules between the softmax and the output projection."""
     known = [pattern.rpartition(".")[2] for pattern in (row.sink, row.buckets and row.buckets.name) if pattern]
-    names = set(_own(evidence.modules[stack.name(next(iter(stack.calls)))]))
+    names = set(_own(calls.evidence.modules[calls.owner]))
     further = sorted(name for name in names if TELLING.search(name) and name not in known)
     named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""
-    calls = [call for calls in stack.calls.values() for call in calls]
-    if row.sink is None and any(call.is_sunk for call in calls):
-        yield f"a sink in the softmax of `{stack.pattern}`{named}"
-    elif all(is_plain(call, evidence, stack) for call in calls):
-        yield from [f"what `{stack.pattern}` does with{named}"] if further else []
+    every = [call for some in calls.by_layer.values() for call in some]
+    if row.sink is None and any(call.is_sunk for call in every):
+        yield f"a sink in the softmax of `{calls.place}`{named}"
+    elif all(is_plain(call, calls.evidence) for call in every):
+        yield from [f"what `{calls.place}` does with{named}"] if further else []
     elif any("lambda" in name for name in further):
-        yield f"the difference of two maps in `{stack.pattern}`, each read as a head{named}"
+        yield f"the difference of two maps in `{calls.place}`, each read as a head{named}"
     elif row.gated or any("gate" in name or "g_proj" in name for name in names):
-        yield f"the output gate of `{stack.pattern}`{named}"
+        yield f"the output gate of `{calls.place}`{named}"
     else:
-        yield f"what `{stack.pattern}` does to its attention's output{named}"
+        yield f"what `{calls.place}` does to its attention's output{named}"
 
 
 def _own(module: nn.Module) -> Iterator[str]:
@@ -48,7 +48,7 @@ def _own(module: nn.Module) -> Iterator[str]:
     return (name.removesuffix(".weight").removesuffix(".bias") for name, _ in module.named_parameters())
 
 
-def is_plain(call: Call, evidence: Evidence, stack: Stack) -> bool:
+def is_plain(call: Call, evidence: Evidence) -> bool:
     """Tell whether the average of values goes into the output projection as it is."""
     for product in call.averages:
         out = product[1] if isinstance(product, tuple) else product

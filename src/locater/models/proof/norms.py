@@ -7,33 +7,33 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..schema import Config
-from .candidates import Context, Recipe, rows_of_module
+from .candidates import Recipe, rows_of_module
 from .check import input_of
-from .evidence import is_norm, made_by, same
+from .evidence import Calls, is_norm, made_by, same
 from .recipes import LAYERS
 
 
-def norms(context: Context, base: Recipe) -> Recipe:
+def norms(calls: Calls, base: Recipe) -> Recipe:
     """The columns of all norms: before the projections, and of queries and keys."""
-    found = _inner(context)
-    over = _norm_over(context, base, found["query_norm"])
+    found = _inner(calls)
+    over = _norm_over(calls, base, found["query_norm"])
     for side in ("query_norm", "key_norm"):
         if found[side] is not None:
-            found[side] |= dict(only=_only(context, found[side]["name"]))
+            found[side] |= dict(only=_only(calls, found[side]["name"]))
     across = base["block"] == "cross"
-    late = all(found[side] and _is_late(context, found[side]) for side in ("query_norm", "key_norm"))
-    outer = dict(input_norm=_input_norm(context, base["query"]), norm_over=over, turns_first=late)
-    return found | outer | dict(key_input_norm=_input_norm(context, base["key"]) if across else None)
+    late = all(found[side] and _is_late(calls, found[side]) for side in ("query_norm", "key_norm"))
+    outer = dict(input_norm=_input_norm(calls, base["query"]), norm_over=over, turns_first=late)
+    return found | outer | dict(key_input_norm=_input_norm(calls, base["key"]) if across else None)
 
 
-def _inner(context: Context) -> dict[str, Any]:
+def _inner(calls: Calls) -> dict[str, Any]:
     """Norms inside the attention module, distinguished by their names; one for both counts twice."""
     found: dict[str, Any] = dict(query_norm=None, key_norm=None)
-    for name, module in context.evidence.modules.items():
-        inside = name.startswith(f"{context.owner}.") and is_norm(name, module)
-        if not inside or (at := norm_at(context, name)) is None:
+    for name, module in calls.evidence.modules.items():
+        inside = name.startswith(f"{calls.owner}.") and is_norm(name, module)
+        if not inside or (at := norm_at(calls, name)) is None:
             continue
-        short = name.removeprefix(f"{context.owner}.")
+        short = name.removeprefix(f"{calls.owner}.")
         shared = re.search(r"qk|query_key", short)
         if shared or re.search(r"(^|[._])q|query", short):
             found["query_norm"] = dict(at)
@@ -42,22 +42,22 @@ def _inner(context: Context) -> dict[str, Any]:
     return found
 
 
-def _norm_over(context: Context, base: Recipe, norm: Recipe | None) -> str:
+def _norm_over(calls: Calls, base: Recipe, norm: Recipe | None) -> str:
     """Over one head or over all: by the size of what the norm is given."""
     if norm is None or base["fused"]:
         return "head"
-    evidence = context.evidence
-    given = evidence.seen.inputs[evidence.module_of(norm["name"], context.first)][0]
-    rows, _ = rows_of_module(context, evidence.module_of(base["query"], context.first))
+    evidence = calls.evidence
+    given = evidence.seen.inputs[evidence.module_of(norm["name"], calls.first)][0]
+    rows, _ = rows_of_module(calls, evidence.module_of(base["query"], calls.first))
     whole = given is not None and given.dim() == 3 and given.shape[-1] == rows
     return "projection" if whole else "head"
 
 
-def _only(context: Context, pattern: str) -> str:
+def _only(calls: Calls, pattern: str) -> str:
     """The rule for layers in which the norm really ran."""
-    evidence = context.evidence
-    ran = {layer: bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in context.stack.calls}
-    return layers_by_rule(context.config, ran) or "every layer"
+    evidence = calls.evidence
+    ran = {layer: bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in calls.by_layer}
+    return layers_by_rule(calls.config, ran) or "every layer"
 
 
 def layers_by_rule(config: Config, wanted: dict[int, bool]) -> str | None:
@@ -65,13 +65,13 @@ def layers_by_rule(config: Config, wanted: dict[int, bool]) -> str | None:
     return next((name for name, rule in LAYERS.items() if _holds(rule, config, wanted)), None)
 
 
-def _is_late(context: Context, norm: Recipe) -> bool:
+def _is_late(calls: Calls, norm: Recipe) -> bool:
     """Behind the rotation: it takes vectors as long as a projection's, in their places, that are not these themselves.
 
     Without gains the order makes no difference, and the usual one is taken.
     """
-    evidence, owner = context.evidence, context.owner
-    inputs = evidence.seen.inputs.get(evidence.module_of(norm["name"], context.first), ()) if not norm["plain"] else ()
+    evidence, owner = calls.evidence, calls.owner
+    inputs = evidence.seen.inputs.get(evidence.module_of(norm["name"], calls.first), ()) if not norm["plain"] else ()
     given = next((x for x in inputs if x is not None and x.dim() == 4), None)
     if given is None:
         return False
@@ -92,9 +92,9 @@ def _holds(rule: Any, config: Config, wanted: dict[int, bool]) -> bool:
         return False
 
 
-def norm_at(context: Context, name: str) -> Recipe | None:
+def norm_at(calls: Calls, name: str) -> Recipe | None:
     """Kind, epsilon and gain of a norm, by its own input and output; None where no kind explains them."""
-    evidence = context.evidence
+    evidence = calls.evidence
     module = evidence.modules[name]
     given, made = (next(iter(side.get(name, ())), None) for side in (evidence.seen.inputs, evidence.seen.outputs))
     if given is None or made is None or given.shape != made.shape:
@@ -109,7 +109,7 @@ def norm_at(context: Context, name: str) -> Recipe | None:
         y = y if weight is None else y * (1 + weight if plus_one else weight)
         if same(y if bias is None else y + bias, made, 1e-5):
             numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=weight is None, biased=bias is not None)
-            return dict(kind=kind, name=context.pattern(name), **numbers)
+            return dict(kind=kind, name=calls.pattern(name), **numbers)
     return None
 
 
@@ -119,13 +119,13 @@ def _normalised(x: Tensor, kind: str, epsilon: float) -> Tensor:
     return y * (square + epsilon).rsqrt()
 
 
-def _input_norm(context: Context, pattern: str) -> Recipe | None:
+def _input_norm(calls: Calls, pattern: str) -> Recipe | None:
     """The norm whose output the projection takes, in every layer: its own, or the last of the layer before."""
-    evidence = context.evidence
-    by_layer = {n: made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in context.stack.calls}
+    evidence = calls.evidence
+    by_layer = {n: made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in calls.by_layer}
     last = max(by_layer)
     name = by_layer[last]
-    if name is None or (at := norm_at(context, name)) is None:
+    if name is None or (at := norm_at(calls, name)) is None:
         return None
     for token, shift in (("{layer}", 0), ("{previous}", 1)):
         short = evidence.with_number(name, last - shift, token)

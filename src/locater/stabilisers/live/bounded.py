@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...attention.bounds import logit_bounds
 from ...errors import refusal
+from ...models import read_heads
 from ...models.live import ModuleTensors, sites
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
@@ -34,7 +35,7 @@ class Bounds:
         }
         self.sites = {pair.name: places[pair.block, pair.layer] for pair in pairs}
         for name, values in self.read().items():
-            layer = self.sites[name].build()
+            layer = read_heads(self.sites[name])
             if not bool(values.isfinite().all()) or any(head.softcap is not None for head in layer.heads):
                 kinds = "heads whose weights bound their logits: behind a norm, no QK-norm, soft-cap or latent keys"
                 raise refusal(kinds, f"others in {name}", 'take by="logits"')
@@ -42,4 +43,4 @@ class Bounds:
     @torch.no_grad()
     def read(self) -> dict[str, Tensor]:
         """The bounds at this moment, by the names of pairs."""
-        return {name: logit_bounds(site.build().heads).float() for name, site in self.sites.items()}
+        return {name: logit_bounds(read_heads(site).heads).float() for name, site in self.sites.items()}

@@ -7,7 +7,7 @@ from itertools import groupby
 from torch import nn
 
 from ...errors import Refusal, refusal
-from ...models import Family, HeadRows, Slices
+from ...models import Family, HeadRows, Slices, read_heads, slices
 from ...models.live import ModuleTensors, sites
 from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
@@ -34,10 +34,10 @@ def find_pairs(
     tensors, skipped = ModuleTensors(model), []
     pairs: dict[object, Pair] = {}
     for site in sites(tensors.model, heads=heads, sample=sample, family=family, tensors=tensors):
-        if site.slices is None:
-            skipped += site.build().refused
+        if site.reason is not None:
+            skipped += read_heads(site).refused
             continue
-        for pair in _pairs_of(site.slices(), tensors, skipped, latent=latent):
+        for pair in _pairs_of(slices(site), tensors, skipped, latent=latent):
             reason = _unfit(pair) if trained else None
             if reason:
                 skipped.append(f"{pair.name}: {reason}")

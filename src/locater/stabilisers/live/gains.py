@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...errors import missing, refusal
+from ...models import read_heads
 from ...models.live import sites
 from ...projections import whole
 from .pairs import Pair
@@ -51,7 +52,7 @@ class Normalised:
         return dict(self._found())
 
     def _found(self) -> Iterator[tuple[tuple[str, int], Tensor | None]]:
-        for layer in (site.build() for site in self.sites):
+        for layer in map(read_heads, self.sites):
             norms = [layer.heads[0].query.input_norm, layer.heads[0].key.input_norm] if layer.heads else [None, None]
             if norms[0] is not norms[1]:
                 raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
