@@ -46,7 +46,7 @@ class Once:
         self.shape = cache(tensors.shape)
 
     def begin(self, layer: str) -> None:
-        """Let go of what another layer has; layers are known by the name of their queries."""
+        """Free what another layer has; layers are known by the name of their queries."""
         if layer != self.layer:
             self.layer, self.held = layer, {}
 
