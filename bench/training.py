@@ -20,8 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, TrainerCa
 from transformers import Trainer as HuggingFaceTrainer
 
 from locater_lab.data.batches import Windows
-from locater_lab.data.cache import Tokens
-from locater_lab.data.sources import Data, open_data
+from locater_lab.data.sources import Data, Tokens, open_data
 from locater_lab.data.vocabulary import Words
 from locater_lab.fields import DataOptions
 from locater_lab.train.config import Config, make_config

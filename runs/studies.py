@@ -2,9 +2,8 @@
 
 `python runs/studies.py keep FOLDER…` first takes over the rows of finished studies (`locater study NAME --out FOLDER`).
 `python runs/studies.py time [NAME…]` first measures how long `locater study NAME --quick` takes, by default of all.
-The rows of `convergence` are those of runs/measured/convergence, which may still be under way. The tables of
-docs/evidence.md are written from runs/studies/real-data.json (`locater study real-data --json`), and nothing else is by
-`python runs/studies.py evidence`.
+The tables of docs/evidence.md are written from runs/studies/real-data.json (`locater study real-data --json`), and
+nothing else is by `python runs/studies.py evidence`.
 """
 
 import json
@@ -21,10 +20,8 @@ from locater.report.studies import study_figure
 from locater_lab.studies.page import TIMES, documents, keep_rows, page, quick_times
 from locater_lab.studies.real_data import page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of
-from locater_lab.studies.sweep.folder import Row, open_sweep
-from locater_lab.studies.trained import result
+from locater_lab.studies.sweep.folder import open_sweep
 from locater_lab.studies.words import page as words_tables
-from locater_lab.train.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
@@ -37,19 +34,6 @@ def take_over(folder: Path) -> None:
     name = sweep.kind.removeprefix("study ")
     quick = list(sweep.points) == points_of(name, quick=True)
     keep_rows(sweep.kind, sweep.rows(), ROWS / f"{name}.json", num_points=len(sweep.points), quick=quick)
-
-
-def take_over_runs(folder: Path) -> None:
-    """The points of `convergence` that have a run there; one that has not used up its patience is not done."""
-    points = points_of("convergence", quick=False)
-    rows: list[Row] = []
-    for point in points:
-        if (folder / point["name"] / METRICS).exists():
-            found = result(folder / point["name"])
-            patience = point["options"]["patience"]
-            is_done = found["step"] - found["best_step"] >= patience or found["step"] >= point["options"]["steps"]
-            rows.append({"point": point, "result": found | {"is_done": is_done}})
-    keep_rows("study convergence", rows, ROWS / "convergence.json", num_points=len(points), quick=False)
 
 
 def measure_quick(name: str) -> None:
@@ -91,6 +75,5 @@ elif __name__ == "__main__":
         take_over(Path(folder))
     for name in (sys.argv[2:] or STUDIES) if sys.argv[1:2] == ["time"] else ():
         measure_quick(name)
-    take_over_runs(ROOT / "runs" / "measured" / "convergence")
     write_page()
     write_evidence()

@@ -409,7 +409,7 @@ def spoil_tokens(folder: Path, chance: random.Random) -> str:
 
 
 def read_tokens(folder: Path) -> Any:
-    from locater_lab.data.cache import tokenise
+    from locater_lab.data.sources import tokenise
     from locater_lab.data.text import Corpus
     from locater_lab.fields import DataOptions
 

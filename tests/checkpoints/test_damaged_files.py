@@ -514,7 +514,7 @@ def test_a_second_interrupt_during_a_save_is_an_interrupt(run, tmp_path, monkeyp
 
 
 def test_a_token_changed_in_place_is_not_trained_on(tmp_path, monkeypatch):
-    from locater_lab.data.cache import tokenise
+    from locater_lab.data.sources import tokenise
     from locater_lab.data.text import Corpus
     from locater_lab.fields import DataOptions
 

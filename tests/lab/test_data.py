@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locater.errors import Refusal
-from locater_lab.data import cache, sources
+from locater_lab.data import sources
 from locater_lab.data.batches import Walks, Windows
 from locater_lab.data.sources import open_data
 from locater_lab.data.text import Corpus, download, held_out, read_corpus
@@ -54,7 +54,7 @@ def test_byte_pairs_give_any_text_back(tmp_path):
 def test_tokens_are_made_once_and_then_mapped(text_file, tokenizer, monkeypatch):
     options = DataOptions(str(text_file), tokenizer, bpe_size=300)
     first = open_data(options, length=16, seed=0)
-    monkeypatch.setattr(cache, "_make", lambda *_: pytest.fail("made twice"))
+    monkeypatch.setattr(sources, "_make", lambda *_: pytest.fail("made twice"))
     second = open_data(options, length=16, seed=0)
     assert isinstance(second.tokens.train, numpy.memmap)
     assert numpy.array_equal(first.tokens.train, second.tokens.train)
@@ -84,7 +84,7 @@ def test_a_half_written_cache_is_never_read(text_file, monkeypatch):
     monkeypatch.setattr(numpy, "save", fail_second)
     with pytest.raises(Refusal, match="No space left on device; free some room"):
         open_data(DataOptions(str(text_file), "words"), length=16, seed=0)
-    assert not list((cache.cache_folder() / "tokens").iterdir())
+    assert not list((sources.cache_folder() / "tokens").iterdir())
     assert len(open_data(DataOptions(str(text_file), "words"), length=16, seed=0).tokens.train) > 0
 
 
@@ -102,7 +102,7 @@ DAMAGE = {
 def test_a_damaged_cache_is_made_again(text_file, tokenizer, name, left):
     options = DataOptions(str(text_file), tokenizer, bpe_size=300)
     whole = open_data(options, length=16, seed=0)
-    tokens, path = numpy.array(whole.tokens.train), cache.cache_folder() / "tokens" / whole.identity / name
+    tokens, path = numpy.array(whole.tokens.train), sources.cache_folder() / "tokens" / whole.identity / name
     path.unlink()
     if left is not None:
         path.write_bytes(left)
@@ -112,10 +112,10 @@ def test_a_damaged_cache_is_made_again(text_file, tokenizer, name, left):
 
 
 def test_the_cache_stands_where_the_user_says(monkeypatch, tmp_path):
-    assert cache.cache_folder() == tmp_path / "cache"
+    assert sources.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("LOCATER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache.cache_folder() == tmp_path / "xdg" / "locater"
+    assert sources.cache_folder() == tmp_path / "xdg" / "locater"
 
 
 def windows(length=10, num_tokens=105, seed=0):

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from locater_lab.studies import mechanism, rivals, small, tasks
+from locater_lab.studies import interventions as tasks
+from locater_lab.studies import mechanism, rivals, small
 from locater_lab.studies.floors import ARMS, Floors, bigrams, count_floors, floors, unigrams
 from locater_lab.studies.study import document
 

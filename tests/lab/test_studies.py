@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from command import locater
 from locater.errors import BadArguments
 from locater.theory import closed_form
 from locater_lab.studies import (
     collapse,
-    convergence,
     localisation_helps,
     profiles,
     reconcile,
@@ -351,73 +349,12 @@ def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
     assert found(0.99) == "rises" and found(0.0) == "no relation seen"
 
 
-def test_convergence_answers_its_question():
-    def found(effect: float) -> str:
-        return convergence.conclude(arms("locater-1e-2", "best_loss", effect)).second
-
-    assert "less: yes." in found(-0.2) and "less: no." in found(-0.02) and "not settled" in found(-0.05)
-    verdicts = [
-        [one.verdict for one in convergence.conclude(arms("locater-1e-2", "best_loss", effect)).findings]
-        for effect in (-0.2, 0.0)
-    ]
-    assert verdicts == [["lower"] * 2, ["no difference seen"] * 2]  # two conditions
-    few = [row for row in arms("locater-1e-2", "best_loss", -0.2) if row["seed"] < 2]
-    assert "open, for fewer than 3 seeds" in convergence.conclude(few).second
-
-
-def test_convergence_says_what_has_ended_and_what_is_under_way():
-    later = {1: {"1500": 0.5}}  # one seed has come further
-    early = [
-        row | {"is_done": False, "course": {"500": row["best_loss"], "1000": 1.0} | later.get(row["seed"], {})}
-        for row in arms("locater-1e-2", "best_loss", -0.2)
-    ]
-    said = convergence.conclude(early)
-    assert said.first.endswith("the seed that is furthest, at step 1,500, has 1.000.")
-    assert "no pair of runs" in said.first and "at step 1,000, the last that 3 seeds share" in said.first
-    assert said.findings[-1].verdict == "no difference seen"  # all have a loss of 1 there
-    assert "open" in said.second and "Ended" not in said.second and "none (seeds 0, 1 and 2)" in said.second
-    one = convergence.conclude([row | {"is_done": row["seed"] == 0} for row in early])
-    assert "LocAteR ends at 0.827 times the perplexity of none (1 seed, so no interval); at step" in one.first
-    assert "Ended: none (seed 0)" in one.second and "Under way: none (seeds 1 and 2)" in one.second
-    ratios = [row["ratio"] for row in convergence.over_steps(early) if row["step"] == 500]
-    assert ratios[0] == pytest.approx(math.exp(-0.19)) and len(ratios) == 6
-
-
-def test_every_method_has_as_many_settings_and_the_best_is_decided_on_other_seeds():
-    assert {len(arms) for arms in convergence.METHODS.values()} == {2}
-    losses = {"decay-2": (4.0, 4.9, 4.9), "decay-8": (4.5, 4.5, 4.5), "none": (5.0, 5.0, 5.0)}
-    rows = [
-        {"condition": "", "arm": arm, "seed": seed, "best_loss": loss + 0.01 * seed * (arm == "none")}
-        for arm, some in losses.items()
-        for seed, loss in enumerate(some)
-    ]
-    # Seed 0 is judged by decay-8, the best of seeds 1 and 2, although its own best is decay-2.
-    found = convergence.compared(rows, "", "weight decay")
-    assert found.value == pytest.approx(((4.5 - 5.0) + (4.9 - 5.01) + (4.9 - 5.02)) / 3) and found.count == 3
-    names = [point["name"] for point in convergence.grid(False)]
-    assert {"none-seed0", "locater-1e-2-seed2", "dropout 0.1-qk-norm-seed1", "words-none-seed0"} <= set(names)
-
-
-def test_the_full_length_command_of_a_run_is_that_run(tmp_path):
-    point = next(one for one in convergence.grid(False) if one["name"] == "words-locater-1e-2-seed0")
-    words = trained.command(point).split()
-    assert words[:2] == ["locater", "train"] and f"`{' '.join(words)}`" in convergence.STUDY.doubt
-    shown = locater(*words[1:-2], "--print-config")
-    assert shown.code == 0, shown.err
-    printed = yaml.safe_load(shown.out)
-    flat_options = {
-        name: value for group in printed.values() if isinstance(group, dict) for name, value in group.items()
-    }
-    options = point["options"] | {"seed": point["seed"]}
-    assert {name: flat_options[name] for name in options} == options and printed["preset"] == point["preset"]
-
-
 def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):
     from training_cases import TINY, write_text
 
     monkeypatch.setenv("LOCATER_CACHE", str(tmp_path / "cache"))
     options = TINY | {"data": str(write_text(tmp_path))}
-    point = trained.points({"none": {}}, seeds=[3], preset="paper", common=options, conditions={"": {}})[0]
+    point = {"name": "none-seed3", "arm": "none", "seed": 3, "preset": "paper", "options": options}
     found = trained.measure(point, tmp_path / "run")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "validation"}

@@ -16,7 +16,6 @@ from locater.stabilisers.base import Stabiliser as Base
 from locater.stabilisers.rivals.attention_losses import AttentionLoss
 from locater_lab.studies import (
     depth,
-    early_warning,
     interventions,
     localisation_helps,
     mechanism,
@@ -218,62 +217,6 @@ def test_gradient_reaches_the_tokens_that_attention_sees(ran):
     assert len(depth.agreement(ran)) == 1 and -1 <= depth.agreement(ran)[0] <= 1
 
 
-def warned(name: str, *, leads: bool) -> list[dict]:
-    """Half of the runs diverge at step 100; one indicator rises from 50 on in these alone, others are noise."""
-    steps = list(range(0, 200, 10))
-    rows = []
-    for seed in range(3):
-        for number in range(8):
-            bad = number % 2 == 0
-            courses = {one: [RANDOM.random() for _ in steps] for one in (*early_warning.INDICATORS, early_warning.LOSS)}
-            courses[early_warning.LOSS] = [0.5 * (bad and step >= 100) for step in steps]
-            if leads:
-                courses[name] = [5.0 * (bad and step >= 50) for step in steps]
-            rows.append(
-                {"kind": "a", "top": 0.1, "seed": seed, "steps": steps, "courses": courses}
-                | {"shown": 100 if bad else None, "first_alarm": 80 if bad else None}
-            )
-    return rows
-
-
-def test_an_indicator_that_leads_is_found_and_noise_is_not():
-    planted = early_warning.cross_judged(warned("η", leads=True), "η")
-    assert (planted["caught"], planted["false"], planted["lead"]) == (12, 0, 50)
-    assert "η warns best" in early_warning.conclude(warned("η", leads=True)).first
-    null = early_warning.cross_judged(warned("η", leads=False), "η")
-    assert null["caught"] - null["false"] < 9
-    own = early_warning.by_default(warned("η", leads=True))
-    assert (own["caught"], own["false"], own["lead"]) == (12, 0, 20)
-    curve = [row for row in early_warning.curves(warned("η", leads=True)) if row["indicator"] == "η"]
-    assert {"indicator": "η", "threshold": 0.0, "recall": 1.0, "false_alarms": 0.0, "lead": 50} in curve
-
-
-def test_the_monitors_limits_are_judged_by_its_own_thresholds():
-    from locater.monitor.alarms import Thresholds
-
-    rows, limit = warned("largest logit", leads=True), Thresholds().logit_explosion * math.lgamma(33) / 32
-    for row in rows:  # 5 becomes 1.5 times the monitor's limit for texts of 32 tokens
-        row["courses"]["largest logit"] = [value * 0.3 * limit for value in row["courses"]["largest logit"]]
-    judged = small.around(lambda name, threshold: early_warning.judged(rows, name, threshold))
-    found = {(one["limit"], one["factor"]): one for one in judged}
-    assert [found["logit_explosion", factor]["caught"] for factor in small.FACTORS] == [12, 12, 12, 0, 0]
-    answer = early_warning.conclude(rows)
-    assert "0 to 12 are caught and 0 healthy runs" in answer.second and len(answer.table.rows) == 13 + 15
-
-
-def test_where_the_loss_shows_it():
-    assert early_warning.shown_at([5.0] * 30 + [math.nan], 60) == 30  # the run ended there
-    assert early_warning.shown_at([5.0] * 20 + [9.0] * 5 + [5.0] * 40, 65) is None  # a spike that passes
-    assert early_warning.rises([5.0] * 20 + [6.0] * 20, [5, 39]) == [0.0, 1.0]
-
-
-def test_a_run_is_watched_to_its_end(monkeypatch):
-    monkeypatch.setattr(early_warning, "tiny", lambda seed, **changed: config(**changed))
-    row = early_warning.measure({"kind": "pre-LN", "top": 0.01, "seed": 0, "steps": 21}, Path())
-    assert row["steps"] == [0, 10, 20] and row["shown"] is None
-    assert all(len(course) == 3 for course in row["courses"].values()) and row["courses"]["η"][2] > 0
-
-
 def test_an_edited_model_has_the_attention_of_its_spectrum():
     spectrum.trained.cache_clear()
     flat, sharp = (spectrum.edited(0, 0, 0.0, eta) for eta in (0.01, 3.0))
@@ -285,8 +228,8 @@ def test_rows_of_small_runs_are_what_was_set():
     assert row["near_mass"] == pytest.approx(1) and row["kind"] == "window"  # two keys are among the last four
     row = sensitivity.measure({"condition": "half the width", "arm": "none", "seed": 0, "steps": 2}, Path())
     assert row["directions"] <= 16 and 0 < row["best_loss"] < 8  # two heads of 16 dimensions each
-    options = {"num_layers": 2, "steps": 2, "learning_rate": 3e-3}
-    row = depth.measure({"arm": "locater", "seed": 0, "is_cold": True, "options": options}, Path())
+    point = {"arm": "locater", "condition": "2 layers, no warm-up", "seed": 0, "steps": 2}
+    row = depth.measure(point, Path())
     assert len(row["agreement"]) == 2 and all(-1 <= one <= 1 for one in row["agreement"])
 
 
@@ -307,8 +250,7 @@ def test_a_start_that_climbs_is_told_from_one_that_stays():
 def test_gradient_that_follows_rho_is_told_from_gradient_that_does_not():
     def verdict(agreements: tuple[float, ...]) -> str:
         rows = [
-            {"condition": "1 layer", "arm": arm, "seed": seed, "best_loss": 5.0, "options": {"num_layers": 1}}
-            | {"agreement": [value]}
+            {"condition": "1 layer, warm-up", "arm": arm, "seed": seed, "best_loss": 5.0, "agreement": [value]}
             for arm in ("none", "locater")
             for seed, value in enumerate(agreements)
         ]
@@ -322,18 +264,14 @@ def test_a_small_start_is_a_start_and_not_a_hold():
     assert row["course"]["0"] == pytest.approx(mechanism.SMALL, rel=0.05) and row["directions"] > 1
 
 
-@pytest.mark.parametrize(
-    "name", ["mechanism", "localisation-helps", "metrics", "sensitivity", "rivals", "early-warning"]
-)
+@pytest.mark.parametrize("name", ["mechanism", "localisation-helps", "metrics", "sensitivity", "rivals", "depth"])
 def test_grids_are_complete_and_paired(name):
     points = find(name).grid(False)
     arms = {}
     for point in points:
         rest = {key: value for key, value in point.items() if key not in ("seed", "name")}
         arms.setdefault(str(rest), set()).add(point["seed"])
-    whole = {0, 1, 2} if name == "early-warning" else set(small.seeds(False))
     for arm, seeds in arms.items():  # floors are far off, and need fewer
-        is_floor = any(f"'arm': '{floor}'" in arm for floor in FLOORS) and name != "mechanism"
-        assert seeds == (set(range(FLOOR_SEEDS)) if is_floor else whole)
-    assert name != "early-warning" or len(points) >= 60
+        is_floor = any(f"'arm': '{floor}'" in arm for floor in FLOORS)
+        assert seeds == set(range(FLOOR_SEEDS) if is_floor else small.seeds(False))
     assert set(localisation_helps.ARMS) == set(localisation_helps.KIND_OF)

@@ -15,7 +15,7 @@ from locater.cli.pages import save_html
 from locater.errors import BadArguments, net
 from locater.records import Json
 
-from .measuring import measure_all
+from .sweep import measure_all
 
 REAL_DATA = "What do the columns of a scan say of attention measured on text? (with --model, docs/evidence.md)"
 

@@ -14,11 +14,10 @@ from rich.markup import escape
 
 from locater.cli.options import Engine, Jobs, JsonPath, Retry
 from locater.cli.output import console_for, table
+from locater.cli.progress import progress
 from locater.documents import as_written, read_yaml
 from locater.errors import BadArguments, refusal, within
 from locater.records import Json
-
-from .measuring import measure_all
 
 if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep
@@ -194,3 +193,17 @@ def _said(row: Json) -> str:
     if "error" in row:
         return row["error"]
     return f"{row['result'].get('best_loss', float('nan')):.4f} at step {row['result'].get('best_step')}"
+
+
+def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | None = None, asha: bool = False) -> None:
+    """By this machine's processes, or on a Ray cluster."""
+    from ..studies.study import measure_for
+    from ..studies.sweep import engines, on_ray
+
+    if retry:
+        sweep.retry()
+    with progress(sweep.folder.name, steps="points") as tell:
+        if on is None:
+            engines.local(sweep, measure_for(sweep), jobs=jobs, tell=tell)
+        else:
+            on_ray.measure_all(sweep, on, jobs=jobs, asha=asha, tell=tell)

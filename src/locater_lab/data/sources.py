@@ -1,23 +1,40 @@
-"""From what `--data` names to batches."""
+"""From what `--data` names to batches; tokens are kept on disk by the hash of their text, and memory-mapped."""
 
 import hashlib
+import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from locater.errors import Refusal
-from locater.records import write
+import numpy
+
+from locater.errors import Refusal, failed, refusal
+from locater.records import cache_folder, write
 
 from ..fields import WALK, DataOptions
+from . import vocabulary
 from .batches import Batches, Walks, Windows
-from .cache import Tokens, cache_folder, tokenise
 from .text import WIKITEXT, Corpus, download, held_out, read_corpus, read_text
+from .vocabulary import BytePairs, Vocabulary, Words
 
 EMBEDDED = "embedded"
 Say = Callable[[str], None]
+CHECKSUM, ATTEMPTS = "checksum", 3
+FORMAT = "1"  # part of every hash: raise it when what is stored changes
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token numbers of both parts, and the hash that names them."""
+
+    identity: str
+    vocabulary: Vocabulary
+    train: numpy.ndarray
+    valid: numpy.ndarray
 
 
 @dataclass(frozen=True)
@@ -71,3 +88,66 @@ def embedded() -> Corpus:
         text = texts.embedded_text()
         write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return held_out("the embedded text", read_text(path))
+
+
+def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
+    """The tokens of a corpus, from the cache if it was met before."""
+    identity = _identity(corpus, options)
+    folder = cache_folder() / "tokens" / identity
+    for _ in range(ATTEMPTS):  # several processes may find it damaged at once, and one throw away what another made
+        if not folder.exists():
+            _make(folder, corpus, options)
+        try:
+            return _read(folder)
+        except Exception:  # damaged in whatever way, by a loss of power perhaps: it can be made again
+            shutil.rmtree(folder, ignore_errors=True)
+    _make(folder, corpus, options)
+    return _read(folder)
+
+
+def _read(folder: Path) -> Tokens:
+    if (folder / CHECKSUM).read_text(encoding="ascii") != _checksum(folder):
+        raise refusal(f"the tokens that were written to {folder}", "others")
+    parts = [numpy.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("train", "valid")]
+    return Tokens(folder.name, vocabulary.load(folder), *parts)
+
+
+def _identity(corpus: Corpus, options: DataOptions) -> str:
+    setting = f"bpe {options.bpe_size}" if options.tokenizer == "bpe" else "words"
+    digest = hashlib.sha256()
+    for part in (FORMAT, setting, corpus.train, corpus.valid):
+        encoded = part.encode("utf-8")
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.hexdigest()[:32]
+
+
+def _checksum(folder: Path) -> str:
+    """Hash all files and their names: a token changed in place would train as any other."""
+    digest = hashlib.blake2b()
+    for path in sorted(path for path in folder.iterdir() if path.name != CHECKSUM):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()[:32]
+
+
+def _make(folder: Path, corpus: Corpus, options: DataOptions) -> None:
+    """Write a neighbouring folder, then rename it: no reader ever sees half of it."""
+    made = BytePairs.of(corpus.train, options.bpe_size) if options.tokenizer == "bpe" else Words.of(corpus.train)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        try:
+            for name in ("train", "valid"):
+                numpy.save(temporary / f"{name}.npy", made.encode(getattr(corpus, name)), allow_pickle=False)
+            made.save(temporary)
+            (temporary / CHECKSUM).write_text(_checksum(temporary), encoding="ascii")
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as reason:
+        if folder.exists():
+            return  # another process was quicker; its content is the same
+        remedy = "free some room, or name another folder by LOCATER_CACHE"
+        raise failed(f"write the tokens to {folder}", reason.strerror or reason, remedy) from None

@@ -15,8 +15,8 @@ from locater.stabilisers import LocAteR
 from locater.theory.of_head import profile
 
 from .floors import ARMS as FLOORS
-from .floors import FLOOR_SEEDS, UNIFORM
-from .small import Ran, nothing, result, seeds, train, trained
+from .floors import UNIFORM
+from .small import Ran, arms_by_seed, nothing, result, train, trained
 from .statistics import Finding, corrected, paired, spearman, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -27,27 +27,23 @@ NUM_TEXTS = 64
 STEPS = 1000  # deeper models learn more of a step, and take longer over it
 
 
+def condition(depth: int, *, is_cold: bool) -> str:
+    return f"{depth} layer{'s' if depth > 1 else ''}, {'no ' if is_cold else ''}warm-up"
+
+
+# By name: depth, and whether the run is cold.
+CONDITIONS = {condition(depth, is_cold=cold): (depth, cold) for depth in (1, 2, 4) for cold in (False, True)}
+
+
 def grid(quick: bool) -> list[Point]:
-    steps = 40 if quick else STEPS
-    return [
-        {
-            "name": f"{depth}-{'warm-up' if warmup else 'cold'}-{arm}-seed{seed}",
-            "condition": f"{depth} layer{'s' if depth > 1 else ''}, {'' if warmup else 'no '}warm-up",
-            "arm": arm,
-            "seed": seed,
-            "is_cold": not warmup,
-            "options": {"num_layers": depth, "steps": steps, "learning_rate": 3e-3},
-        }
-        for seed in seeds(quick)
-        for depth in ((1, 2) if quick else (1, 2, 4))
-        for warmup in (True, False)
-        for arm in ARMS
-        if seed < FLOOR_SEEDS or arm != UNIFORM
-    ]
+    chosen = [name for name, (depth, _) in CONDITIONS.items() if depth < 4 or not quick]
+    return arms_by_seed(dict.fromkeys(chosen, ARMS), quick=quick, short=40, steps=STEPS)
 
 
 def measure(point: Point, place: Path) -> Json:
-    ran = train(trained(point["seed"], **point["options"]), ARMS[point["arm"]], is_cold=point["is_cold"])
+    depth, is_cold = CONDITIONS[point["condition"]]
+    config = trained(point["seed"], point["steps"], num_layers=depth, learning_rate=3e-3)
+    ran = train(config, ARMS[point["arm"]], is_cold=is_cold)
     return result(ran) | {"agreement": agreement(ran) if ran.is_finite else []}
 
 
@@ -101,8 +97,8 @@ def conclude(rows: list[Json]) -> Answer:
         for one in findings(rows, "best_loss", "validation loss, LocAteR − none")
     ]
     agreements = []
-    for depth in sorted({row["options"]["num_layers"] for row in rows}):
-        known = _by_seed([row for row in rows if row["options"]["num_layers"] == depth and row["arm"] == "none"])
+    for depth in sorted({CONDITIONS[row["condition"]][0] for row in rows}):
+        known = _by_seed([row for row in rows if CONDITIONS[row["condition"]][0] == depth and row["arm"] == "none"])
         words = f"{depth} layer{'s' if depth > 1 else ''}"
         agreements.append(
             Finding("share of gradient over ρ", words, paired(known, dict.fromkeys(known, 0.0)), "relation")

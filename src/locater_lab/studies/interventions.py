@@ -1,9 +1,12 @@
-"""Localisation set from outside while a model trains: windows, temperatures, and spectra held where they are wanted."""
+"""Set from outside while a model trains: attention by windows, temperatures and held spectra, and texts that ask for
+attention, whose tokens come again."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from locater.attention.calls import AttentionCall
@@ -16,6 +19,8 @@ from locater.stabilisers.live.pairs import Pair
 from locater.stabilisers.live.sharding import shard_of
 from locater.stabilisers.mean import hold_trace
 
+from ..data.batches import FAR, Windows, draws
+from ..data.sources import Data
 from ..rivals import SpectralInitialisation
 
 ROUNDS = 3  # of mean and scale in turn; each undoes little of the other, and only what the optimiser moved
@@ -90,3 +95,82 @@ def hold(pair: Pair, xi: float, eta: float) -> None:
     shard.query.mul_(root)
     shard.key.mul_(root)
     shard.commit()
+
+
+Batch = tuple[Int[Tensor, "count length"], Int[Tensor, "count length"]]
+NUM_WORDS = 64  # of the far task: few, so that what is to be learnt is where to look
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Random tokens that come again, `lag` or, if that is 0, a random number of tokens later."""
+
+    num_words: int
+    length: int
+    seed: int
+    lag: int = 0
+    num_training: int = 10_000  # endless: an epoch is only a unit
+    num_validation: int = 512
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.length
+
+    def training(self, first: int, count: int) -> Batch:
+        texts = torch.stack([self._text(number) for number in range(first, first + count)])
+        return texts[:, :-1], texts[:, 1:]
+
+    def validation(self, first: int, count: int) -> Batch:
+        return self.training(FAR + first, count)
+
+    def _text(self, number: int) -> Int[Tensor, " length"]:
+        random = draws(self.seed, number)
+        lag = self.lag or int(random.integers(self.length // 4, self.length // 2 + 1))
+        words = random.integers(self.num_words, size=lag)
+        return torch.from_numpy(numpy.resize(words, self.length + 1))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Every second text of training is one of repeats; validation is of the text alone."""
+
+    text: Windows
+    repeats: Repeats
+
+    @property
+    def num_training(self) -> int:
+        return 2 * self.text.num_training
+
+    @property
+    def num_validation(self) -> int:
+        return self.text.num_validation
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.text.tokens_per_sample
+
+    def training(self, first: int, count: int) -> Batch:
+        parts = [
+            (self.repeats if number % 2 else self.text).training(number // 2, 1)
+            for number in range(first, first + count)
+        ]
+        tokens, targets = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(targets)
+
+    def validation(self, first: int, count: int) -> Batch:
+        return self.text.validation(first, count)
+
+
+def far(data: Data) -> Data:
+    """Nothing but tokens that stood half a text before: the last ones say nothing of the next."""
+    length = data.batches.tokens_per_sample
+    seed = data.batches.seed if isinstance(data.batches, Windows) else 0
+    return replace(data, batches=Repeats(NUM_WORDS, length, seed, lag=length // 2), tokens=None)
+
+
+def with_repeats(data: Data) -> Data:
+    """The text, and beside it tokens that come again: copying is worth learning."""
+    assert isinstance(data.batches, Windows) and data.tokens is not None
+    text = data.batches
+    repeats = Repeats(data.tokens.vocabulary.size, text.length, text.seed)
+    return replace(data, batches=Beside(text, repeats))

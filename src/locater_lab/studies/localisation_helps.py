@@ -8,13 +8,11 @@ from locater.records import Json
 from locater.stabilisers import LocAteR, Projected, WarmUp
 
 from .floors import ARMS as FLOORS
-from .floors import FLOOR_SEEDS
-from .interventions import Held, Temperature, Window
-from .small import STEPS, TRAINED_SCALE, Attach, nothing, read_text, result, seeds, train, trained
+from .interventions import Held, Temperature, Window, far
+from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_text, result, train, trained
 from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
-from .tasks import far
 from .trained import findings
 
 ETA, XI = 0.3, 1.0  # what is held while the other varies
@@ -57,13 +55,7 @@ TASKS = {"text": read_text, "far tokens": far}
 
 
 def grid(quick: bool) -> list[Point]:
-    return [
-        {"name": f"{task}-{arm}-seed{seed}", "condition": task, "arm": arm, "seed": seed}
-        | {"steps": 60 if quick else STEPS}
-        for seed in seeds(quick)
-        for task, arms in CHOSEN.items()
-        for arm in (*arms, *(FLOORS if seed < FLOOR_SEEDS else ()))
-    ]
+    return arms_by_seed({task: (*arms, *FLOORS) for task, arms in CHOSEN.items()}, quick=quick, short=60)
 
 
 def measure(point: Point, place: Path) -> Json:

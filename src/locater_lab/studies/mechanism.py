@@ -11,7 +11,7 @@ from locater.stabilisers import LocAteR, QKDecay, Stabiliser
 from ..rivals import SpectralInitialisation
 from ..train.observe import spectra
 from .floors import ARMS as FLOORS
-from .small import STEPS, TRAINED_SCALE, Attach, nothing, result, seeds, train, trained
+from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, result, train, trained
 from .statistics import Finding, paired, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
@@ -53,12 +53,8 @@ COURSE = 100  # steps between two looks at the spectrum
 
 
 def grid(quick: bool) -> list[Point]:
-    arms = ("none", "locater-1e-2", "decay-5", "start", *FLOORS) if quick else tuple(ARMS)
-    return [
-        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 100 if quick else STEPS}
-        for seed in seeds(quick)
-        for arm in arms
-    ]
+    arms = ("none", "locater-1e-2", "decay-5", "start", *FLOORS) if quick else ARMS
+    return arms_by_seed({"": arms}, quick=quick, short=100)
 
 
 def measure(point: Point, place: Path) -> Json:

@@ -13,14 +13,13 @@ from locater.records import Json
 from locater.stabilisers import LocAteR
 
 from .floors import ARMS as FLOORS
-from .floors import FLOOR_SEEDS
+from .interventions import with_repeats
 from .localisation_helps import ARMS as SET
 from .localisation_helps import follows
-from .small import STEPS, TRAINED_SCALE, Attach, Ran, nothing, result, seeds, train, trained
+from .small import STEPS, TRAINED_SCALE, Attach, Ran, arms_by_seed, nothing, result, train, trained
 from .statistics import Finding, corrected, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
-from .tasks import with_repeats
 from .trained import findings
 
 BINS = 10
@@ -32,12 +31,7 @@ NUM_LAYERS = 2  # the least that can copy by what stood before (induction)
 
 
 def grid(quick: bool) -> list[Point]:
-    return [
-        {"name": f"{arm}-seed{seed}", "condition": "", "arm": arm, "seed": seed, "steps": 60 if quick else STEPS}
-        for seed in seeds(quick)
-        for arm in ARMS
-        if seed < FLOOR_SEEDS or arm not in FLOORS
-    ]
+    return arms_by_seed({"": ARMS}, quick=quick, short=60)
 
 
 def measure(point: Point, place: Path) -> Json:

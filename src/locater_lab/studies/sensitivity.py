@@ -7,8 +7,8 @@ from locater.records import Json
 from locater.stabilisers import LocAteR
 
 from .floors import ARMS as FLOORS
-from .floors import FLOOR_SEEDS, UNIFORM
-from .small import STEPS, TRAINED_SCALE, nothing, result, seeds, train, trained
+from .floors import UNIFORM
+from .small import STEPS, TRAINED_SCALE, arms_by_seed, nothing, result, train, trained
 from .statistics import Estimate, Finding, corrected, paired, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -35,20 +35,7 @@ CHOSEN = (AS_IT_IS, "learning rate × 3", "pre-LN", "learning rate / 3", "rotary
 
 
 def grid(quick: bool) -> list[Point]:
-    chosen = CHOSEN[:3] if quick else CHOSEN
-    return [
-        {
-            "name": f"{factor}-{arm}-seed{seed}",
-            "condition": factor,
-            "arm": arm,
-            "seed": seed,
-            "steps": 80 if quick else STEPS,
-        }
-        for seed in seeds(quick)
-        for factor in chosen
-        for arm in ARMS
-        if seed < FLOOR_SEEDS or arm != UNIFORM
-    ]
+    return arms_by_seed(dict.fromkeys(CHOSEN[:3] if quick else CHOSEN, ARMS), quick=quick, short=80)
 
 
 def measure(point: Point, place: Path) -> Json:

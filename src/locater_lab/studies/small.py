@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from locater.attention.calls import AttentionCall
 from locater.attention.interception import Interception
 from locater.attention.registered import Functions
-from locater.monitor.alarms import Thresholds
 from locater.records import Json
 from locater.stabilisers import Stabiliser
 
@@ -22,7 +21,9 @@ from ..train.config import Config, make_config
 from ..train.model import LanguageModel
 from ..train.observe import spectra
 from ..train.parts import learning_rate, make_model, make_optimizer
-from .floors import count_floors
+from .floors import ARMS as FLOORS
+from .floors import FLOOR_SEEDS, count_floors
+from .sweep.folder import Point
 from .synthetic import near_share, normalised_entropy
 from .trained import directions
 
@@ -61,6 +62,21 @@ class Ran:
 def seeds(quick: bool) -> range:
     """Five, for Holm's correction over twenty arms leaves three pairs no room; three in a miniature."""
     return range(3 if quick else 5)
+
+
+def arms_by_seed(arms: Mapping[str, Iterable[str]], *, quick: bool, short: int, steps: int = STEPS) -> list[Point]:
+    """Arms of every condition, seeds outermost: wherever a sweep stops, arms can be compared on the seeds that ended.
+
+    Floors are measured on the first seeds alone.
+    """
+    return [
+        {"name": "-".join(filter(None, (condition, arm, f"seed{seed}"))), "condition": condition, "arm": arm}
+        | {"seed": seed, "steps": short if quick else steps}
+        for seed in seeds(quick)
+        for condition, some in arms.items()
+        for arm in some
+        if seed < FLOOR_SEEDS or arm not in FLOORS
+    ]
 
 
 def nothing(model: LanguageModel) -> Stabiliser:
@@ -188,49 +204,3 @@ def result(ran: Ran) -> Json:
     texts = ran.data.batches.validation(0, min(VALIDATED, ran.data.batches.num_validation))
     found = {"best_loss": validation_loss(ran)} | observed(ran) | spectrum(ran)
     return found | count_floors(ran.data, *texts)
-
-
-FACTORS = (0.2, 0.5, 1.0, 2.0, 5.0)
-
-
-class Limit(NamedTuple):
-    """An indicator of the study, the field of `Thresholds` that limits it, and what one of its units is."""
-
-    indicator: str
-    field: str
-    unit: float  # negative where low is bad, as the study counts it
-
-
-# What the monitor calls log n: its mean over the queries of a causal text, which all have one length here.
-LOG_KEYS = fmean(math.log(keys) for keys in range(1, TINY["context"] + 1))
-LIMITS = (
-    Limit("largest logit", "logit_explosion", LOG_KEYS),
-    Limit("low entropy", "entropy_collapse", -1.0),
-    Limit("low residual", "rank_collapse", -1.0),
-)
-
-
-def around(judge: Callable[[str, float], Json]) -> list[Json]:
-    """Each limit times each factor, judged over all seeds: nothing is chosen here."""
-    own = Thresholds()
-    return [
-        judge(limit.indicator, getattr(own, limit.field) * factor * limit.unit)
-        | {"indicator": f"{limit.indicator} at {'' if factor == 1 else f'{factor:g} × '}the monitor's limit"}
-        | {"limit": limit.field, "factor": factor}
-        for limit in LIMITS
-        for factor in FACTORS
-    ]
-
-
-def said(judged: list[Json]) -> str:
-    """Describe how much the first limit matters: between half and twice it."""
-    some = [one for one in judged if one["limit"] == LIMITS[0].field and one["factor"] in (0.5, 1.0, 2.0)]
-    caught, false = ([one[name] for one in some] for name in ("caught", "false"))
-    return (
-        f"from half to twice their limit on the largest logit, {_span(caught)} are caught and {_span(false)} healthy "
-        "runs alarmed"
-    )
-
-
-def _span(counts: list[int]) -> str:
-    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"

@@ -31,8 +31,6 @@ STUDIES = {
     "metrics": "Q8",
     "sensitivity": "Q9",
     "spectrum-vs-attention": "Q10",
-    "convergence": "",
-    "early-warning": "",
 }
 
 
@@ -134,7 +132,7 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
         table = found.behind() if found else None
     answer = [found.first, found.second] if found else [] if measured else ["Nothing has been measured yet."]
     answer += [f"No conclusion{of_condition(one)}: {one.shortfall}." for one in below if one.shortfall]
-    done = sum("result" in row and _is_done(row["result"]) for row in rows)
+    done = sum("result" in row for row in rows)
     if done < num_points:
         answer.append(f"Open: {num_points - done} of {num_points} points are not measured to their end.")
     return {
@@ -172,11 +170,6 @@ def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Jso
     wanted = study.drawn if found else ()
     some = [one for one in found.findings if one.what in wanted] if found else []
     return [one.to_json() | {"seen": one.estimate.is_seen} for one in some]
-
-
-def _is_done(result: object) -> bool:
-    """A run that is under way has a result that says so."""
-    return not isinstance(result, dict) or bool(result.get("is_done", True))
 
 
 def measure_for(sweep: Sweep) -> Measure:

@@ -1,14 +1,12 @@
 """Points that are training runs: measured by the trainer, resumed where they stand, compared by arm and seed."""
 
-import shlex
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from locater.errors import missing, refusal
-from locater.records import Json, JsonMapping
+from locater.records import Json
 
 from ..train import run
 from ..train.config import make_config
@@ -20,7 +18,6 @@ from .statistics import Estimate, Finding, corrected, paired
 from .sweep.folder import Point
 
 Rows = list[Json]
-Options = JsonMapping
 
 
 def measure(point: Point, place: Path) -> Json:
@@ -82,38 +79,6 @@ def directions(model: LanguageModel | WalkModel) -> float:
             squares = torch.linalg.svdvals(key[start : start + d_head].mT @ rows).square()
             counts.append(float(squares.sum().square() / squares.square().sum()))
     return sum(counts) / len(counts)
-
-
-def points(
-    arms: Mapping[str, Options],
-    *,
-    seeds: Sequence[int],
-    preset: str,
-    common: Options,
-    conditions: Mapping[str, Options],
-) -> list[Point]:
-    """Seeds outermost: wherever a sweep stops, arms can be compared on the seeds that are done."""
-    return [
-        {
-            "name": "-".join(filter(None, (condition, arm, f"seed{seed}"))),
-            "condition": condition,
-            "arm": arm,
-            "seed": seed,
-            "preset": preset,
-            "options": {**common, **changed, **options},
-        }
-        for seed in seeds
-        for condition, changed in conditions.items()
-        for arm, options in arms.items()
-    ]
-
-
-def command(point: Point) -> str:
-    """The same run by itself, as one types it."""
-    flags = ["--preset", point["preset"], "--seed", str(point["seed"])]
-    flags += [part for name, value in point["options"].items() for part in ("--set", f"{name}={value}")]
-    flags += ["--out", point["name"].replace(" ", "-")]
-    return shlex.join(["locater", "train", *flags])
 
 
 def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:
