@@ -94,7 +94,7 @@ def test_the_order_itself_would_notice():
         ("locater", "projections"),
     }
     assert ("locater", "errors") in imported_parts(SOURCE / "locater_lab" / "fields.py")
-    assert ("locater_lab", "fields") in imported_parts(SOURCE / "locater_lab" / "data" / "cache.py")
+    assert ("locater_lab", "fields") in imported_parts(SOURCE / "locater_lab" / "data" / "sources.py")
 
 
 def test_the_library_works_without_the_laboratory():
