@@ -214,7 +214,7 @@ def test_a_watched_run_shows_its_alarms(tmp_path):
 PARSE_THEMSELVES = {
     "locater_lab/studies/sweep/folder.py",
     "locater_lab/cli/sweep.py",
-    "locater/checkpoints/quantised/torchao.py",
+    "locater/checkpoints/quantised/packed.py",
 }
 
 

@@ -8,9 +8,8 @@ from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
-from .bytes import ByteSource, Folder, LocalFolder
+from .bytes import ByteSource, Folder, LocalFolder, read_config
 from .distributed import Distributed
-from .document import read_config
 from .gguf.file import open_gguf
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
 from .quantised import dequantised

@@ -14,8 +14,7 @@ from ..budget import budget
 from ..errors import Refusal, missing, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
-from .bytes import Folder
-from .document import read_object
+from .bytes import Folder, read_object
 from .safetensors import SafetensorsFile
 from .torch.file import open_torch
 

@@ -1,4 +1,4 @@
-"""Byte sources: a part of a file, near or far, read into memory and never mapped.
+"""Byte sources: a part of a file, near or far, read into memory and never mapped; and the JSON objects in them.
 
 Mapped pages count as memory of the process for as long as the mapping lives; bytes that were read can be freed.
 """
@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ..errors import Refusal, failed, refusal
+from ..budget import budget
+from ..documents import check_object, parse_json
+from ..errors import Refusal, failed, refusal, within
+from ..records import Json
 
 
 @runtime_checkable
@@ -176,3 +179,23 @@ def check_range(source: ByteSource, start: int, length: int) -> None:
             f"a file of {source.size} bytes",
             "it is truncated or damaged; fetch it again",
         )
+
+
+def parse_object(data: bytes | bytearray, *, name: str) -> Json:
+    """The JSON object in `data`; fails on anything else, and on keys that occur twice."""
+    with within(name):
+        budget().check("json bytes", len(data))
+        return check_object(parse_json(data, constant=float))  # configs of transformers hold Infinity
+
+
+def read_object(source: ByteSource) -> Json:
+    """The JSON object that a whole file holds."""
+    with within(source.name):
+        budget().check("json bytes", source.size)
+    return parse_object(source.read(0, source.size), name=source.name)
+
+
+def read_config(folder: Folder) -> Json:
+    """`config.json` of a folder, or what Meta and Mistral call it, or nothing."""
+    source = folder.find("config.json") or folder.find("params.json")
+    return read_object(source) if source else {}

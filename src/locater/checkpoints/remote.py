@@ -8,8 +8,7 @@ from ..budget import budget, timed
 from ..documents import check_beside
 from ..errors import Refusal, failed, install, missing, refusal
 from ..records import Json, JsonMapping
-from .bytes import ByteSource, Folder, LocalFolder, check_range
-from .document import read_object
+from .bytes import ByteSource, Folder, LocalFolder, check_range, read_object
 from .locate import INDEX, METADATA, WEIGHTS, choose
 
 # Seconds until an address counts as out of reach, and without a single byte during a transfer.

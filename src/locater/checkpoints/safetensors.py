@@ -12,8 +12,7 @@ from ..budget import budget
 from ..errors import refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows, read_tensor, row_span
-from .bytes import ByteSource, check_range
-from .document import parse_object
+from .bytes import ByteSource, check_range, parse_object
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

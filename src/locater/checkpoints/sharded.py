@@ -9,8 +9,7 @@ from ..documents import check_beside
 from ..errors import Refusal, missing, refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
-from .bytes import ByteSource, Folder
-from .document import read_object
+from .bytes import ByteSource, Folder, read_object
 
 OpenShard = Callable[[ByteSource], Checkpoint]
 

@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..budget import timed
-from ..checkpoints.bytes import LocalBytes, LocalFolder
-from ..checkpoints.document import read_config
+from ..checkpoints.bytes import LocalBytes, LocalFolder, read_config
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, missing, refusal
 from ..models import AttentionModule, live

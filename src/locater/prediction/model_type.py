@@ -4,8 +4,7 @@ from os import PathLike
 from pathlib import Path
 
 from .. import checkpoints
-from ..checkpoints.bytes import LocalFolder
-from ..checkpoints.document import read_config
+from ..checkpoints.bytes import LocalFolder, read_config
 from ..errors import Refusal, missing
 from ..models import Config
 from ..models.registry import find_family

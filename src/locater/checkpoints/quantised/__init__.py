@@ -6,42 +6,30 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...errors import Refusal, refusal
+from ...errors import Refusal, bad_value
 from ...records import Json, JsonMapping
 from ..base import Checkpoint, Entry, Rows
-from . import awq, bitsandbytes, compressed, floating, gptq, hqq, mlx, quanto, torchao
+from . import compressed, floating, packed, stacked
 from .weight import REMEDY, Find, Weight, unknown, word
-
-
-def _modelopt(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    algorithm = word(settings, "quant_algo")
-    if algorithm not in ("fp8", "nvfp4", "mxfp8"):
-        raise unknown(f"modelopt {algorithm or 'without quant_algo'}")
-    yield from (floating.find_four_bits if algorithm == "nvfp4" else floating.find_eight_bits)(store, settings)
-
-
-def _nothing(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    return iter(())
-
 
 # By `quant_method` of the config.
 METHODS: dict[str, Find] = {
     "fp8": floating.find_eight_bits,
     "fbgemm_fp8": floating.find_eight_bits,
     "mxfp8": floating.find_eight_bits,
-    "modelopt": _modelopt,
+    "modelopt": floating.find_modelopt,
     "compressed-tensors": compressed.find,
-    "gptq": gptq.find,
-    "awq": awq.find,
-    "bitsandbytes": bitsandbytes.find,
-    "quanto": quanto.find,
-    "torchao": torchao.find,
-    "hqq": hqq.find,
-    "mlx": mlx.find,
-    "mxfp4": _nothing,  # of the experts only
+    "gptq": packed.find_gptq,
+    "awq": packed.find_awq,
+    "bitsandbytes": stacked.find_bitsandbytes,
+    "quanto": stacked.find_quanto,
+    "torchao": packed.find_torchao,
+    "hqq": stacked.find_hqq,
+    "mlx": packed.find_mlx,
+    "mxfp4": lambda store, settings: iter(()),  # of the experts only
 }
 # What says of itself all that is needed.
-SELF_DESCRIBING = (floating.find_eight_bits, bitsandbytes.find, torchao.find, hqq.find)
+SELF_DESCRIBING = (floating.find_eight_bits, stacked.find_bitsandbytes, packed.find_torchao, stacked.find_hqq)
 # How the tensors of packed weights end, by which they are known where the config is silent.
 PACKED = (".qweight", ".weight_packed", ".weight._data", ".weight._data._data")
 # How activations were quantised: they do not change a weight.
@@ -75,7 +63,7 @@ class _Entries(Mapping[str, Entry]):
         taken = {name for weight in weights.values() for name in weight.parts.values()}
         modules = {name.rpartition(".")[0] for name in weights}
         about = (name for name in store.names if name.rpartition(".")[2] in ACTIVATIONS)
-        taken |= {name for name in about if _module_of(name) in modules}
+        taken |= {name for name in about if name.rpartition(".")[0] in modules}
         plain = (name for name in store.names if name not in taken)
         self.order = dict.fromkeys([*plain, *weights])
 
@@ -106,7 +94,7 @@ def _fitting(weight: Weight) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as cause:
         shapes = ", ".join(f"{role} {[*weight.store.shape(name)]}" for role, name in weight.parts.items())
-        raise refusal(f"parts of `{weight.name[:120]}` that go together", shapes[:200], REMEDY) from cause
+        raise bad_value(f"parts of `{weight.name[:120]}` that go together", shapes[:200], REMEDY) from cause
 
 
 def dequantised(store: Checkpoint) -> Checkpoint:
@@ -120,7 +108,7 @@ def dequantised(store: Checkpoint) -> Checkpoint:
     left = next((name for name in store.names if name.endswith(PACKED) and _plain_name(name) not in weights), None)
     if left is not None:
         said = f"quant_method `{method}`" if method else "no quant_method"
-        raise refusal(f"a config that says how `{left[:120]}` is packed", said, f"fetch config.json too, or {REMEDY}")
+        raise bad_value(f"a config that says how `{left[:120]}` is packed", said, f"fetch config.json too, or {REMEDY}")
     return Dequantised(store, weights) if weights else store
 
 
@@ -138,10 +126,6 @@ def _settings(config: JsonMapping) -> Json:
 
 
 KEYS = ("quantization_config", "compression_config", "quantization")
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _plain_name(name: str) -> str:

@@ -10,49 +10,82 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import refusal
+from ...errors import bad_value
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
-from .weight import Shape, Weight, exponents, grid, modules_with, parts_of, spread_over, unpack_bits, word
+from .weight import (
+    Grouped,
+    Shape,
+    Weight,
+    exponents,
+    grid,
+    modules_with,
+    parts_of,
+    spellings,
+    unknown,
+    unpack_bits,
+    word,
+)
 
 EIGHT_BITS = tuple(getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"))
+EXPONENTS = tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name))
 SCALES = ("weight_scale_inv", "weight_scale")  # both multiply, whatever the first is called
-FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1; the fourth bit is the sign
+FOUR_BITS = torch.tensor(
+    [sign * value for sign in (1, -1) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+)  # E2M1
 NVFP4_GROUP, MX_GROUP = 16, 32
 ALL = 2**31
 PLAIN = [(ALL, ALL), (1, ALL)]  # one scale per tensor or row: no other block has grids of these shapes
 
 
 @dataclass(frozen=True)
-class EightBits(Weight):
-    """`weight` in eight bits and a scale that multiplies it."""
+class Declared(Grouped):
+    """A weight whose scale has the shape of a block that the config declares."""
+
+    @property
+    def scale_name(self) -> str:
+        return "weight_scale"
 
     @property
     def shape(self) -> Shape:
         return self.part_shape("weight")
 
-    def read(self, rows: Rows | None) -> Tensor:
-        role = next((role for role in SCALES if role in self.parts), SCALES[0])
-        block, stored = self._block(role), self.part_dtype(role)
-        self.check(not _are_exponents(self.settings) or stored in _exponents(), "exponents as scales", stored)
-        scale = exponents(self.part(role))
-        scale = scale.reshape(grid(self.shape, block))
-        return self.part("weight", rows).float() * spread_over(scale, self.shape, block, rows)
-
-    def _block(self, role: str) -> Shape:
+    @property
+    def block(self) -> Shape:
         """The block whose grid has the scale's shape: a declared one, or else one per tensor or row."""
-        shape, scale = self.shape, self.part_shape(role)
+        shape, stored = self.shape, self.part_shape(self.scale_name)
+        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
         declared = declared_blocks(self.settings)
-        blocks = [tuple(min(pair) for pair in zip(block, shape, strict=True)) for block in declared or PLAIN]
-        fitting = {block for block in blocks if scale in _spellings(grid(shape, block))}
+        blocks = {tuple(map(min, zip(block, shape, strict=True))) for block in declared or PLAIN}
+        fitting = [block for block in blocks if stored in spellings(grid(shape, block))]
         sizes = " or ".join(f"{height}×{width}" for height, width in declared) or "1×all or all×all"
         wanted = f"a scale for each block of {sizes} in {' × '.join(map(str, shape))} numbers"
-        self.check(len(fitting) == 1, wanted, f"`{role}` of shape {[*scale]}")
-        return fitting.pop()
+        self.check(len(fitting) == 1, wanted, f"`{self.scale_name}` of shape {[*stored]}")
+        return fitting[0]
+
+    def scale(self) -> Tensor:
+        return self.by_block(self.scale_name).float()
 
 
 @dataclass(frozen=True)
-class FourBits(Weight):
+class EightBits(Declared):
+    """`weight` in eight bits and a scale that multiplies it."""
+
+    @property
+    def scale_name(self) -> str:
+        return next((role for role in SCALES if role in self.parts), SCALES[0])
+
+    def numbers(self, rows: Rows | None) -> Tensor:
+        stored = self.part_dtype(self.scale_name)
+        self.check(not _are_exponents(self.settings) or stored in EXPONENTS, "exponents as scales", stored)
+        return self.part("weight", rows).float()
+
+    def scale(self) -> Tensor:
+        return exponents(self.by_block(self.scale_name))
+
+
+@dataclass(frozen=True)
+class FourBits(Grouped):
     """Two E2M1 numbers per byte, the lower half first, in groups along a row; NVFP4 scales the tensor, too."""
 
     @property
@@ -65,26 +98,30 @@ class FourBits(Weight):
         self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
         return shape[0], 2 * shape[1]
 
-    def read(self, rows: Rows | None) -> Tensor:
-        shape, is_mx = self.shape, self.part_dtype("weight_scale") in _exponents()
-        block = (1, MX_GROUP if is_mx else NVFP4_GROUP)
-        self.check_shape("weight_scale", grid(shape, block))
-        declared = {width for _, width in declared_blocks(self.settings)} or {block[1]}
-        self.check(block[1] in declared, f"groups of {block[1]}", f"{sorted(declared)} in the config")
-        scale = exponents(self.part("weight_scale")) * self._whole(is_mx)
-        table = torch.tensor([sign * value for sign in (1, -1) for value in FOUR_BITS])
-        codes = unpack_bits(self.part(self.packed, rows), 4)
-        return table[codes.long()] * spread_over(scale, shape, block, rows)
+    @property
+    def is_mx(self) -> bool:
+        return self.part_dtype("weight_scale") in EXPONENTS
 
-    def _whole(self, is_mx: bool) -> Tensor:
-        """The scale of the whole tensor: compressed-tensors divides by its own, ModelOpt multiplies."""
+    @property
+    def block(self) -> Shape:
+        width = MX_GROUP if self.is_mx else NVFP4_GROUP
+        declared = {width for _, width in declared_blocks(self.settings)} or {width}
+        self.check(width in declared, f"groups of {width}", f"{sorted(declared)} in the config")
+        return 1, width
+
+    def numbers(self, rows: Rows | None) -> Tensor:
+        return FOUR_BITS[unpack_bits(self.part(self.packed, rows), 4).long()]
+
+    def scale(self) -> Tensor:
+        """By group and, in NVFP4, of the whole tensor: compressed-tensors divides by its own, ModelOpt multiplies."""
+        scale, is_mx = exponents(self.by_block("weight_scale")), self.is_mx
         roles = [role for role in ("weight_global_scale", "weight_scale_2") if role in self.parts]
         self.check(len(roles) == (0 if is_mx else 1), "no second scale" if is_mx else "one scale of the tensor", roles)
         if is_mx:
-            return torch.ones(())
+            return scale
         self.check_shape(roles[0], (), (1,))
-        scale = self.part(roles[0]).float().reshape(())
-        return 1 / scale if roles[0] == "weight_global_scale" else scale
+        whole = self.part(roles[0]).float().reshape(())
+        return scale * (1 / whole if roles[0] == "weight_global_scale" else whole)
 
 
 def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
@@ -93,7 +130,7 @@ def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight
         if entry.dtype in EIGHT_BITS and len(entry.shape) == 2:
             parts = parts_of(store, module, ("weight", *SCALES))
             if len(parts) == 3:
-                raise refusal(f"one scale for `{module[:120]}.weight`", f"two, {SCALES[0]} and {SCALES[1]}")
+                raise bad_value(f"one scale for `{module[:120]}.weight`", f"two, {SCALES[0]} and {SCALES[1]}")
             yield EightBits(store, f"{module}.weight", parts, settings)
 
 
@@ -103,6 +140,13 @@ def find_four_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]
             parts = parts_of(store, module, (ending, "weight_scale", "weight_global_scale", "weight_scale_2"))
             if store.entries[f"{module}.{ending}"].dtype == torch.uint8 and "weight_scale" in parts:
                 yield FourBits(store, f"{module}.weight", parts, settings)
+
+
+def find_modelopt(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+    algorithm = word(settings, "quant_algo")
+    if algorithm not in ("fp8", "nvfp4", "mxfp8"):
+        raise unknown(f"modelopt {algorithm or 'without quant_algo'}")
+    return (find_four_bits if algorithm == "nvfp4" else find_eight_bits)(store, settings)
 
 
 def declared_blocks(settings: JsonMapping) -> list[Shape]:
@@ -143,14 +187,5 @@ def _block_of(arguments: JsonMapping) -> Shape | None:
 
 def _pair(value: object) -> Shape:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-        raise refusal("two positive whole numbers as the block of a scale in config.json", f"{value!r:.60}")
+        raise bad_value("two positive whole numbers as the block of a scale in config.json", f"{value!r:.60}")
     return tuple(value)
-
-
-def _spellings(shape: Shape) -> set[Shape]:
-    """The shape itself, and without its ones: a scale per row may be stored as (rows) or (rows, 1)."""
-    return {shape, (shape[0],), ()} if shape == (1, 1) else {shape, (shape[0],)} if shape[1] == 1 else {shape}
-
-
-def _exponents() -> tuple[torch.dtype, ...]:
-    return tuple(getattr(torch, name) for name in ("uint8", "float8_e8m0fnu") if hasattr(torch, name))

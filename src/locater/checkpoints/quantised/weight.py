@@ -1,6 +1,7 @@
 """One quantised weight: the stored tensors that make it up, and the numbers they stand for.
 
-A method is a subclass of `Weight` and a function that finds such weights by the names of their tensors.
+A method is a subclass of `Weight`, for most of `Grouped`, and a function that finds such weights by the names of their
+tensors.
 """
 
 import math
@@ -12,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from ...errors import Refusal, missing, refusal
+from ...errors import Refusal, bad_value, missing
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 
@@ -64,7 +65,7 @@ class Weight(ABC):
         """Refuse the weight unless the condition holds; without `got`, what is expected is missing."""
         what = f"{expected} for the quantised `{self.name[:120]}`"
         if not condition:
-            raise missing(what, REMEDY) if got is None else refusal(what, got, REMEDY)
+            raise missing(what, REMEDY) if got is None else bad_value(what, got, REMEDY)
 
     def check_shape(self, role: str, *shapes: Shape) -> None:
         stored = self.part_shape(role)
@@ -76,6 +77,64 @@ class Weight(ABC):
         if role not in self.parts:
             raise missing(f"a tensor `{role}` beside the quantised `{self.name[:120]}`", REMEDY)
         return self.parts[role]
+
+
+@dataclass(frozen=True)
+class Grouped(Weight):
+    """W = s·(q − z) + b: a scale for each block of numbers, and perhaps a zero point or a bias."""
+
+    @property
+    @abstractmethod
+    def block(self) -> Shape:
+        """Height and width of the block that has one scale."""
+
+    @abstractmethod
+    def numbers(self, rows: Rows | None) -> Tensor:
+        """q in float32, for the rows asked for."""
+
+    @abstractmethod
+    def scale(self) -> Tensor:
+        """s by block."""
+
+    def zero(self) -> Tensor | None:
+        """z by block, if there is any."""
+
+    def bias(self) -> Tensor | None:
+        """b by block, if there is any."""
+
+    def groups(self) -> Tensor | None:
+        """The group of each input, where a calibration has reordered them."""
+
+    def read(self, rows: Rows | None) -> Tensor:
+        shape, block = self.shape, self.block
+        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
+        start, stop = rows or (0, shape[0])
+        down, across = torch.arange(start, stop) // block[0], self.groups()
+        across = torch.arange(shape[1]) // block[1] if across is None else across
+        result = self.numbers(rows)
+        if (zero := self.zero()) is not None:
+            result = result - zero[down][:, across]
+        result = result * self.scale()[down][:, across]
+        bias = self.bias()
+        return (result if bias is None else result + bias[down][:, across]).contiguous()
+
+    @property
+    def counts(self) -> Shape:
+        """Number of blocks each way."""
+        return grid(self.shape, self.block)
+
+    def by_block(self, role: str) -> Tensor:
+        """A part with one number for each block."""
+        self.check_shape(role, *spellings(self.counts))
+        return self.part(role).reshape(self.counts)
+
+    def group_of_input(self, role: str, num_groups: int) -> Tensor:
+        """A part that says the group of each input."""
+        self.check_shape(role, (self.shape[1],))
+        groups = self.codes(role).long()
+        inside = bool(((groups >= 0) & (groups < num_groups)).all())
+        self.check(inside, f"groups below {num_groups} in `{role}`", "one outside")
+        return groups
 
 
 # From the stored names to the weights of a method.
@@ -97,7 +156,7 @@ def number(settings: JsonMapping, key: str, default: int | None = None, *, least
     """A whole number that the config must hold."""
     value = settings.get(key, default)
     if type(value) is not int or not least <= value < 2**31:
-        raise refusal(f"a whole number as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
+        raise bad_value(f"a count as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
     return value
 
 
@@ -107,7 +166,7 @@ def word(settings: JsonMapping, key: str, default: str = "") -> str:
     if value is None:
         return default
     if not isinstance(value, str) or not value:
-        raise refusal(f"a word as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
+        raise bad_value(f"a word as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
     return value.lower()
 
 
@@ -127,13 +186,6 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(numpy.packbits(whole, axis=-1, bitorder="little")[..., 0])
 
 
-def spread_over(scale: Tensor, shape: Shape, block: Shape, rows: Rows | None) -> Tensor:
-    """One scale per block of h×w, as one per number of the rows asked for: s[i // h, j // w]."""
-    start, stop = rows or (0, shape[0])
-    down, across = torch.arange(start, stop) // block[0], torch.arange(shape[1]) // block[1]
-    return scale[down][:, across]
-
-
 def grid(shape: Shape, block: Shape) -> Shape:
     """Count the blocks each way: groups along a row divide it, blocks of several rows may be cut off.
 
@@ -141,8 +193,13 @@ def grid(shape: Shape, block: Shape) -> Shape:
     """
     for size, step in zip(shape, block, strict=True):
         if size % step if block[0] == 1 else size != step and step & (step - 1):
-            raise refusal(f"blocks that fit into {' × '.join(map(str, shape))} numbers", " × ".join(map(str, block)))
+            raise bad_value(f"blocks that fit into {' × '.join(map(str, shape))} numbers", " × ".join(map(str, block)))
     return tuple(math.ceil(size / step) for size, step in zip(shape, block, strict=True))
+
+
+def spellings(counts: Shape) -> set[Shape]:
+    """The shape itself, and without its ones: a scale per row may be stored as (rows) or (rows, 1)."""
+    return {counts, (counts[0],), ()} if counts == (1, 1) else {counts, (counts[0],)} if counts[1] == 1 else {counts}
 
 
 def exponents(scale: Tensor) -> Tensor:
@@ -153,4 +210,4 @@ def exponents(scale: Tensor) -> Tensor:
 
 
 def unknown(method: str) -> Refusal:
-    return refusal("weights quantised by a method that is read here", f"`{method[:60]}`", REMEDY)
+    return bad_value("weights quantised by a method that is read here", f"`{method[:60]}`", REMEDY)
