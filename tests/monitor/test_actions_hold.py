@@ -15,7 +15,8 @@ from transformers import get_scheduler
 import hand_written
 from locater.errors import Refusal
 from locater.monitor import Action, Attach, AttentionMonitor, Checkpoint, JsonLines, RollBack, Stop
-from locater.monitor.actions import Event, OwnLoop
+from locater.monitor.actions import Event, OwnLoop, Responses
+from locater.monitor.alarms import Alarm
 from locater.monitor.report import Report
 from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
 
@@ -361,3 +362,77 @@ def test_constructing_attaches_and_detach_ends():
         model(hand_written.TOKENS)
         assert monitor.step().training
     assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_an_action_without_a_name_leaves_resting_heads_alone():
+    """Dead heads are told, and acted on by their name only; a function hears of them."""
+    resting = Alarm("dead heads (uniform)", "decoder", 0, (1,), 1.0, 0.9995, "", "")
+    heard, done = [], []
+
+    class Counted(Action):
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self, event):
+            done.append(self.name)
+
+    table = Responses({"": [Counted("any"), heard.append], "dead heads (uniform)": Counted("named")})
+    table(Event(Report(1, (), alarms=(resting,)), nn.Linear(1, 1), OwnLoop(nn.Linear(1, 1))))
+    assert done == ["named"] and len(heard) == 1
+
+
+def test_heads_that_an_explosion_woke_are_not_dead_once_it_is_undone():
+    """Layer 1 begins as good as uniform; a thousandfold weight tells keys apart, and the state goes back."""
+    run = Run(RollBack(0.5))
+    with torch.no_grad():
+        run.model.get_parameter(run.explodes).mul_(1e-3)
+    run.run(2).run(1, explode_at=0)
+    with torch.no_grad():
+        run.model.get_parameter(run.explodes).mul_(1e3)
+    run.run(4)
+    assert not any(alarm.kind.startswith("dead") for report in run.reports for alarm in report.alarms)
+
+
+def test_a_resumed_step_that_makes_its_own_call_has_the_factor():
+    """Lightning, and whoever passes a closure, calls the model for the first time within the optimiser's step."""
+
+    def steps(run, num_steps, used):
+        for optimizer in run.optimizers:
+            optimizer.register_step_pre_hook(lambda one, *given: used.append(one.param_groups[0]["lr"]))
+
+        def closure():
+            run.optimizers[0].zero_grad()
+            loss = run.model(hand_written.TOKENS).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(num_steps):
+            run.optimizers[0].step(closure)
+            run.monitor.step()
+
+    whole = Run(RollBack(0.5), "none").run(3, explode_at=1)
+    parts = lambda run: [run.model, *run.optimizers, run.monitor]  # noqa: E731
+    states = copy.deepcopy([part.state_dict() for part in parts(whole)])
+    resumed, used = Run(RollBack(0.5), "none"), []
+    for part, state in zip(parts(resumed), states, strict=True):
+        part.load_state_dict(state)
+    steps(resumed, 2, used)
+    assert used == [5e-4, 5e-4]
+
+
+@pytest.mark.parametrize("attention", [hand_written.Normed, hand_written.NormedByHand, hand_written.TurnedThenNormed])
+@pytest.mark.parametrize("make", [lambda **given: LocAteR(strength=1e-3, **given), QKClip])
+def test_what_a_norm_would_undo_is_refused(make, attention):
+    model = hand_written.decoder(attention).train()
+    with pytest.raises(Refusal, match="QK-norm behind the weights undoes their scale; the norm bounds the logits"):
+        make(model=model, sample=hand_written.TOKENS)
+    QKClip(model, log_only=True, sample=hand_written.TOKENS).detach()
+
+
+def test_our_own_qk_norm_is_seen_too():
+    model = hand_written.decoder(hand_written.Fused).train()
+    norm = QKNorm(model, sample=hand_written.TOKENS)
+    with pytest.raises(Refusal, match="QK-norm behind the weights"):
+        QKClip(model, sample=hand_written.TOKENS)
+    norm.detach()
+    QKClip(model, sample=hand_written.TOKENS).detach()

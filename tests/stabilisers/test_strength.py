@@ -210,3 +210,37 @@ def test_alpha_decay_takes_more_off_lighter_tails_and_resumes():
     assert own.shares() != other.shares()
     with pytest.raises(ValueError, match="at most once in a step"):
         AlphaDecay(model, optimizer=optimizer, every=0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_closure_gives_the_same_choice_as_a_loop(late):
+    """Gradients made within the step, with a LocAteR that may come within the first step, too."""
+    strengths = []
+    for by_closure in (False, True):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        made = []
+
+        def attach():
+            if not made:
+                made.append(LocAteR(model, strength="auto", optimizer=optimizer))
+
+        def closure():
+            if late:
+                attach()
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        if not (late and by_closure):
+            attach()
+        for _ in range(3):
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            made[0].step()
+        strengths.append(made[0].strength)
+    assert strengths[0] == strengths[1] > 0

@@ -110,6 +110,13 @@ class AttentionCallback(Callback):
         if self.state is not None:
             self.monitor.load_state_dict(self.state)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on from the Trainer's step, with the optimisers that it has by now."""
+        if self.monitor is not None and self.state is not None:
+            self.monitor.num_steps = trainer.global_step
+            for action in self.monitor.responses.all():
+                action.resume(self.monitor.host)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object, **kwargs: object) -> None:
         # Accumulated batches leave the number of optimiser steps as it was.
         if self.monitor is None or trainer.global_step == self.monitor.num_steps:

@@ -1,8 +1,8 @@
 """Actions on an alarm: stop, save, go back to the last good state, attach a stabiliser, or anything.
 
-An action is called with an `Event` after every report that has alarms; `good(event)` after every one that has no
-serious one, and `begin` at the model's first call, to find and try what it will need. No action ends a run but `Stop`:
-what fails is said, and the run goes on.
+An action is called with an `Event` after every report that has serious alarms, or those that it is named for;
+`good(event)` after every one that has no serious one, and `begin` at the model's first call, to find and try what it
+will need. No action ends a run but `Stop`: what fails is said, and the run goes on.
 """
 
 import logging
@@ -117,6 +117,9 @@ class Action:
     def check(self, host: Host) -> str | None:
         """Tell after a step of the optimiser, once, what has undone the action."""
 
+    def resume(self, host: Host) -> None:
+        """Put back what a loaded state says of the loop, before its first step: a first call may lie within that."""
+
     def end(self) -> None:
         """Leave model and optimisers: the monitor is detached."""
 
@@ -181,7 +184,10 @@ Actions = Action | Callable[[Event], object] | Sequence[object] | Mapping[str, o
 
 
 class Responses:
-    """`on_alarm`: an action for every alarm, several, or a table of them by the kind of alarm."""
+    """`on_alarm`: an action for every serious alarm, several, or a table of them by the kind of alarm.
+
+    Heads that rest and forecasts are acted on only by their own names; a function is told of every alarm but forecasts.
+    """
 
     def __init__(self, actions: Actions | None) -> None:
         table = actions if isinstance(actions, Mapping) else {"": actions} if actions is not None else {}
@@ -207,12 +213,13 @@ class Responses:
 
     def __call__(self, event: Event) -> None:
         kinds = {alarm.kind for alarm in event.report.alarms}
-        present = kinds - {AHEAD}  # a forecast is acted on only by its own name
+        serious = kinds.intersection(SERIOUS)
         for action in self.all():  # each once, however many kinds it is for
             wanted = {kind for kind, actions in self.table.items() if action in actions}
-            if wanted & kinds or ("" in wanted and present):
+            unnamed = kinds - {AHEAD} if isinstance(action, Call) else serious
+            if wanted & kinds or ("" in wanted and unnamed):
                 _do(action, action, event)
-            elif not present.intersection(SERIOUS):
+            elif not serious:
                 _do(action, action.good, event)
 
     def act(self, event: Event) -> Report:

@@ -11,7 +11,7 @@ from ..head import Block
 from ..models import spans
 from ..quantities import COLLAPSED, DEAD, SINK
 from ..records import Json, State
-from .report import AHEAD, RESTING, LayerReport
+from .report import AHEAD, RESTING, SERIOUS, LayerReport
 from .tally import Mode
 from .trends import Trends
 
@@ -159,6 +159,7 @@ class Alarms:
     def __init__(self, thresholds: Thresholds, trends: Trends | None = None) -> None:
         self.thresholds, self.trends = thresholds, trends or Trends()
         self.step, self.first = 0, None
+        self.layers: Sequence[LayerReport] = ()  # of the report under way
         self.awake: dict[str, list[int]] = {}  # heads that have ever told keys apart
         self.median = math.nan  # the median head's normalised entropy
         self.known: dict[str, tuple[int, list[int]]] = {}  # alarms of the last report: since when, and of which heads
@@ -168,10 +169,7 @@ class Alarms:
         self.step, self.first = step, step if self.first is None else self.first
         values = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
         self.median = median(values) if values else math.nan
-        for layer in layers if self.thresholds.dead_uniform is not None else ():
-            heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
-            told = {head for head, value in heads if value <= self.thresholds.dead_uniform}
-            self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
+        self.layers = layers
 
     def find(self, judged: Mapping[Mode, Sequence[LayerReport]], attached: Collection[str] = ()) -> tuple[Alarm, ...]:
         """List the alarms of the layers of each mode, heads together, the worst first; `attached` are no remedies."""
@@ -184,7 +182,16 @@ class Alarms:
                 for alarm in self._of_layer(layer, condition, attached, self.trends if mode == "training" else Trends())
             ]
             found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]
+        if not any(alarm.kind in SERIOUS for alarm in found):  # what an explosion tells apart may be undone
+            self._learn()
         return self._mark(found)
+
+    def _learn(self) -> None:
+        """Note the heads that tell keys apart."""
+        for layer in self.layers if self.thresholds.dead_uniform is not None else ():
+            heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
+            told = {head for head, value in heads if value <= self.thresholds.dead_uniform}
+            self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
     def _of_layer(
         self, layer: LayerReport, condition: Condition, attached: Collection[str], trends: Trends

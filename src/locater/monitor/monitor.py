@@ -217,6 +217,7 @@ class AttentionMonitor:
         self.alarms.load_state_dict(state)
         for action, kept in zip(self.responses.all(), state.get("actions", ()), strict=False):
             action.load_state_dict(kept)
+            action.resume(self.host)
         self.responses.lines = list(state.get("lines", ()))
         if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
             self._try_actions(self.sample)

@@ -52,12 +52,13 @@ class RollBack(Action):
     def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
         if not host.optimizers:
             raise missing("an optimiser to roll back", "pass AttentionMonitor(…, optimizer=…)")
-        self._scale(host)
+        self.resume(host)
         self.last = self.last or _keep(None, model, host)
         if self.then is not None:
             self.then.begin(model, host, sample)
 
-    def _scale(self, host: Host) -> None:
+    def resume(self, host: Host) -> None:
+        """Put the factor on every optimiser."""
         self.optimizers = list(host.optimizers)
         for optimizer in self.optimizers:
             factor_on(optimizer).parts[id(self)] = self.rate
@@ -76,7 +77,7 @@ class RollBack(Action):
         _put_back(self.last, event.model, event.host, self.undone.append)
         self.num_done, self.candidate = self.num_done + 1, self.last
         self.rate *= self.factor
-        self._scale(event.host)
+        self.resume(event.host)
         self.unchecked = {n: (factor_on(one).num_scaled, 0) for n, one in enumerate(self.optimizers)}
         now = rates(event.host.optimizers)
         words = ", ".join(f"{a:.3g} to {b:.3g}" for a, b in zip(before, now, strict=True))

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import refusal
-from ..models import Family, read_heads
-from ..models.live import at_work, sites
+from ..models import Family
+from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck
@@ -60,9 +60,8 @@ class LocAteR(Stabiliser):
         self.begin(model, partial(self._find, model, options), sample, heads, family)
 
     def _find(self, model: nn.Module, options: dict[str, Any], sample: Sample | None) -> None:
-        self.pairs = find_pairs(model, sample=sample, latent=True, **options)
+        self.pairs = find_pairs(model, sample=sample, latent=True, by_scale=True, **options)
         self.inputs.find(model, self.pairs, sample=sample, **options)
-        self._warn_of_norms(model, sample, options)
         leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
         self.gauge = Gauge(self.pairs, self.optimizer, self._slopes) if self.auto else None
@@ -72,18 +71,6 @@ class LocAteR(Stabiliser):
         if self.optimizer is not None:
             self._check_owner(self.optimizer, leaves)
         at_work.begin(model, self)
-
-    def _warn_of_norms(self, model: nn.Module, sample: Sample | None, options: dict[str, Any]) -> None:
-        places = {(pair.block, pair.layer) for pair in self.pairs}
-        built = [
-            read_heads(site) for site in sites(model, sample=sample, **options) if (site.block, site.number) in places
-        ]
-        if built and all(head.query.norm is not None for layer in built for head in layer.heads):
-            message = (
-                "LocAteR on a model with QK-norm changes no logit: the norm behind the weights undoes their scale. "
-                "Decay the gains of these norms instead"
-            )
-            warnings.warn(message, stacklevel=5)
 
     def __repr__(self) -> str:
         """With κ as it is now."""

@@ -16,6 +16,10 @@ from .latent import latent_pair
 from .pairs import Pair
 from .weights import find_rows
 
+NORM = "qk_norm"  # the name of what our own QKNorm adds to a module
+NORMED = "QK-norm behind the weights undoes their scale"
+INSTEAD = "the norm bounds the logits; decay its gains, where it has any, to lower the bound"
+
 
 def find_pairs(
     model: nn.Module,
@@ -25,11 +29,13 @@ def find_pairs(
     family: Family | None = None,
     trained: bool = True,
     latent: bool = False,
+    by_scale: bool = False,
 ) -> list[Pair]:
     """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
 
     `trained` leaves out heads whose query and key are both frozen, and those whose query is their key. `latent` takes
-    in those whose weights are products, as `LatentPair`.
+    in those whose weights are products, as `LatentPair`. `by_scale` leaves out those behind QK-norm, for what acts by
+    the scale of the weights: the norm undoes it.
     """
     tensors, skipped = ModuleTensors(model), []
     pairs: dict[object, Pair] = {}
@@ -37,16 +43,17 @@ def find_pairs(
         if site.reason is not None:
             skipped += read_heads(site).refused
             continue
-        for pair in _pairs_of(slices(site), tensors, skipped, latent=latent):
-            reason = _unfit(pair) if trained else None
+        rows = slices(site)
+        for pair in _pairs_of(rows, tensors, skipped, latent=latent):
+            is_normed = rows.is_normed or NORM in pair.query.weight.attention._modules
+            reason = NORMED if by_scale and is_normed else _unfit(pair) if trained else None
             if reason:
                 skipped.append(f"{pair.name}: {reason}")
             else:
                 pairs.setdefault((pair.query.identity, pair.key.identity), pair)
     if not pairs:
-        raise refusal(
-            "attention heads to act on", skipped[0] if skipped else "none", "unfreeze or name some by heads=…"
-        )
+        remedy = INSTEAD if skipped and NORMED in skipped[0] else "unfreeze or name some by heads=…"
+        raise refusal("attention heads to act on", skipped[0] if skipped else "none", remedy)
     if skipped:
         warnings.warn("left out: " + "; ".join(skipped), stacklevel=3)
     return list(pairs.values())

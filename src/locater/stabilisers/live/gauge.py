@@ -20,10 +20,11 @@ class Gauge:
     """‖∇loss‖ / ‖∇scale‖ for each group of heads, the median over groups, once in every step.
 
     In the loss, parameters are listened to as their gradients arrive, before anyone clips them; what the penalty itself
-    has put there, and the factor of a loss scaler, are taken out again. Decoupled, the optimiser is asked as it steps.
-    Both gradients are those of the weights before the step: in a run without warm-up the first step alone can make
-    ‖∇η²‖ twenty times as large. Holds one copy of both. Computed weights (LoRA) are compared by the parameters that
-    they are made from. `slopes` gives the scale's gradient by the leaves of a pair.
+    has put there, and the factor of a loss scaler, are taken out again. Decoupled, they are read when the optimiser has
+    stepped: a closure may make them within the step. The scale's gradient is that of the weights before it: in a run
+    without warm-up the first step alone can make ‖∇η²‖ twenty times as large. Holds one copy of both. Computed weights
+    (LoRA) are compared by the parameters that they are made from. `slopes` gives the scale's gradient by the leaves of
+    a pair.
     """
 
     def __init__(self, pairs: Sequence[Pair], optimizer: Optimizers | None, slopes: Slopes) -> None:
@@ -36,15 +37,20 @@ class Gauge:
             self.handles: list[Any] = [one.register_post_accumulate_grad_hook(self._note) for one in leaves.values()]
         else:
             self.leaves = list(leaves.values())
-            self.handles = [innermost(one).register_step_pre_hook(self._note_all) for one in several(optimizer)]
+            inner = [innermost(one) for one in several(optimizer)]
+            self.handles = [one.register_step_pre_hook(self._before) for one in inner]
+            self.handles += [one.register_step_post_hook(self._after) for one in inner]
+            self._note_scale()  # for a step that has begun already
 
-    def _note_all(self, *given: object) -> None:
-        """Note both as the first of the optimisers steps, before any weight has moved."""
-        if self.of_scale:
-            return
-        self._note_scale()
+    def _before(self, *given: object) -> None:
+        """Note the scale's gradient as the first of the optimisers steps, before any weight has moved."""
+        if not self.seen:
+            self._note_scale()
+
+    def _after(self, *given: object) -> None:
         for one in self.leaves:
-            self._note(one)
+            if id(one) not in self.seen:
+                self._note(one)
 
     def _note_scale(self) -> None:
         self.of_scale = {number: self.slopes(number) for number in range(len(self.pairs))}

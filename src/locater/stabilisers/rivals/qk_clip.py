@@ -69,8 +69,9 @@ class QKClip(Looker):
         self.begin(model, partial(self._find, model, heads), sample, heads)
 
     def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
-        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=not self.log_only, latent=True)
-        if not self.log_only:
+        acts = not self.log_only
+        self.pairs = find_pairs(model, heads=heads, sample=sample, trained=acts, latent=True, by_scale=acts)
+        if acts:
             check_stored(self.pairs, "clip", "merge the adapter first, or give log_only=True")
         sides = [rows for pair in self.pairs for rows in pair.sides if not self.log_only]
         written = [one for rows in sides for one in (rows.weight.read(), rows.bias) if one is not None]

@@ -19,12 +19,10 @@ from ...models.live.explicit import Explicit
 from ...models.live.watch import Sample
 from ...projections import whole
 from ..base import Stabiliser
-from ..live.find import find_pairs
+from ..live.find import NORM, find_pairs
 from ..live.interception import Slots, check_no_full_graph
 from ..live.pairs import Pair
 from ..live.sharding import check_not_spread
-
-SUBMODULE = "qk_norm"
 
 
 @runtime_checkable
@@ -91,14 +89,14 @@ class QKNorm(Stabiliser):
         self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]
-            if hasattr(module, SUBMODULE):
+            if hasattr(module, NORM):
                 raise refusal("attention without a QK-norm of ours", f"one in {name}", "detach() the other first")
-            module.add_module(SUBMODULE, self.kind.make(own[0], sum(math.prod(pair.shape) for pair in own)))
+            module.add_module(NORM, self.kind.make(own[0], sum(math.prod(pair.shape) for pair in own)))
         self.slots = Slots(pairs, lambda name: Normalising(self.kind))
 
     def parameters(self) -> list[nn.Parameter]:
         self.check_found("the gains that the optimiser must be given")
-        return [weight for module in self.modules.values() for weight in getattr(module, SUBMODULE).parameters()]
+        return [weight for module in self.modules.values() for weight in getattr(module, NORM).parameters()]
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         if self.waiting is not None:
@@ -110,7 +108,7 @@ class QKNorm(Stabiliser):
         self.stop_waiting()
         self.slots.remove()
         for module in self.modules.values():
-            module._modules.pop(SUBMODULE, None)
+            module._modules.pop(NORM, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,4 +118,4 @@ class Normalising:
     kind: Kind
 
     def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        return self.kind.apply(getattr(module, SUBMODULE), call).attend()
+        return self.kind.apply(getattr(module, NORM), call).attend()
