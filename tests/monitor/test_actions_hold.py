@@ -410,10 +410,10 @@ def test_a_resumed_step_that_makes_its_own_call_has_the_factor():
             run.optimizers[0].step(closure)
             run.monitor.step()
 
-    whole = Run(RollBack(0.5), "none").run(3, explode_at=1)
+    whole = Run(RollBack(0.5), "StepLR").run(3, explode_at=1)
     parts = lambda run: [run.model, *run.optimizers, run.monitor]  # noqa: E731
     states = copy.deepcopy([part.state_dict() for part in parts(whole)])
-    resumed, used = Run(RollBack(0.5), "none"), []
+    resumed, used = Run(RollBack(0.5), "StepLR"), []
     for part, state in zip(parts(resumed), states, strict=True):
         part.load_state_dict(state)
     steps(resumed, 2, used)

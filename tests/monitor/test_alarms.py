@@ -38,7 +38,7 @@ def test_entropy_collapse_and_logit_explosion_name_the_head():
     collapse = next(alarm for alarm in report.alarms if alarm.kind == "entropy collapse")
     assert collapse.figure < collapse.threshold == 0.02
     assert str(collapse).startswith("entropy collapse: decoder layer 1, head 2, lowest normalised entropy ")
-    assert str(collapse).endswith("threshold 0.02; try QKNorm")
+    assert str(collapse).endswith("threshold 0.02; try RollBack: the last good state with a lower learning rate")
     assert [alarm.kind for alarm in report.alarms] == ["logit explosion", "entropy collapse"], "the worst first"
     assert report.metrics()["attn/alarms"] == 2 and str(collapse) in report.summary()
 

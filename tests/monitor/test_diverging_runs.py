@@ -48,8 +48,9 @@ class Run:
         return model, torch.optim.Adam(model.parameters(), lr=self.learning_rate)
 
     def go(self, on_alarm=None, schedule="LambdaLR", with_muon=False):
-        """The losses, the serious alarms as (step, kind) in their order, the monitor, and what actions said."""
+        """The losses, serious alarms as (step, kind) in their order, the monitor, what actions said, all reports."""
         (model, optimizer), losses, alarms, lines = self.make(), [], [], []
+        reports = []
         optimizers = [optimizer]
         if with_muon:
             weights = list(model.parameters())
@@ -73,9 +74,10 @@ class Run:
                 report = monitor.step()
                 alarms += [(step, alarm.kind) for alarm in report.alarms if alarm.kind in SERIOUS] if report else []
                 lines += report.actions if report else ()
+                reports += [report] if report else []
                 if monitor.should_stop:
                     break
-        return losses, alarms, monitor, lines
+        return losses, alarms, monitor, lines, reports
 
     schedulers = {
         "LambdaLR": lambda self, one: lr_scheduler.LambdaLR(one, lambda n: min(1.0, (n + 1) / max(1, self.warmup))),
@@ -174,9 +176,10 @@ FIRST = {
 @pytest.mark.parametrize("kind", PAIRS)
 def test_alarms_tell_the_run_that_diverges_from_the_one_that_does_not(kind):
     wild, calm = PAIRS[kind]
-    losses, alarms, _, _ = calm.go()
+    losses, alarms, _, _, reports = calm.go()
     assert not alarms and losses[-1] < losses[0]
-    lost, raised, _, _ = wild.go()
+    assert sum(bool(report.alarms) for report in reports) <= 0.05 * len(reports), "of whatever kind"
+    lost, raised, *_ = wild.go()
     print(f"{kind}: loss {losses[0]:.2f} -> {losses[-1]:.3f}; wild -> {lost[-1]:.3f}, {len(raised)}: {raised[:3]}")
     assert raised[0][::-1] == FIRST[kind]
     assert not lost[-1] <= losses[-1], "NaN, or higher"
@@ -187,7 +190,7 @@ def test_roll_back_saves_other_kinds_too(kind):
     wild, calm = PAIRS[kind]
     (plain, *_), (safe, *_) = wild.go(), calm.go()
     action = RollBack(0.3)
-    losses, alarms, _, _ = wild.go(action)
+    losses, alarms, *_ = wild.go(action)
     print(f"{kind}: {action.num_done} roll-backs, {len(alarms)} alarms, loss {losses[-1]:.3f}, without {plain[-1]:.3f}")
     assert 1 <= action.num_done <= 3 and len(losses) == wild.num_steps and not plain[-1] <= losses[-1]
     assert losses[-1] < safe[-1] + 0.2
@@ -202,8 +205,8 @@ def test_actions_end_to_end(action, tmp_path):
         "roll back": RollBack(0.1),
         "attach": Attach(QKClip, threshold=5.0),
     }[action]
-    plain, alarms, _, _ = wild.go()
-    losses, acted, monitor, _ = wild.go(chosen)
+    plain, alarms, *_ = wild.go()
+    losses, acted, monitor, *_ = wild.go(chosen)
     print(f"{action}: alarms {len(alarms)} -> {len(acted)}, loss {plain[-1]:.2f} -> {losses[-1]:.2f}")
     if action == "stop":
         assert len(losses) == acted[0][0] + 1 < wild.num_steps
@@ -235,7 +238,12 @@ def test_every_action_on_every_kind_ends_as_documented(kind, action, schedule, w
         "LocAteR": Attach(LocAteR, strength="auto"),
         "stop": Stop(),
     }[action]
-    losses, alarms, _, lines = wild.go({kind: chosen for kind in SERIOUS}, schedule, with_muon)
+    losses, alarms, _, lines, _ = wild.go({kind: chosen for kind in SERIOUS}, schedule, with_muon)
+    if kind == "bad data: not a number" and action in ("QKClip", "LocAteR"):
+        (line,) = lines
+        assert line.startswith(f"step {alarms[0][0]}: not attached {action}: the weights are not finite")
+        assert len(losses) == wild.num_steps
+        return
     acted = [line for line in lines if SAID[action] in line]
     assert bool(alarms) == bool(acted) and all("because of" in line for line in acted)
     if alarms:

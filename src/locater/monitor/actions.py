@@ -197,6 +197,7 @@ class Responses:
         lists = {kind: entry if isinstance(entry, list | tuple) else [entry] for kind, entry in table.items()}
         self.table = {kind: [_action(one) for one in entries] for kind, entries in lists.items()}
         self.lines: list[str] = []  # for the next report
+        self.failed: dict[Action, str] = {}  # what each said last of why it could not act
 
     def check_forecast(self, steps_ahead: int | None) -> None:
         """Refuse an action on forecasts where none are made."""
@@ -218,9 +219,23 @@ class Responses:
             wanted = {kind for kind, actions in self.table.items() if action in actions}
             unnamed = kinds - {AHEAD} if isinstance(action, Call) else serious
             if wanted & kinds or ("" in wanted and unnamed):
-                _do(action, action, event)
+                self._do(action, action, event)
             elif not serious:
-                _do(action, action.good, event)
+                self._do(action, action.good, event)
+
+    def _do(self, action: Action, act: Callable[[Event], None], event: Event) -> None:
+        """One action, which must not end the run; a function of the user's may."""
+        if isinstance(action, Call):
+            act(event)
+            return
+        try:
+            act(event)
+        except Exception as reason:  # whatever it is: the run goes on, and it is said once
+            words = f"{type(action).__name__} could not act: {type(reason).__name__}: {reason}"
+            if self.failed.get(action) != words:
+                self.failed[action] = words
+                warnings.warn(words, stacklevel=4)
+                event.say(words)
 
     def act(self, event: Event) -> Report:
         """Answer a report; return it with a line for everything that was done since the last one."""
@@ -255,19 +270,6 @@ class Responses:
     def end(self) -> None:
         for action in self.all():
             action.end()
-
-
-def _do(action: Action, act: Callable[[Event], None], event: Event) -> None:
-    """One action, which must not end the run; a function of the user's may."""
-    if isinstance(action, Call):
-        act(event)
-        return
-    try:
-        act(event)
-    except Exception as reason:  # whatever it is: the run goes on, and it is said
-        words = f"{type(action).__name__} could not act: {type(reason).__name__}: {reason}"
-        warnings.warn(words, stacklevel=4)
-        event.say(words)
 
 
 def _action(entry: object) -> Action:

@@ -77,8 +77,8 @@ SHRINK: Remedies = (
     ("SoftCap", "SoftCap"),
     ("", "a lower learning rate"),
 )
-SHARPEN: Remedies = (("QKNorm", "QKNorm"), ("LocAteR", "LocAteR, to shrink the spectrum"), ("", "a longer warm-up"))
-REVIVE: Remedies = (("LocAteR", "LocAteR with a trace away from 0"), ("", "less weight decay on queries and keys"))
+SHARPEN: Remedies = (("RollBack", BACK), ("QKNorm", "QKNorm"), ("", "a longer warm-up"))
+REVIVE: Remedies = (("", "less weight decay on queries and keys"),)
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
 SPREAD: Remedies = (("", "larger residual branches or pre-LN"),)
 RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)

@@ -190,6 +190,7 @@ class Attach(Action):
         self.stabiliser: Stabiliser | None = None
         self.pending: State | None = None
         self.sample: Sample | None = None
+        self.was_told = False
 
     def begin(self, model: nn.Module, host: Host, sample: Sample | None) -> None:
         """Refuse what would fail later: now, and not when the run is in trouble. A resumed run attaches it again."""
@@ -232,6 +233,12 @@ class Attach(Action):
 
     def __call__(self, event: Event) -> None:
         if self.stabiliser is not None:
+            return
+        if not all(bool(one.isfinite().all()) for one in event.model.parameters()):
+            if not self.was_told:
+                remedy = "go back to a checkpoint, or act by RollBack"
+                event.say(f"not attached {self.name}: the weights are not finite, and none mends that; {remedy}")
+            self.was_told = True
             return
         self._attach(event.model, event.host)
         assert self.stabiliser is not None
