@@ -9,7 +9,7 @@ import math
 import types
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLASH_2 = (
     "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, "
@@ -156,3 +156,33 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(None
     vars(module).update(torch=torch, attention=attention, given_of=given_of)
     exec(source, vars(module))
     return module
+
+
+class DotProductAttention(nn.Module):
+    """Transformer Engine's module by the signature of 2.10 (`transformer_engine/pytorch/attention`)."""
+
+    def __init__(self, *, qkv_format="sbhd", attn_mask_type="causal", window_size=(-1, -1), scale=None, offset=None):
+        super().__init__()
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.softmax_offset, self.cp_group = offset, None
+        self.flash_attention = types.SimpleNamespace(softmax_scale=scale)
+
+    def forward(
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+        attn_mask_type=None, window_size=None, checkpoint_core_attention=False, core_attention_bias_type="no_bias",
+        core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
+        fp8_output=False, num_splits=1,
+    ):  # fmt: skip
+        sides = query_layer, key_layer, value_layer
+        if self.qkv_format == "sbhd":
+            sides = [side.transpose(0, 1) for side in sides]
+        output = attention(*sides, self.given(cu_seqlens_q, cu_seqlens_kv)).flatten(-2)
+        return output.transpose(0, 1) if self.qkv_format == "sbhd" else output
+
+    def given(self, query_ends=None, key_ends=None):
+        """What is asked for, in the words of this file; `causal` only for queries and keys of one length."""
+        ends = dict(query_ends=query_ends, key_ends=key_ends)
+        scale, sinks = self.flash_attention.softmax_scale, self.softmax_offset
+        sinks = None if sinks is None else sinks.flatten()
+        return dict(scale=scale, causal="causal" in self.attn_mask_type, window=self.window_size, sinks=sinks, **ends)

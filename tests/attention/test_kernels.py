@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernel_stubs import OPERATORS, TORCH_PACKED, define, flash_4, given_of, text_logits, texts
+from kernel_stubs import OPERATORS, TORCH_PACKED, DotProductAttention, define, flash_4, given_of, text_logits, texts
 from locater import Live
 from locater.attention import materialised
 from locater.attention.call_statistics import statistics_of_call
@@ -269,3 +269,104 @@ def test_a_python_function_can_be_taught():
     assert layer.statistics["entropy"] == pytest.approx(entropies(model[0], x))
     with pytest.raises(Refusal, match="an operator of torch.ops or a Python function"):
         register_kernel(3, read)
+
+
+# ------------------------------------------------------------------------------------------------- Transformer Engine
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+def test_transformer_engine(layout, seed):
+    draw = Draw(seed)
+    kind = draw.choice(["no_mask", "causal", "causal_bottom_right"])
+    kind = {"no_mask": "padding"}.get(kind, f"padding_{kind}") if layout == "thd" else kind
+    window = draw.choice([(-1, -1), (3, 0 if "causal" in kind else 2)])
+    sink = draw.choice([None, torch.tensor([1.0, -1.0, 3.0, 0.0]).view(1, 4, 1, 1)])
+    module = DotProductAttention(
+        qkv_format=layout, attn_mask_type=kind, window_size=window, scale=draw.choice([None, 0.2]), offset=sink
+    )
+    is_square = kind in ("causal", "padding_causal")
+    if layout == "thd":
+        sides, ends = packed(draw, same=is_square)
+        if is_square:
+            ends = [ends[1], ends[1]]
+        call = seen(module, *sides, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1])
+        assert_exact(call, sides, module.given(*ends))
+        return
+    sides = batch(draw)
+    sides = [sides[0], *(one[:, : sides[0].shape[1]] for one in sides[1:])] if is_square else sides
+    given = [side.transpose(0, 1) for side in sides] if layout == "sbhd" else sides
+    assert_exact(seen(module, *given), sides, module.given())
+
+
+def test_masks_and_biases_of_transformer_engine():
+    draw = Draw(0)
+    q, k, v = (numbers(draw, 2, 5, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    module = DotProductAttention(qkv_format="bshd", attn_mask_type="arbitrary")
+    hidden = torch.rand(2, 1, 5, 5, generator=draw.torch) < 0.3
+    assert torch.equal(seen(module, q, k, v, attention_mask=hidden).admitted().expand(2, 1, 5, 5), ~hidden)
+    module.attn_mask_type = "padding"
+    padded = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]).bool().view(2, 1, 1, 5)
+    assert torch.equal(seen(module, q, k, v, attention_mask=padded).admitted().expand(2, 1, 5, 5)[:, :, :1], ~padded)
+    module.attn_mask_type, bias = "causal", numbers(draw, 1, HEADS, 5, 5)
+    call = seen(module, q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * SIZE**-0.5 + bias
+    expected = logits.masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(statistics_of_call(call).entropy, torch.special.entr(expected).sum(-1))
+    for name, value in (("inference_params", object()), ("core_attention_bias_type", "other")):
+        with pytest.raises(Refusal, match=f"`{name if value != 'other' else value}`"):
+            statistics_of_call(seen(module, q, k, v, **{name: value}))
+    module.cp_group = object()
+    with pytest.raises(Refusal, match="context parallel"):
+        statistics_of_call(seen(module, q, k, v))
+    assert DotProductAttention.forward not in KERNELS, "taken out again"
+
+
+# ------------------------------------------------------------------------------------------------------- transformers
+def by_hand(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, hides=True, **kwargs):
+    """No kernel and no softmax of torch: all that can be seen is what goes in and what comes out."""
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    weights = (query @ key.mT * scaling).exp()
+    weights = weights.tril() if hides else weights
+    return (weights / weights.sum(-1, keepdim=True) @ value).transpose(1, 2), None
+
+
+def blind(*args, **kwargs):
+    return by_hand(*args, hides=False, **kwargs)
+
+
+def fused(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2), None
+
+
+@pytest.mark.parametrize("function", [by_hand, blind, fused])
+def test_functions_that_were_registered_in_transformers_are_the_last_resort(function):
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("of_mine", function)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=32,
+        vocab_size=50,
+    )  # fmt: skip
+    tokens, reports = torch.randint(0, 50, (2, 9)), []
+    for name in ("of_mine", "sdpa"):
+        config._attn_implementation = name
+        torch.manual_seed(1)
+        model = transformers.LlamaModel(config)
+        with AttentionMonitor(model, every=1) as monitor, torch.no_grad():
+            model(tokens)
+            reports.append(monitor.report())
+        assert transformers.AttentionInterface._global_mapping["of_mine"] is function, "taken out again"
+    ours, theirs = reports
+    if function is blind:
+        assert all(layer.through == "module inputs" for layer in ours.no_grad)
+        assert "an attention function whose output its arguments tell" in " ".join(ours.notes)
+        assert "teach it by locater.monitor.register_kernel" in " ".join(ours.notes)
+        return
+    through = {by_hand: "by_hand", fused: "scaled_dot_product_attention"}[function]
+    assert not ours.notes and {layer.through for layer in ours.no_grad} == {through}
+    for layer, other in zip(ours.no_grad, theirs.no_grad, strict=True):
+        for name, values in other.statistics.items():
+            assert layer.statistics[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
+        assert layer.num_passes == other.num_passes == 1

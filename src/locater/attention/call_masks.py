@@ -4,7 +4,7 @@ Where a text begins is guessed from what the mask shows, for the statistics of f
 never decides who is admitted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .arguments import Arguments
 from .calls import AttentionCall
+from .fold import slices
 from .mask_kinds import admits
 from .masks import Mask, Rule, first_of_segment
 
@@ -35,11 +36,11 @@ def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None 
         indices = (torch.arange(number, device=device) for number in (num_texts, num_heads, num_queries))
         rule = Rule(call.rule, *indices, score=call.score)
         step = max(FEWEST, min(ROWS, PAIRS // (num_texts * num_heads * num_keys)))
-        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), num_queries, query_valid, step)
+        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), given.shape, query_valid, step)
         mask = replace(mask, rule=rule)
     elif given.mask is not None:
         dense = admits(given.mask)
-        seen = Seen.of(lambda rows: dense[:, :, rows].any(1), num_queries, query_valid)
+        seen = Seen.of(lambda rows: dense[:, :, rows].any(1), given.shape, query_valid)
         mask = _simplest(mask, dense) or replace(mask, dense=dense)
         if given.mask.is_floating_point() and bool((dense & (given.mask != 0)).any()):
             mask = replace(mask, added=given.mask)
@@ -81,19 +82,25 @@ class Seen:
 
     @classmethod
     def of(
-        cls, block: Callable[[slice], Tensor], num_queries: int, query_valid: Tensor | None, step: int = ROWS
+        cls, block: Callable[[slice], Tensor], shape: Sequence[int], query_valid: Tensor | None, step: int = ROWS
     ) -> "Seen":
-        """Look at `block(rows)`, the keys that some head of these queries sees."""
-        parts = []
-        for start in range(0, num_queries, step):
-            rows = slice(start, min(start + step, num_queries))
+        """Look at `block(rows)`, keys that some head of these queries sees; `shape` is texts, heads, queries, keys."""
+        num_texts, _, num_queries, num_keys = shape
+        found: Seen | None = None
+        for rows in slices(num_queries, step):
             seen = block(rows)
+            if found is None:
+                # All of it before the loop: small tensors that stay, made between large ones that go, leave the
+                # allocator holes in which the next large ones do not fit, and memory grows with the number of blocks.
+                span = torch.empty(2, num_texts, num_queries, dtype=torch.long, device=seen.device)
+                found = cls(torch.zeros(num_texts, num_keys, dtype=torch.bool, device=seen.device), *span)
             seen = seen if query_valid is None else seen & query_valid[:, rows, None]
-            some, num_keys = seen.any(-1), seen.shape[-1]
-            begin, last = seen.int().argmax(-1), num_keys - 1 - seen.flip(-1).int().argmax(-1)
-            parts.append((seen.any(1), begin.where(some, num_keys), last.where(some, -1)))
-        keys, begin, last = zip(*parts, strict=True)
-        return cls(torch.stack(keys).any(0), torch.cat(begin, 1), torch.cat(last, 1))
+            some = seen.any(-1)
+            found.keys.logical_or_(seen.any(1))
+            found.begin[:, rows] = seen.int().argmax(-1).where(some, num_keys)
+            found.last[:, rows] = (num_keys - 1 - seen.flip(-1).int().argmax(-1)).where(some, -1)
+        assert found is not None, "calls without queries are not read"
+        return found
 
     def first(self) -> Int[Tensor, "batch queries"]:
         """The first token of each query's text: texts are split where no query sees keys on both sides."""

@@ -73,7 +73,7 @@ def _written_out(
 ) -> Statistics:
     """From the logits themselves, some queries at a time."""
     num_queries, num_keys = logits.shape[-2:]
-    seen = Seen.of(lambda rows: admits(logits[:, :, rows]).any(1), num_queries, query_valid)
+    seen = Seen.of(lambda rows: admits(logits[:, :, rows]).any(1), logits.shape, query_valid)
     positions = torch.arange(num_queries, device=logits.device)[None] + seen.offset(num_keys - num_queries)
     first = seen.first()[:, None]
     rows = torch.arange(num_queries, device=logits.device) if sample is None else sample

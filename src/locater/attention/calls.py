@@ -76,7 +76,7 @@ class AttentionCall:
         """The logits of some of the queries before any mask, materialised; in at least float32."""
         if self.query.is_nested:
             raise refusal("texts of one length, or packed in one tensor", "nested tensors")
-        logits = widen(self.query[..., rows, :] @ self._repeated(self.key).mT) * self.scaling
+        logits = widen(self.query[..., rows, :] @ self.repeated(self.key).mT) * self.scaling
         logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
         return logits if self.score is None else self.score(logits, *self._indices(rows)).to(logits)
 
@@ -144,9 +144,10 @@ class AttentionCall:
         none = (logits == -torch.inf).all(-1, keepdim=True)  # filled before the softmax, whose gradient is NaN there
         weights = torch.softmax(logits.masked_fill(none, 0.0), -1).masked_fill(none, 0.0).to(self.value.dtype)
         weights = functional.dropout(weights, self.dropout_p) if self.dropout_p else weights
-        return weights @ self._repeated(self.value)
+        return weights @ self.repeated(self.value)
 
-    def _repeated(self, tensor: Tensor) -> Tensor:
+    def repeated(self, tensor: Tensor) -> Tensor:
+        """Keys or values, once for every query head."""
         times = self.query.shape[-3] // tensor.shape[-3]
         return tensor.repeat_interleave(times, -3) if times > 1 else tensor
 

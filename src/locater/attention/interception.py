@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import Refusal, refusal
 from .arguments import is_share_of_tokens
-from .calls import AttentionCall, attend
+from .calls import SDPA, AttentionCall, attend
 from .compilation import run_compiled
 from .gates import Trails
 from .kernels import read_call
-from .registered import Functions
+from .registered import KERNELS, Functions, Kernel, check_output
 
 REPLACEABLE = (functional.scaled_dot_product_attention, attend)  # others order heads otherwise, or give several tensors
 Handler = Callable[[AttentionCall], Tensor | None]
@@ -35,7 +35,7 @@ class Interception(TorchFunctionMode):
     def __init__(self, handle: Handler, *, written_out: bool = False, trails: Trails | None = None) -> None:
         super().__init__()
         self.handle, self.written_out, self.trails = handle, written_out, trails
-        self.functions = Functions()
+        self.functions, self.num_handed = Functions(), 0
 
     def __enter__(self) -> "Interception":
         self.functions.__enter__()
@@ -52,6 +52,9 @@ class Interception(TorchFunctionMode):
             if self.trails is not None:
                 self.trails.nothing_else()
             return output
+        kernel = KERNELS.get(func)
+        if kernel is not None and kernel.is_last_resort:
+            return self._last_resort(kernel, func, args, kwargs)
         output = self._hand_over(func, args, kwargs)
         if self.trails is not None and self.trails.open is not None:
             self.trails.follow(func, args, kwargs, output)
@@ -66,6 +69,7 @@ class Interception(TorchFunctionMode):
             call = AttentionCall(nothing, nothing, nothing, through=name, unreadable=reason)
         if call is None:
             return func(*args, **kwargs)
+        self.num_handed += 1
         if is_share_of_tokens(call.query):
             share = f"a share of their tokens in a call of {call.through} (context parallelism)"
             call = call.changed(unreadable=refusal("whole texts on each process", share), is_share=True)
@@ -73,13 +77,35 @@ class Interception(TorchFunctionMode):
         modules, x, lengths = callers(call.query if known else None)
         output = self.handle(replace(call, modules=modules, x=x, lengths=lengths))
         if output is not None and func not in REPLACEABLE:
-            kernel = "scaled_dot_product_attention"
-            raise refusal(f"{kernel}, whose output can be replaced", f"a call of {call.through}", f"call {kernel}")
+            raise refusal(f"{SDPA}, whose output can be replaced", f"a call of {call.through}", f"call {SDPA}")
         if output is None:
             is_flex = func is torch.ops.higher_order.flex_attention and not _has_others()
             output = run_compiled(func, args, kwargs) if is_flex else func(*args, **kwargs)
         if self.trails is not None and (call.logits is None or self.trails.expected is not None):
             self.trails.begin(output)
+        return output
+
+    def _last_resort(self, kernel: Kernel, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A function that may call a kernel inside: only if none was seen there, by its arguments and its output."""
+        before = self.num_handed
+        with self:
+            output = func.__wrapped__(*args, **kwargs)
+        if self.num_handed == before:
+            try:
+                call = check_output(replace(kernel.call(args, kwargs), through=kernel.name), output)
+            except Exception as reason:  # whatever it is, to be watched must not end a run
+                nothing, reason = torch.empty(0), reason if isinstance(reason, Refusal) else Refusal(str(reason))
+                call = AttentionCall(nothing, nothing, nothing, through=kernel.name, unreadable=reason)
+            modules, x, lengths = callers(None if call.unreadable else call.query)
+            call = replace(call, modules=modules, x=x, lengths=lengths)
+            everyone = [self, *(one for one in _get_current_function_mode_stack() if isinstance(one, Interception))]
+            with torch._C.DisableTorchFunction():
+                for one in everyone:
+                    if one.handle(call) is not None:
+                        found = f"a call of {call.through}"
+                        raise refusal(f"{SDPA}, whose output can be replaced", found, f"call {SDPA}")
+                    if one.trails is not None:
+                        one.trails.begin(output)
         return output
 
     def _multi_head(self, *args: object, **kwargs: object) -> Any:
