@@ -13,11 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from locater import Live
 from locater.attention import materialised
 from locater.attention.arguments import read
-from locater.attention.call_masks import read_mask
-from locater.attention.call_statistics import statistics_of_call
+from locater.attention.call_statistics import read_mask, statistics_of_call
 from locater.attention.compilation import Eagerly
 from locater.attention.interception import Interception
-from locater.attention.mask_kinds import plain, read_given
+from locater.attention.masks import plain, read_given
 from locater.errors import Refusal
 from locater.models.live.masks import reach
 from locater.monitor import AttentionMonitor

@@ -3,8 +3,7 @@
 from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
-from .ranks import Rank, rank, residual
-from .statistics import NAMES, NEAR, Mean, Statistics, materialised, mean_over_queries
+from .statistics import NAMES, NEAR, Mean, Rank, Statistics, materialised, mean_over_queries, rank, residual
 from .streaming import Blocks, compiled, stream
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import refusal
 from ..projections import whole
 from .calls import AttentionCall
-from .mask_kinds import plain
+from .masks import plain
 
 
 @dataclass(frozen=True, eq=False)

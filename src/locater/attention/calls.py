@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..errors import Refusal, refusal
 from ..projections import widen
-from .mask_kinds import admits
+from .masks import admits
 
 SDPA = "scaled_dot_product_attention"
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

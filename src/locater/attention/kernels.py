@@ -1,23 +1,26 @@
 """The kernels whose calls can be seen, and the arguments of each read as an `AttentionCall`.
 
 `scaled_dot_product_attention` and torch's operators behind it, FlexAttention, kernels of flash-attention's kind, what
-`register_kernel` was told of, `attend`, and softmax where attention is written out.
+`register_kernel` was told of, `attend`, and softmax where attention is written out. FlexAttention's block masks are a
+function of four indices and a table of blocks that says where it need not be asked. Compiled, its kernel goes by the
+blocks first; as written, by the function alone: where the two disagree, the model has two masks.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
 
 from ..errors import refusal
-from .block_masks import read_rule
-from .calls import AttentionCall, attend
+from .calls import AttentionCall, Rule, attend
 from .flash import KNOWN, REMEDY, is_flash, pack, read_flash
-from .mask_kinds import read_given
+from .masks import read_given
 from .registered import KERNELS
 
 FUNCTION = functional.scaled_dot_product_attention  # torch replaces it in its module under context parallelism
@@ -26,6 +29,8 @@ FUSED = ("aten::scaled_dot_product_", "aten::_scaled_dot_product_")
 EFFICIENT = "aten::_efficient_attention_forward"
 NAME = re.compile(r"attn|attention")
 BACKWARD = re.compile(r"backward|bwd|combine|metadata|grad")
+ABSENT, PARTIAL, FULL = range(3)
+PROBES = (0.0, -100.0, 100.0)  # logits of which −∞ is made where a place is masked, whatever its logit
 
 
 def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bool) -> AttentionCall | None:
@@ -143,3 +148,56 @@ def packed(call: AttentionCall) -> AttentionCall:
         raise refusal("causal queries and keys of the same lengths", "nested tensors of others")
     segments, offset = pack(*ends, *(part.shape[-2] for part in flat[:2]))
     return call.changed(query=flat[0], key=flat[1], value=flat[2], segments=segments, offset=offset)
+
+
+def read_rule(block_mask: tuple, buffers: tuple = (), score: Callable[..., Tensor] | None = None) -> Rule:
+    """Read a block mask, as FlexAttention's operator is given it. `buffers` are what its function had closed over.
+
+    `score`, the change of logits, masks too: where it makes −∞ of any logit. The rule refuses to answer where its
+    blocks say otherwise than its function.
+    """
+    mask_mod: Callable[..., Tensor] = block_mask[-1]
+    table, (q_size, k_size) = _table(block_mask), block_mask[-3:-1]
+
+    def rule(text: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        admitted = mask_mod(text, head, query, key, *buffers)
+        if table is not None:
+            blocks = table[text % len(table), head % table.shape[1], query // q_size, key // k_size]
+            if bool(((blocks == ABSENT) & admitted | (blocks == FULL) & ~admitted).any()):
+                remedy = "make it by create_block_mask, or give it the mask_mod that its blocks were made of"
+                raise refusal("a block mask whose blocks and mask_mod admit the same", "one that admits others", remedy)
+        return admitted if score is None else admitted & ~_hidden(score, text, head, query, key)
+
+    return rule
+
+
+def _hidden(score: Callable[..., Tensor], *indices: Tensor) -> Tensor:
+    """Find the places where a change of logits makes −∞ of any logit."""
+    hidden = torch.ones((), dtype=torch.bool, device=indices[0].device)
+    for logit in PROBES:
+        if bool(hidden.any()):
+            hidden = hidden & (score(torch.tensor(logit, device=hidden.device), *indices) == -torch.inf)
+    return hidden
+
+
+def _table(block_mask: tuple) -> Int[Tensor, "batch heads query_blocks key_blocks"] | None:
+    """Table of blocks left out, asked about, or admitted whole; None where one block is everything."""
+    if not isinstance(block_mask[0], int):  # torch before 2.6 gives no lengths
+        return None
+    num_queries, num_keys, partial, partial_keys, full, full_keys = block_mask[:6]
+    q_size, k_size = block_mask[-3:-1]
+    if q_size > num_queries and k_size > num_keys and num_queries == 1:
+        return None
+    sizes = *partial.shape[:2], -(-num_queries // q_size), -(-num_keys // k_size)
+    table = torch.full(sizes, ABSENT, dtype=torch.int8, device=partial.device)
+    for kind, counts, keys in ((PARTIAL, partial, partial_keys), (FULL, full, full_keys)):
+        if counts is not None:
+            _mark(table, kind, counts, keys)
+    return table
+
+
+def _mark(table: Tensor, kind: int, counts: Tensor, keys: Tensor) -> None:
+    """The first `counts` entries of each row of `keys` name its blocks; the others mean nothing."""
+    there: Any = torch.arange(keys.shape[-1], device=keys.device) < counts[..., None]
+    texts, heads, rows, entries = there.nonzero(as_tuple=True)
+    table[texts, heads, rows, keys[texts, heads, rows, entries].long()] = kind

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..attention import Mask, Rule
 from ..attention.gates import Trails
-from ..attention.mask_kinds import admits, plain
-from ..attention.masks import first_of_segment
+from ..attention.masks import admits, first_of_segment, plain
 from ..head import Block
 from ..models.live import ModuleTensors
 from ..models.module import AttentionModule

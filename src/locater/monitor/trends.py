@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention.bounds import bounds_of, with_gain
+from ..attention.layers import bounds_of, with_gain
 from ..errors import Refusal
 from ..head import Head
 from ..records import State

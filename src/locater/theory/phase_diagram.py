@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention import ranks, statistics
+from ..attention import statistics
 from ..records import Json
 from ..spectra import Moments
 from . import closed_form, random_energy, regimes
@@ -111,7 +111,7 @@ def _measured(
     tokens, plain, varied = walks
     attention = (traces[:, None, None, None] * plain + deviation * varied).softmax(-1)
     entropy = statistics.entropy(attention) / math.log(tokens.shape[1])
-    residual = ranks.residual(attention @ tokens) / ranks.residual(tokens)
+    residual = statistics.residual(attention @ tokens) / statistics.residual(tokens)
     return entropy.mean((-2, -1)), residual.mean(-1)
 
 

@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...attention.arguments import Arguments, read
-from ...attention.call_masks import read_mask
+from ...attention.call_statistics import read_mask
 from ...attention.calls import AttentionCall
-from ...attention.mask_kinds import admits
+from ...attention.masks import admits
 from ...errors import missing, refusal
 from ...head import Head
 from ...projections import Norm, whole, widen

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...attention.calls import AttentionCall
-from ...attention.mask_kinds import plain
+from ...attention.masks import plain
 from ...errors import refusal
 
 ROWS = 32  # queries whose masks are looked at together

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.mask_kinds import admits
+from ...attention.masks import admits
 from ...records import Json
 from ..schema import Config, resolve
 from ..tensors import Held

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...attention.bounds import logit_bounds
+from ...attention.layers import logit_bounds
 from ...errors import refusal
 from ...models import read_heads
 from ...models.live import ModuleTensors, sites
