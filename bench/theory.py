@@ -12,6 +12,7 @@ import torch
 
 from locater import spectra
 from locater.theory import exact, monte_carlo, rotary
+from locater.theory.random_walk import Turns
 
 LENGTH, D_HEAD, D_MODEL, NUM_WALKS = 1024, 64, 512, 20_000
 
@@ -77,8 +78,7 @@ def rotary_against_products() -> bool:
     query, key = random_heads(128, 128, 4096)
     settings = {
         "length": LENGTH,
-        "frequencies": 10_000.0 ** (-torch.arange(64) / 64),
-        "pairs": torch.arange(128).reshape(2, 64).mT,
+        "turns": Turns(torch.arange(128).reshape(2, 64).mT, 10_000.0 ** (-torch.arange(64) / 64)),
         "positions": torch.linspace(1, LENGTH, 64).long(),
     }
     bare, whole = seconds(lambda: spectra.grams(query, key), lambda: rotary.profile(query, key, **settings))

@@ -5,6 +5,7 @@ Terminal, page, alarms and documentation take them from here; needs no torch.
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from .records import Json
 
@@ -188,3 +189,31 @@ GLOSSARY = {
     "rank collapse": "attention so even that all tokens become alike",
     "LocAteR": "the paper's regulariser: it shrinks the scale η; the trace is free unless you hold it",
 }
+
+
+class Regime(NamedTuple):
+    """A shape of the theory's profiles: its name in narrow columns, letter on a map, colour on a page, and meaning."""
+
+    short: str
+    letter: str
+    colour: str  # colours that stay apart in print and for colour-blind readers (after Okabe and Ito)
+    meaning: str
+
+
+REGIME_WORDS: dict[str, Regime] = {
+    "early": Regime("early", "E", "#56B4E9", "the first tokens pass on their signal, recent ones do not"),
+    "middle": Regime("mid", "M", "#F0B429", "only a window in the middle of the context passes on its signal"),
+    "late": Regime("late", "L", "#009E73", "recent tokens pass on their signal, early ones do not"),
+    "uniform": Regime(
+        "unif",
+        "·",
+        "#e8e4da",
+        "every token passes on its signal with about the same probability: attention does not select",
+    ),
+    "mixed": Regime("mixed", "x", "#b9b3a4", "tokens differ, but no single stretch of the context stands out"),
+    "no-signal": Regime(
+        "none", " ", "#3b3b3b", "almost no token passes on a signal: the gradient through attention vanishes"
+    ),
+}
+REGIMES = tuple(REGIME_WORDS)
+LOCALIZED = ("early", "middle", "late")

@@ -11,6 +11,7 @@ from browser import serious_faults
 from command import locater
 from locater.spectra import Grams, Moments
 from locater.theory import closed_form, exact, regimes, rotary
+from locater.theory.random_walk import Turns
 from locater_lab.explorer import page as explorer
 
 HEAD = dict(block="decoder", layer=3, head=1, key_head=1, d_model=64, d_head=16, temperature=4.0, regime="mixed")
@@ -80,7 +81,8 @@ def test_rotary_positions_are_pythons(opened):
     for trace, norm, length in ((2.0, 3.0, 64), (-1.0, 0.2, 33), (5.0, 2.0, 256)):
         eye = torch.eye(64, dtype=torch.float64)
         grams = Grams(eye * trace / 64, eye * norm / 64, eye)
-        truth = rotary.from_grams(grams, length=length, temperature=1.0, frequencies=frequencies, pairs=pairs)
+        series = rotary.Series(length, torch.arange(1, length + 1), Turns(pairs, frequencies))
+        truth = series.profile(grams, temperature=1.0)
         script = (
             "return locater.rotaryForm({trace: arguments[0], norm: arguments[1]}, arguments[2], 10000, arguments[3])"
         )

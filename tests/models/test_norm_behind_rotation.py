@@ -11,7 +11,7 @@ from locater.errors import Refusal
 from locater.positions import Given, Rotary, YaRN
 from locater.projections import Norm
 from locater.scanning.layer import Settings, analyse
-from locater.theory.of_head import profile
+from locater.theory.profiles import profile
 
 WIDTH, SIZE = 32, 8
 

@@ -20,7 +20,7 @@ HOMES = {
     "gathering a shard": (r"full_tensor", "locater/projections.py"),
     "whether backward runs": (r"_current_graph_task_id", "locater/attention/calls.py"),
     "the weights of η²": (r"ETA_WEIGHTS\w* *[:=]", "locater/spectra/moments.py"),
-    "which regimes are localized": (r"^LOCALIZED\b", "locater/theory/words.py"),
+    "which regimes are localized": (r"^LOCALIZED\b", "locater/quantities.py"),
     "how near is near": (r"^NEAR\b", "locater/attention/statistics.py"),
     "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "locater/scanning/__init__.py"),
     "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/locate.py"),

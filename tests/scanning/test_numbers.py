@@ -14,6 +14,7 @@ from locater.head import BLOCKS
 from locater.scanning.scan import scan
 from locater.spectra import moments
 from locater.theory import closed_form, regimes, rotary
+from locater.theory.random_walk import Turns
 from saved_models import by_place, case_named, heads_of
 
 HEAD_KEYS = [
@@ -119,7 +120,7 @@ def full_profile(head, *, length, temperature=None):
     query, key = (side.linearised().double() for side in (folded.query, folded.key))
     given = dict(length=length, temperature=head.temperature if temperature is None else temperature)
     if head.rotary is not None:
-        turning = dict(frequencies=head.rotary.frequencies(length), pairs=head.rotary.pairs)
+        turning = dict(turns=Turns(head.rotary.pairs, head.rotary.frequencies(length)))
         rows = torch.ones(head.d_head, dtype=torch.float64)
         rows[head.rotary.pairs.flatten()] = head.rotary.amplitude
         return rotary.profile(rows[:, None] * query, rows[:, None] * key, **given, **turning)
@@ -155,7 +156,7 @@ def test_sampled_positions_stand_for_all(name, saved):
 def test_a_rotary_head_agrees_with_simulation(saved):
     heads, rows = heads_of(saved("llama")), by_place(scan(saved("llama"), length=32, temperature=40.0))
     head = heads["decoder", 0, 1].folded()
-    given = dict(length=32, frequencies=head.rotary.frequencies(32), pairs=head.rotary.pairs, temperature=40.0)
+    given = dict(length=32, turns=Turns(head.rotary.pairs, head.rotary.frequencies(32)), temperature=40.0)
     chance = torch.Generator().manual_seed(0)
     walks = rotary.monte_carlo(head.query.weight, head.key.weight, num_walks=4000, generator=chance, **given)
     found = float(regimes.localisation(walks.mean))

@@ -125,6 +125,7 @@ def test_regime_under_rotary_positions_is_that_of_the_simulated_profile(llama):
     from locater import checkpoints
     from locater.models import Config, open_model
     from locater.theory import regimes, rotary
+    from locater.theory.random_walk import Turns
 
     _, folder = llama
     with checkpoints.open(folder) as checkpoint:
@@ -133,8 +134,7 @@ def test_regime_under_rotary_positions_is_that_of_the_simulated_profile(llama):
         head.query.weight,
         head.key.weight,
         length=48,
-        frequencies=head.rotary.frequencies(48),
-        pairs=head.rotary.pairs,
+        turns=Turns(head.rotary.pairs, head.rotary.frequencies(48)),
         temperature=head.temperature,
     )
     row = scan(folder, length=48).heads[1]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from locater.theory import exact, interpolation
-from locater.theory.quadratic_form import upper_tail
+from locater.theory import exact
+from locater.theory.exact import upper_tail
 from theory_cases import construct, imhof, two
 
 TIGHT = 1e-10
@@ -104,7 +104,7 @@ def test_interpolation_sees_a_spike_that_the_guide_shows():
     def spike(where):
         return torch.exp(-((where - 333) ** 2))
 
-    found = interpolation.adaptive(spike, positions, guide=spike, tolerance=1e-6)
+    found = exact.adaptive(spike, positions, guide=spike, tolerance=1e-6)
     torch.testing.assert_close(found, spike(positions), atol=1e-5, rtol=0)
 
 
@@ -114,5 +114,5 @@ def test_interpolation_refines_beyond_the_guide():
     def wave(where):
         return torch.sin(where / 12)
 
-    found = interpolation.adaptive(wave, positions, guide=torch.zeros_like, tolerance=1e-8)
+    found = exact.adaptive(wave, positions, guide=torch.zeros_like, tolerance=1e-8)
     torch.testing.assert_close(found, wave(positions), atol=1e-7, rtol=0)

@@ -12,6 +12,7 @@ from locater.errors import Refusal
 from locater.positions import Alibi, Rotary
 from locater.projections import Norm
 from locater.spectra import moments
+from locater.theory.random_walk import Turns
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_simulated_walks_agree_with_the_exact_law(head):
 
 def test_positions_enter(head):
     rotary = Rotary(100.0, 6)
-    turning = dict(frequencies=rotary.frequencies(20), pairs=rotary.pairs, temperature=1 / 0.3)
+    turning = dict(turns=Turns(rotary.pairs, rotary.frequencies(20)), temperature=1 / 0.3)
     expected = theory.rotary.profile(*folded(head), length=20, **turning)
     turned = replace(head, rotary=rotary)
     torch.testing.assert_close(theory.profile(turned, length=20), expected)
@@ -61,7 +62,7 @@ def test_what_a_method_cannot_do_is_refused(head):
 
 
 def test_the_words_need_no_torch():
-    program = "import sys, locater.theory.words, locater.report.figures; print('torch' in sys.modules)"
+    program = "import sys, locater.quantities, locater.report.figures; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

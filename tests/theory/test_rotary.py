@@ -4,6 +4,7 @@ from test_spectra import FREQUENCIES, PAIRS, turn
 
 from locater.errors import Refusal
 from locater.theory import closed_form, monte_carlo, rotary
+from locater.theory.random_walk import Turns
 from theory_cases import construct
 
 pytestmark = pytest.mark.quick
@@ -30,14 +31,14 @@ def brute_force(query, key, *, length: int, amplitude: float, temperature: float
 @pytest.mark.parametrize("d_head", [8, 9])
 def test_the_profile_equals_that_of_dense_matrices(kind, d_head):
     query, key = construct(kind, d_head)
-    settings = {"length": 11, "amplitude": 1.2, "temperature": 1.7}
-    found = rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, **settings)
-    torch.testing.assert_close(found, brute_force(query, key, **settings))
+    settings = {"length": 11, "temperature": 1.7}
+    found = rotary.profile(query, key, turns=Turns(PAIRS, FREQUENCIES, 1.2), **settings)
+    torch.testing.assert_close(found, brute_force(query, key, amplitude=1.2, **settings))
 
 
 def test_without_turning_it_is_the_plain_profile():
     query, key = construct("asymmetric", 8)
-    still = {"frequencies": torch.zeros(3), "pairs": PAIRS, "length": 20, "covariance": 1.5}
+    still = {"turns": Turns(PAIRS, torch.zeros(3)), "length": 20, "covariance": 1.5}
     plain = closed_form.profile(query, key, length=20, covariance=1.5)
     torch.testing.assert_close(rotary.profile(query, key, **still), plain)
     walks = {"num_walks": 2000}
@@ -51,7 +52,7 @@ def test_without_turning_it_is_the_plain_profile():
 
 def test_without_pairs_nothing_turns():
     query, key = construct("asymmetric", 3)
-    none = {"frequencies": torch.zeros(0), "pairs": torch.zeros(0, 2, dtype=torch.long)}
+    none = {"turns": Turns(torch.zeros(0, 2, dtype=torch.long), torch.zeros(0))}
     torch.testing.assert_close(rotary.profile(query, key, length=9, **none), closed_form.profile(query, key, length=9))
 
 
@@ -59,7 +60,7 @@ def test_without_pairs_nothing_turns():
 def test_simulation_agrees(kind):
     query, key = (weight.float() for weight in construct(kind, 64, scale=0.3))
     pairs = torch.arange(48).reshape(2, 24).mT
-    settings = {"frequencies": 10.0 ** (-torch.arange(24) / 8), "pairs": pairs, "length": 48, "amplitude": 1.1}
+    settings = {"turns": Turns(pairs, 10.0 ** (-torch.arange(24) / 8), 1.1), "length": 48}
     found = rotary.profile(query, key, **settings)
     generator = torch.Generator().manual_seed(4)
     simulated = rotary.monte_carlo(query, key, num_walks=3000, generator=generator, **settings)
@@ -72,7 +73,7 @@ def test_chosen_positions_and_batches_are_parts_of_the_whole(monkeypatch):
     heads = [construct("asymmetric", 8, seed=seed) for seed in range(4)]
     query = torch.stack([query for query, _ in heads]).reshape(2, 2, 8, -1)
     key = torch.stack([heads[0][1], heads[2][1]])[:, None]
-    settings = {"frequencies": FREQUENCIES, "pairs": PAIRS, "length": 30}
+    settings = {"turns": Turns(PAIRS, FREQUENCIES), "length": 30}
     whole = rotary.profile(query, key, **settings)
     assert whole.shape == (2, 2, 30)
     torch.testing.assert_close(whole[1, 0], rotary.profile(query[1, 0], key[1, 0], **settings))
@@ -86,7 +87,7 @@ def test_extremes_stay_probabilities():
     for scale in (0.0, 1e-100, 1e8):
         query, key = construct("asymmetric", 8, scale=scale)
         for length in (1, 2, 40):
-            found = rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, length=length)
+            found = rotary.profile(query, key, turns=Turns(PAIRS, FREQUENCIES), length=length)
             expected = 0.0 if length == 1 or scale > 1 else 1.0
             torch.testing.assert_close(found, torch.full_like(found, expected), atol=1e-6, rtol=0)
 
@@ -94,4 +95,4 @@ def test_extremes_stay_probabilities():
 def test_positions_outside_the_context_are_refused():
     query, key = construct("asymmetric", 8)
     with pytest.raises(Refusal, match=r"positions from 1 to 5, got \[0, 2\]"):
-        rotary.profile(query, key, frequencies=FREQUENCIES, pairs=PAIRS, length=5, positions=torch.tensor([0, 2]))
+        rotary.profile(query, key, turns=Turns(PAIRS, FREQUENCIES), length=5, positions=torch.tensor([0, 2]))

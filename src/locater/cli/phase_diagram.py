@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from ..quantities import REGIME_WORDS
 from ..records import Json
-from ..theory.words import WORDS
 from .output import FittedTable, console_for, table
 from .progress import progress
 
@@ -41,7 +41,7 @@ def _map(document: Json) -> str:
     for deviation, regimes in reversed(
         list(zip(document["deviation_over_temperature"], document["regime"], strict=True))
     ):
-        rows.append(f"{deviation:8.3g} │ " + " ".join(WORDS[regime].letter for regime in regimes))
+        rows.append(f"{deviation:8.3g} │ " + " ".join(REGIME_WORDS[regime].letter for regime in regimes))
     traces = document["trace_over_temperature"]
     middle = len(traces) - 1
     rows.append(" " * 9 + "└" + "─" * (2 * len(traces)))

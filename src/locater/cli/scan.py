@@ -12,9 +12,8 @@ from rich.markup import escape
 
 from ..behaviour import RANDOM_WEIGHTS, describe_theory, head_name
 from ..errors import BadArguments, counted, shown
-from ..quantities import quantity
+from ..quantities import REGIME_WORDS, quantity
 from ..scanning import DEFAULT_LENGTH
-from ..theory.words import WORDS
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
 from .output import FittedTable, console_for, example, parse_spans, print_bullet
 from .output import table as fitted
@@ -121,7 +120,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
 def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
     """Medians of each layer, and how many of its heads have each regime that occurs in the model."""
     counts = Counter(row.regime for row in rows)
-    present = [regime for regime in WORDS if regime in counts]
+    present = [regime for regime in REGIME_WORDS if regime in counts]
     body = []
     for (block, layer), group in groupby(rows, key=lambda row: (row.block, row.layer)):
         of_layer = list(group)
@@ -136,8 +135,8 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
             ]
         )
     near, trace, eta, xi, local = (quantity(name).heading for name in COLUMNS)
-    headings = ["layer", near, trace, eta, xi, RANGE, local, *(WORDS[regime].short for regime in present)]
-    rarest = [WORDS[regime].short for regime, _ in reversed(counts.most_common())]
+    headings = ["layer", near, trace, eta, xi, RANGE, local, *(REGIME_WORDS[regime].short for regime in present)]
+    rarest = [REGIME_WORDS[regime].short for regime, _ in reversed(counts.most_common())]
     return fitted(headings, body, words=["layer"], spare=[RANGE, trace, local, *rarest], title=MEDIANS)
 
 

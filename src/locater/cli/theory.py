@@ -11,8 +11,8 @@ from rich.markup import escape
 
 from ..budget import limited
 from ..errors import BadArguments, refusal
+from ..quantities import REGIME_WORDS
 from ..records import Json
-from ..theory.words import WORDS
 from .options import JsonPath, PlotPath, Timeout
 from .output import FittedTable, aside, console_for, table
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_ROWS = 12
-WALKS = 20_000
 
 
 class Method(StrEnum):
@@ -81,7 +80,7 @@ def theory(
     else:
         with limited(seconds=timeout):
             weights = _weights(head, options)
-        options |= dict(covariance=_covariance(covariance), num_walks=WALKS, seed=0)
+        options |= dict(covariance=_covariance(covariance), seed=0)
         document = _of_weights(weights, method, options)
         if depth is not None:
             from .depth import depth_document
@@ -91,7 +90,7 @@ def theory(
 
 
 def _of_moments(moments: str, method: Method, options: dict[str, Any]) -> Json:
-    from ..theory.document import profile_of_moments
+    from ..theory.profiles import profile_of_moments
 
     try:
         trace, trace_of_square, frobenius_squared = map(float, moments.split(","))
@@ -108,7 +107,7 @@ def _of_moments(moments: str, method: Method, options: dict[str, Any]) -> Json:
 
 
 def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> Json:
-    from ..theory.document import METHODS, profile_of_weights
+    from ..theory.profiles import METHODS, profile_of_weights
 
     methods = METHODS if method is Method.all else [method.value]
     return profile_of_weights(*weights, methods=methods, **options)
@@ -117,7 +116,7 @@ def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[
 def _weights(head: str | None, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
     """Query and key weights by whichever way they were named; a head also brings its own λ."""
     if head is None:
-        from ..theory.document import example_head
+        from ..theory.profiles import example_head
 
         aside("no weights were named, so this is a built-in example: --head MODEL:LAYER.HEAD takes a real one")
         return example_head()
@@ -186,7 +185,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     console = console_for(json)
     best = _best(document["profiles"])
     console.print(
-        f"[bold]{document['regime']}[/bold]: {WORDS[document['regime']].meaning}.\n"
+        f"[bold]{document['regime']}[/bold]: {REGIME_WORDS[document['regime']].meaning}.\n"
         f"T = {document['length']}, λ = {document['temperature']:.4g}, tr A = {document['trace']:.4g}, "
         f"η = {document['eta']:.4g}, ξ = {document['xi']:.4g}, localisation {document['localisation']:.2f}\n"
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import missing, refusal
+from ..quantities import LOCALIZED, REGIME_WORDS
 from ..records import Json, write
-from ..theory.words import LOCALIZED, WORDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,13 +81,13 @@ def _regimes(panel: "Axes", document: Json) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    names = list(WORDS)
+    names = list(REGIME_WORDS)
     numbers = [[names.index(regime) for regime in row] for row in document["regime"]]
-    colours = ListedColormap([word.colour for word in WORDS.values()])
+    colours = ListedColormap([word.colour for word in REGIME_WORDS.values()])
     panel.imshow(numbers, origin="lower", aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
     panel.set_title("Theory: regime", loc="left", fontsize=10)
     present = [name for name in names if any(name in row for row in document["regime"])]
-    handles = [Patch(color=WORDS[name].colour, label=name) for name in present]
+    handles = [Patch(color=REGIME_WORDS[name].colour, label=name) for name in present]
     panel.legend(handles=handles, fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
-from ..quantities import QUANTITIES, Quantity, is_shown, quantity
-from ..theory.words import REGIMES, WORDS
+from ..quantities import QUANTITIES, REGIME_WORDS, REGIMES, Quantity, is_shown, quantity
 from .curves import curves
 from .figures import canvas, colormaps, save
 from .head_panels import PANELS, head_figure
@@ -193,7 +192,7 @@ def _draw_regimes(panel: "Axes", cells: list[list[float]]) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colours = ListedColormap([word.colour for word in WORDS.values()])
-    panel.imshow(cells, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(WORDS) - 0.5)
-    handles = [Patch(color=word.colour, label=name) for name, word in WORDS.items()]
+    colours = ListedColormap([word.colour for word in REGIME_WORDS.values()])
+    panel.imshow(cells, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(REGIME_WORDS) - 0.5)
+    handles = [Patch(color=word.colour, label=name) for name, word in REGIME_WORDS.items()]
     panel.legend(handles=handles, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

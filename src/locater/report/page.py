@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy
 
-from ..quantities import GLOSSARY, QUANTITIES, is_shown, quantity
+from ..quantities import GLOSSARY, QUANTITIES, REGIME_WORDS, REGIMES, is_shown, quantity
 from ..records import write
-from ..theory.words import REGIMES, WORDS
 from .headline import Sentence, headline
 from .packing import Pack
 from .text import all_shown, shown
@@ -50,7 +49,7 @@ def page(
         "title": title,
         "views": [_packed(view, pack) for view in views],
         "quantities": _quantities(views),
-        "regimes": [{"name": name, **word._asdict()} for name, word in WORDS.items()],
+        "regimes": [{"name": name, **word._asdict()} for name, word in REGIME_WORDS.items()],
         "sentences": [sentence.to_json() for sentence in sentences],
         "runs": runs,
         "studies": [{name: one.get(name) for name in ("figure", "rows", "behind")} for one in studies],

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import BadArguments
 from ..head import BLOCKS
-from ..theory.words import REGIMES
+from ..quantities import REGIMES
 from .rows import HeadRow
 
 OPERATORS: dict[str, Callable[[Any, Any], bool]] = {

@@ -16,6 +16,7 @@ from ..head import Head
 from ..positions import Rotary
 from ..spectra import Grams, Moments, largest_singular_value, moments_of, rotary_forms, rotation, spread
 from ..theory import closed_form, exact, regimes
+from ..theory.random_walk import Turns
 from ..theory.rotary import Series
 from .batch import HeadBatch, batches
 from .bounds import NO_BIASES, Biases, logit_bounds
@@ -237,15 +238,14 @@ def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Setti
             positions.double(), spectrum, length=settings.length, temperature=temperature, shift=shift
         )
         return profile.flatten(0, 1)
-    series, pairs = _series(head.rotary, settings.length)
-    return series.profile(grams, pairs=pairs, temperature=temperature).flatten(0, 1)
+    return _series(head.rotary, settings.length).profile(grams, temperature=temperature).flatten(0, 1)
 
 
 @lru_cache(maxsize=8)
-def _series(rotary: Rotary, length: int) -> tuple[Series, Tensor]:
-    """Compute the part of the profiles that all heads with these positions share, and the pairs."""
-    positions = spaced_positions(length, NUM_ROTARY_POSITIONS)
-    return Series(length, positions, frequencies=rotary.frequencies(length)), rotary.pairs
+def _series(rotary: Rotary, length: int) -> Series:
+    """Compute the part of the profiles that all heads with these positions share."""
+    turns = Turns(rotary.pairs, rotary.frequencies(length))  # the products have the amplitude
+    return Series(length, spaced_positions(length, NUM_ROTARY_POSITIONS), turns)
 
 
 def _shift(batch: HeadBatch, length: int, positions: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
 """The signal propagation probability ρ_t of a head under Gaussian random-walk tokens, in independent ways.
 
 `profile(head, length=…)` is the door. The files behind it take weights: closed_form, exact, monte_carlo, rotary;
-`clipped_softmax` has the theory's softmax and how far it is from the true one; `depth` follows the true softmax through
-layers, `random_energy` has its entropy over independent tokens. `gaussian_tokens` replaces the walk by
-measured moments.
+`monte_carlo` has the theory's softmax too, and how far it is from the true one; `depth` follows the true softmax
+through layers, `random_energy` has its entropy over independent tokens. `gaussian_tokens` replaces the walk by measured
+moments.
 """
 
 from importlib import import_module
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import (
-        clipped_softmax,
         closed_form,
         depth,
         exact,
@@ -20,19 +19,16 @@ if TYPE_CHECKING:
         random_energy,
         regimes,
         rotary,
-        words,
     )
-    from .of_head import profile
+    from .profiles import profile
     from .random_walk import Estimate
-    from .regimes import classify, classify_all, localisation
-    from .words import REGIMES
+    from .regimes import REGIMES, classify, classify_all, localisation
 
 __all__ = [
     "REGIMES",
     "Estimate",
     "classify",
     "classify_all",
-    "clipped_softmax",
     "closed_form",
     "depth",
     "exact",
@@ -43,17 +39,16 @@ __all__ = [
     "random_energy",
     "regimes",
     "rotary",
-    "words",
 ]
 
-# Looked up when first used: reports and the command line take the words without loading torch.
+# Looked up when first used: a scan needs few of them.
 _HOMES = {
-    "REGIMES": "words",
+    "REGIMES": "regimes",
     "Estimate": "random_walk",
     "classify": "regimes",
     "classify_all": "regimes",
     "localisation": "regimes",
-    "profile": "of_head",
+    "profile": "profiles",
 }
 
 

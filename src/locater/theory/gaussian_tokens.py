@@ -13,12 +13,12 @@ import math
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float
 from torch import Tensor
 
 from ..errors import refusal
 from .closed_form import between
-from .random_walk import check_temperature
+from .random_walk import Turns, check_temperature
 
 
 class HeadInputs(NamedTuple):
@@ -37,14 +37,6 @@ class HeadInputs(NamedTuple):
     def length(self) -> int:
         """T, as many tokens as there are lags."""
         return len(self.keys)
-
-
-class Turns(NamedTuple):
-    """Rotary positions of one head: the pairs of rows that turn, by which angle per token, and their amplitude."""
-
-    pairs: Int[Tensor, "pairs 2"]
-    frequencies: Float[Tensor, " pairs"]
-    amplitude: float = 1.0
 
 
 class LogitMoments(NamedTuple):

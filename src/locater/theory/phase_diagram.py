@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import statistics
+from ..quantities import LOCALIZED
 from ..records import Json
 from ..spectra import Moments
 from . import closed_form, random_energy, regimes
-from .words import LOCALIZED
 
 # A logit grows along the walk by tr W/λ per token, so beyond |tr W| = λ softmax falls by more than a factor e from one
 # token to the next: localized still, but on so few tokens that it is counted apart.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import refusal
@@ -30,6 +30,14 @@ class Problem(NamedTuple):
         query = self.query.expand(*self.batch, -1, -1).reshape(-1, *self.query.shape[-2:])
         key = self.key.expand(*self.batch, -1, -1).reshape(-1, *self.key.shape[-2:])
         return [self._replace(query=one_query, key=one_key) for one_query, one_key in zip(query, key, strict=True)]
+
+
+class Turns(NamedTuple):
+    """Rotary positions of one head: the pairs of rows that turn, by which angle per token, and their amplitude."""
+
+    pairs: Int[Tensor, "pairs 2"]
+    frequencies: Float[Tensor, " pairs"]
+    amplitude: float = 1.0
 
 
 def prepare(query: Tensor, key: Tensor, *, length: int, temperature: float | None, covariance: Covariance) -> Problem:

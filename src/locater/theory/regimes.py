@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .words import REGIMES
+from ..quantities import REGIMES
 
 # Below this maximum of ρ hardly any token has a gradient.
 NO_SIGNAL = 0.05

@@ -9,10 +9,9 @@ from torch import Tensor
 from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
 from . import random_walk
-from .clipped_softmax import on_slope
 from .closed_form import between
-from .monte_carlo import binomial
-from .random_walk import Estimate, Problem, prepare
+from .monte_carlo import binomial, on_slope
+from .random_walk import Estimate, Problem, Turns, prepare
 
 # Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.
 ENTRIES_AT_ONCE = 2**17
@@ -23,9 +22,7 @@ def profile(
     key: Float[Tensor, "*#batch d_head d_model"],
     *,
     length: int,
-    frequencies: Float[Tensor, " pairs"],
-    pairs: Int[Tensor, "pairs 2"],
-    amplitude: float = 1.0,
+    turns: Turns,
     positions: Int[Tensor, " positions"] | None = None,
     temperature: float | None = None,
     covariance: Covariance = 1.0,
@@ -36,62 +33,31 @@ def profile(
     combination of cosines and sines, the same for all heads: O(T d_h²) once, then O(P d_h²) per head for P positions.
     """
     problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
-    return from_grams(
-        grams(problem.query, problem.key),
-        length=problem.length,
-        temperature=problem.temperature,
-        frequencies=frequencies,
-        pairs=pairs,
-        amplitude=amplitude,
-        positions=positions,
-    )
-
-
-def from_grams(
-    products: Grams,
-    *,
-    length: int,
-    temperature: float,
-    frequencies: Float[Tensor, " pairs"],
-    pairs: Int[Tensor, "pairs 2"],
-    amplitude: float = 1.0,
-    positions: Int[Tensor, " positions"] | None = None,
-) -> Float[Tensor, "*batch positions"]:
-    """Compute the same from given products, for Σ = I."""
+    products = grams(problem.query, problem.key)
     if positions is None:
         positions = torch.arange(1, length + 1, device=products.core.device)
-    series = Series(length, positions, frequencies=frequencies, amplitude=amplitude)
-    return series.profile(products, pairs=pairs, temperature=temperature)
+    return Series(problem.length, positions, turns).profile(products, temperature=problem.temperature)
 
 
 class Series:
     """Terms of z(Δ) in the profile, the same for all heads: a_t = z(T−t), and sums of b_i = (1/T) Σ_{s≥i} a_s."""
 
-    def __init__(
-        self,
-        length: int,
-        positions: Int[Tensor, " positions"],
-        *,
-        frequencies: Float[Tensor, " pairs"],
-        amplitude: float = 1.0,
-    ):
+    def __init__(self, length: int, positions: Int[Tensor, " positions"], turns: Turns):
         if bool(((positions < 1) | (positions > length)).any()):
             raise refusal(f"positions from 1 to {length}", positions.tolist())
         offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=positions.device)
-        terms = rotation(offsets, frequencies, amplitude=amplitude)
+        terms = rotation(offsets, turns.frequencies, amplitude=turns.amplitude)
         suffix = terms.flip(0).cumsum(0).flip(0) / length
         prefix = suffix.cumsum(0)
-        self.length = length
+        self.length, self.pairs = length, turns.pairs
         self.count = positions.double()[:, None]
         self.here, self.until = terms[positions - 1], prefix[positions - 1]
         self.total = self.count * self.here - prefix[-1]
         self.squares = suffix.mT @ suffix
 
-    def profile(
-        self, products: Grams, *, pairs: Int[Tensor, "pairs 2"], temperature: float
-    ) -> Float[Tensor, "*batch positions"]:
+    def profile(self, products: Grams, *, temperature: float) -> Float[Tensor, "*batch positions"]:
         """ρ_t of every head: O(d_h²) for its forms, then O(P d_h²)."""
-        parts = [self._probabilities(rotary_forms(part, pairs), temperature) for part in _in_parts(products)]
+        parts = [self._probabilities(rotary_forms(part, self.pairs), temperature) for part in _in_parts(products)]
         return torch.cat(parts).reshape(*products.core.shape[:-2], len(self.count))
 
     def _probabilities(self, forms: RotaryForms, temperature: float) -> Float[Tensor, "heads positions"]:
@@ -118,32 +84,30 @@ def monte_carlo(
     key: Float[Tensor, "*#batch d_head d_model"],
     *,
     length: int,
-    frequencies: Float[Tensor, " pairs"],
-    pairs: Int[Tensor, "pairs 2"],
+    turns: Turns,
     num_walks: int,
     generator: torch.Generator,
-    amplitude: float = 1.0,
     temperature: float | None = None,
     covariance: Covariance = 1.0,
 ) -> Estimate:
     """The share of simulated walks on which token t is on the sloped piece; every query and key is turned itself."""
     problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
-    angles = torch.arange(1, length + 1)[:, None] * frequencies.double().cpu()
-    turns = torch.polar(torch.full_like(angles, amplitude), angles).to(problem.query.device)
     counts = []
     for head in problem.heads():
         count = torch.zeros(length, dtype=torch.float64, device=head.query.device)
-        for logits in _turned_logits(head, turns, pairs, num_walks=num_walks, generator=generator):
+        for logits in _turned_logits(head, turns, num_walks=num_walks, generator=generator):
             count += on_slope(logits, temperature=head.temperature).sum(0)
         counts.append(count / num_walks)
     return binomial(torch.stack(counts).reshape(*problem.batch, length), num_walks)
 
 
 def _turned_logits(
-    head: Problem, turns: Tensor, pairs: Tensor, *, num_walks: int, generator: torch.Generator
+    head: Problem, turns: Turns, *, num_walks: int, generator: torch.Generator
 ) -> Iterator[Float[Tensor, "walks {head.length}"]]:
     query, key = random_walk.reduced(head.query, head.key)
-    first, second = pairs.to(query.device).unbind(-1)
+    first, second = turns.pairs.to(query.device).unbind(-1)
+    angles = torch.arange(1, head.length + 1)[:, None] * turns.frequencies.double().cpu()
+    phases = torch.polar(torch.full_like(angles, turns.amplitude), angles).to(query.device)
 
     def turn(vectors: Tensor, by: Tensor) -> Tensor:
         turned = torch.complex(vectors[..., first].double(), vectors[..., second].double()) * by
@@ -152,5 +116,5 @@ def _turned_logits(
 
     for steps in random_walk.normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
         tokens = steps.cumsum(1)
-        keys, last = turn(tokens @ key.mT, turns), turn(tokens[:, -1] @ query.mT, turns[-1])
+        keys, last = turn(tokens @ key.mT, phases), turn(tokens[:, -1] @ query.mT, phases[-1])
         yield (keys @ last[..., None])[..., 0]

@@ -12,8 +12,8 @@ from locater.cli.options import HtmlPath
 from locater.cli.output import console_for
 from locater.cli.pages import save_html
 from locater.errors import missing
+from locater.quantities import REGIME_WORDS
 from locater.records import Json
-from locater.theory.words import WORDS
 
 from .demo_models import arrow, say, show_models
 
@@ -116,8 +116,8 @@ def _show_theory(console: Console, out: Path | None) -> None:
     import torch
 
     from locater.report import figures
-    from locater.theory.document import example_head, profile_of_weights
     from locater.theory.phase_diagram import phase_diagram
+    from locater.theory.profiles import example_head, profile_of_weights
 
     generator = torch.Generator().manual_seed(1)
     head, plane = (out / "one_head.png", out / "phase_diagram.png") if out else (None, None)
@@ -139,7 +139,7 @@ def _one_head_words(document: Json) -> Json:
 
     return {
         "d_head": 6,
-        "meaning": WORDS[document["regime"]].meaning,
+        "meaning": REGIME_WORDS[document["regime"]].meaning,
         "ratio": document["trace"] / document["temperature"],
         "xi": document["xi"],
         "regime": document["regime"],

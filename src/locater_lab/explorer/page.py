@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy
 
-from locater.quantities import GLOSSARY
+from locater.quantities import GLOSSARY, REGIME_WORDS
 from locater.records import Json, write
 from locater.report.packing import Pack
 from locater.report.page import PAPER, assemble, asset, definitions
 from locater.report.text import all_shown
 from locater.report.views import Document, View, views_of
-from locater.theory.words import WORDS
 
 LENGTH, NUM_DRAWS = 32, 8
 # What can be chosen: the layer that is shown, and whether layers have a residual stream and norms.
@@ -71,7 +70,7 @@ def explorer(phase: Document, scan: Document | None = None, *, facts: dict[str, 
     pack = Pack()
     limits = {"no_signal": regimes.NO_SIGNAL, "flat": regimes.FLAT, "low": regimes.LOW, "end": regimes.END}
     data = {
-        "regimes": [{"name": name, **word._asdict()} for name, word in WORDS.items()],
+        "regimes": [{"name": name, **word._asdict()} for name, word in REGIME_WORDS.items()],
         "limits": limits,
         "plane": {
             "x": phase["trace_over_temperature"],
@@ -145,7 +144,7 @@ def exact_profiles(points: Sequence[tuple[float, float]], length: int) -> numpy.
     """
     import torch
 
-    from locater.theory.quadratic_form import upper_tail
+    from locater.theory.exact import upper_tail
     from locater.theory.random_walk import walk_weights
 
     positions = torch.linspace(1, length, NUM_POSITIONS, dtype=torch.float64)  # real t: the law is analytic there

@@ -6,8 +6,8 @@ from statistics import fmean
 
 import torch
 
+from locater.quantities import LOCALIZED
 from locater.records import Json
-from locater.theory.words import LOCALIZED
 
 from .reconcile import ENTROPY_COLLAPSE, RANK_COLLAPSE
 from .statistics import matched_difference

@@ -12,7 +12,7 @@ from locater.attention.capture import inputs_of
 from locater.models import live, read_heads
 from locater.records import Json
 from locater.stabilisers import LocAteR
-from locater.theory.of_head import profile
+from locater.theory.profiles import profile
 
 from .floors import ARMS as FLOORS
 from .floors import UNIFORM

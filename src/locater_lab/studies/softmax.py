@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from locater.quantities import REGIMES
 from locater.records import Json
-from locater.theory import clipped_softmax, monte_carlo, regimes
-from locater.theory.words import REGIMES
+from locater.theory import monte_carlo, regimes
 
 from .statistics import rank_correlation, together
 from .study import Answer, Figure, Study, Table
@@ -41,7 +41,7 @@ def measure(point: Point, place: Path) -> Json:
     spectrum = of_xi_and_eta(point["xi"], point["eta"], d_model=D_MODEL)
     matrix, one = spectrum.matrix(D_MODEL, generator), torch.eye(D_MODEL, dtype=torch.float64)
     options: dict[str, Any] = dict(length=length, num_walks=walks, generator=generator)
-    distance = clipped_softmax.clipping_error(matrix, one, **options)
+    distance = monte_carlo.clipping_error(matrix, one, **options)
     clipped = monte_carlo.profile(matrix, one, **options).mean
     true = true_profile(matrix, length=length, num_walks=walks, generator=generator)
     return {

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from locater.errors import refusal
-from locater.theory.clipped_softmax import clipped_linear
+from locater.theory.monte_carlo import clipped_linear
 
 from .shape import Shape
 

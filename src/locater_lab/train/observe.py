@@ -20,7 +20,7 @@ from locater.projections import whole
 from locater.records import Json
 from locater.scanning.scan import scan
 from locater.theory import closed_form, exact
-from locater.theory.clipped_softmax import clipped_linear
+from locater.theory.monte_carlo import clipped_linear
 
 from ..data.batches import Batches
 from ..data.sources import Data
