@@ -9,9 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from locater.prediction.language_model import load_model, load_tokenizer, self_attention
+from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.numbers import NAMES
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, calibrate, measure
+from locater.prediction.running import self_attention
 from locater.prediction.sampling import predict_layer
 from locater.prediction.windows import cut
 from locater.texts import embedded_text

@@ -15,9 +15,10 @@ from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
 from locater.attention.statistics import NEAR
 from locater.head import Head
-from locater.prediction.language_model import load_model, load_tokenizer, run, self_attention
+from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.numbers import NAMES, Numbers
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, measure
+from locater.prediction.running import run, self_attention
 from locater.prediction.sampling import effective, interpolate
 from locater.prediction.windows import cut
 from locater.texts import embedded_text

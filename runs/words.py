@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 
 from locater.behaviour import numbers_of
-from locater.prediction.language_model import load_model, self_attention
+from locater.prediction.language_model import load_model
 from locater.prediction.predict import RANDOM, Effort, Text, _fitted, _windows, measure, predict
+from locater.prediction.running import self_attention
 from locater.scanning.scan import scan
 
 

@@ -10,8 +10,7 @@ from command import locater
 from locater import heads as locater_heads
 from locater import scan
 from locater.errors import Refusal
-from locater.prediction.settings import Effort
-from locater.prediction.windows import cut_lines
+from locater.prediction.windows import Effort, cut_lines
 from locater_lab.studies import real_data
 from locater_lab.studies.real_data import Reading, compared, page
 from predict_cases import model, save_with_tokenizer

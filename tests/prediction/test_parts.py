@@ -6,12 +6,19 @@ import torch
 from locater.attention.input_moments import MomentsCollector
 from locater.head import Head
 from locater.positions import Alibi, Rotary
-from locater.prediction.inputs import LAGS, Inputs, InputsCollector, kept_windows
 from locater.prediction.numbers import NAMES, Gatherer
 from locater.prediction.result import bias, ceiling, mean_absolute_error, spearman
-from locater.prediction.sampling import draw_texts, effective, lag_shift, takes_all
-from locater.prediction.settings import Terms
-from locater.prediction.windows import Windows, cut, special_tokens, spread
+from locater.prediction.sampling import (
+    LAGS,
+    Inputs,
+    InputsCollector,
+    draw_texts,
+    effective,
+    kept_windows,
+    lag_shift,
+    takes_all,
+)
+from locater.prediction.windows import Terms, Windows, cut, special_tokens, spread
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH
 

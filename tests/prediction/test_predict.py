@@ -13,9 +13,9 @@ from locater.attention.masks import Mask
 from locater.attention.statistics import NEAR, materialised
 from locater.cli.program import app
 from locater.errors import Refusal
-from locater.prediction.language_model import run, self_attention
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
+from locater.prediction.running import run, self_attention
 from locater.prediction.windows import given
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 

@@ -12,7 +12,7 @@ from command import locater
 from locater.prediction import streamed
 from locater.prediction.numbers import NAMES
 from locater.prediction.predict import predict
-from locater.prediction.settings import Effort
+from locater.prediction.windows import Effort
 
 VOCABULARY = 120
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48)

@@ -10,8 +10,8 @@ from family_cases import CASES
 from locater import Head, Projection, scan
 from locater.positions import Alibi, Buckets, Rotary, YaRN
 from locater.projections import Norm
-from locater.scanning.conditions import failures, parse
 from locater.scanning.layer import Settings, analyse
+from locater.scanning.rows import failures, parse
 from locater.spectra import grams, largest_singular_value, side_norms
 
 pytestmark = pytest.mark.quick

@@ -89,5 +89,6 @@ def test_queries_on_the_way_are_those_of_folded_weights(heads_per_key, transpose
     products = multiply(batch, x, raw=False)
     for own, other in zip(products.grams, multiply(batch, raw=False).grams, strict=True):
         torch.testing.assert_close(own, other)
-    expected = torch.stack([head.folded().query.weight @ x.mT for head in heads])
+    sides = [head.folded().query for head in heads]
+    expected = torch.stack([side.weight @ x.mT + side.bias[:, None] for side in sides])  # the norm's bias is one
     torch.testing.assert_close(products.queries.flatten(0, 1), expected)

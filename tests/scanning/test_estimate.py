@@ -17,9 +17,8 @@ from locater.report.headline import headline
 from locater.report.views import views_of
 from locater.scanning import direct, estimate
 from locater.scanning.batch import HeadBatch, batches
-from locater.scanning.bounds import Biases
-from locater.scanning.conditions import failures, parse
 from locater.scanning.products import multiply
+from locater.scanning.rows import failures, parse
 from predict_cases import model
 
 pytestmark = pytest.mark.quick
@@ -64,7 +63,7 @@ def estimated(*heads: Head) -> list[estimate.Estimate | None]:
 
 def estimated_together(batch: HeadBatch) -> list[estimate.Estimate | None]:
     products = multiply(batch, raw=False)
-    biases = Biases.of(batch, products)
+    biases = products.biases
     return estimate.estimates(batch, products.grams, biases, None, num_layers=NUM_LAYERS)
 
 

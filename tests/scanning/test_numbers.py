@@ -273,4 +273,4 @@ def test_frames_and_summaries(saved):
     frame = found.to_frame()
     assert len(frame) == len(found.heads) and list(frame["trace"]) == [row.trace for row in found.heads]
     assert set(frame.columns) == set(DEFAULT_KEYS)
-    assert f"bart, {len(found.heads)} heads, COMPLETE" in found.summary() and "in the paper's theory" in found.summary()
+    assert f"bart, {len(found.heads)} heads, COMPLETE" in found.summary() and "In the paper's theory" in found.summary()

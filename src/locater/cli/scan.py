@@ -21,8 +21,7 @@ from .pages import save_html
 from .scans import raise_refused, save_rows, scan_with_progress
 
 if TYPE_CHECKING:
-    from ..scanning.conditions import Condition
-    from ..scanning.rows import HeadRow
+    from ..scanning.rows import Condition, HeadRow
     from ..scanning.scan import Scan
 
 FAIL_ON_MET = 3
@@ -90,7 +89,7 @@ def scan(
 
 
 def _conditions(fail_on: str | None) -> "Sequence[Condition]":
-    from ..scanning.conditions import parse
+    from ..scanning.rows import parse
 
     return parse(fail_on) if fail_on is not None else ()
 
@@ -165,7 +164,7 @@ def _median(name: str, rows: "list[HeadRow]") -> str:
 
 
 def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
-    from ..scanning.conditions import failures
+    from ..scanning.rows import failures
 
     met = failures(conditions, found.heads)
     for condition, rows in met.items():

@@ -1,6 +1,6 @@
 """A language model to run: from a directory, a hub id, a GGUF file or a live module, with its tokenizer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from os import PathLike, fspath
@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 from .. import checkpoints
-from ..attention.capture import Take, inputs_of
 from ..budget import timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder, read_config
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, missing, refusal
-from ..models import AttentionModule, live
-from ..models.live.explicit import Explicit
-from ..models.live.tensors import named_modules
+from ..models import Config
+from ..models.registry import find_family
 from ..plugins import plugins
 from ..records import Json
-from .model_type import type_by_names, untyped
-from .named import TAKEN, named
 from .windows import Tokenizer
 
 Source = str | PathLike[str] | nn.Module
@@ -177,94 +171,36 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def self_attention(
-    model: nn.Module,
-    ids: Int[Tensor, "batch tokens"] | None = None,
-    *,
-    heads: Sequence[Explicit] = (),
-    causal: bool | None = None,
-) -> tuple[list[AttentionModule], list[str]]:
-    """The layers whose queries and keys come from one input, and why others are left out.
-
-    A model that no table knows shows its heads on `ids`; `causal` says what those see that `heads` names.
-    """
-    found, left_out = [], []
-
-    def once(layers: Sequence[AttentionModule]) -> Any:
-        return None if ids is None else run(model, layers, ids, lambda number, x: None)
-
-    for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
-        left_out += layer.refused
-        if layer.block in ("cross", "vision"):
-            left_out.append(f"{layer.block} layer {layer.number}: its queries and keys are not tokens of one text")
-        elif layer.heads:
-            found.append(layer)
-    if not found:
-        raise Refusal(left_out[0]) if left_out else missing("self-attention layers")
-    return found, [*left_out, *([TAKEN] if heads else [])]
-
-
-def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
-    """By its family where its config names one that is known, else by what its attention is given in one pass."""
-    device = next((parameter.device for parameter in model.parameters()), None)
-    sample = None if ids is None else ids.to(device)
-    if live.settings(model).get("model_type") is None:
-        return live.layers(model, sample=sample)
-    try:
-        return live.layers(model)
-    except Refusal:
-        if sample is None:
-            raise
-        return live.layers(model, sample=sample)
-
-
-@torch.no_grad()
-def run(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
-    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
-    modules = named_modules(model)
-    names = [_listened(layer.query_name, modules) for layer in layers]
-
-    def in_batches(number: int, x: Tensor) -> None:
-        batch_first = getattr(modules[names[number]], "batch_first", True)
-        take(number, x if batch_first else x.transpose(0, 1))
-
-    with inputs_of(modules, names, in_batches):
-        ids = ids.to(next(model.parameters()).device)
-        return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
-
-
-def _listened(query_name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The module that is given what queries are made of: `nn.MultiheadAttention` has no module of its own for them."""
-    owner, _, _ = query_name.rpartition(".")
-    packed = query_name not in modules and isinstance(modules.get(owner), nn.MultiheadAttention)
-    return owner if packed else query_name
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_input_embeddings")
-
-
-def _arguments(model: nn.Module, ids: Tensor) -> Json:
-    """Build the model's arguments for a text; a model with two sides reads it on both."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
-    return {"input_ids": ids} if getattr(config, "use_cache", None) is None else {"input_ids": ids, "use_cache": False}
-
-
 def first_line(reason: Exception) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
 
 
-def next_token_losses(output: object, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
-    """The mean cross entropy of the next token of each window; none where the model does not predict it."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    rows = 0 if logits is None else logits.shape[-1]
-    if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _is_causal(model):
-        return []
-    ids = ids.to(logits.device)
-    return [float(cross_entropy(one[:-1].float(), own[1:])) for one, own in zip(logits, ids, strict=True)]
+def untyped(place: str | PathLike[str]) -> Json | None:
+    """Read config.json, if it is there and has no model type."""
+    try:
+        settings = read_config(LocalFolder(Path(place).expanduser()))
+    except Refusal:  # the loader says so
+        return None
+    return settings if settings and settings.get("model_type") is None else None
 
 
-def _is_causal(model: nn.Module) -> bool:
-    return getattr(model, "predicts_next_token", False) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+def type_by_names(place: str | PathLike[str], settings: Json) -> str:
+    """The one model type whose tensors these are, and whose name they begin with; refused where several could be.
+
+    To read heads the family is enough, to run a model it is not: RoBERTa's tensors are BERT's, its positions are not.
+    """
+    with checkpoints.open(place) as checkpoint:
+        names = list(checkpoint.names)
+    family = find_family(Config(settings), names)
+    fitting = [kind for kind in family.model_types if any(name.startswith(f"{kind}.") for name in names)]
+    if len(fitting) != 1:
+        types = " or ".join(f'"model_type": "{kind}"' for kind in family.model_types) or "its model type"
+        raise missing("a model type in config.json, for running a model", f"add {types} to it")
+    return fitting[0]
+
+
+def type_note(place: str | PathLike[str]) -> list[str]:
+    """The sentence that says what was done."""
+    settings = untyped(place)
+    found = [] if settings is None else [type_by_names(place, settings)]
+    return [f"run as {kind} by its tensor names: the config has no model type" for kind in found]

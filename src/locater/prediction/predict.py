@@ -17,16 +17,28 @@ from ..models import AttentionModule, read_heads, wanted_layers
 from ..models.sources import Live, Source, Stored, as_source
 from ..packaged import packaged
 from ..texts import embedded_text
-from .inputs import Inputs, InputsCollector, kept_windows
-from .language_model import load_model, load_tokenizer, next_token_losses, run, self_attention
-from .model_type import note
+from .language_model import load_model, load_tokenizer, type_note
 from .numbers import Gatherer
 from .random_ids import num_embeddings, random_ids
 from .result import HeadPrediction, Prediction
-from .sampling import predict_layer
-from .settings import Effort, Terms, check_window
+from .running import next_token_losses, run, self_attention
+from .sampling import Inputs, InputsCollector, kept_windows, predict_layer
 from .streamed import CannotStream, streamed
-from .windows import Text, Tokens, Windows, check_vocabulary, cut, cut_lines, given, longest, vocabulary_size
+from .windows import (
+    Effort,
+    Terms,
+    Text,
+    Tokens,
+    Windows,
+    check_fits,
+    check_vocabulary,
+    check_window,
+    cut,
+    cut_lines,
+    given,
+    longest,
+    vocabulary_size,
+)
 
 __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "Text", "Tokens", "predict"]
 
@@ -96,10 +108,10 @@ def _predict_whole(
         windows, text_name = random_ids(place, model, effort, causal=_is_causal(found)), RANDOM_IDS
     else:
         windows, text_name = _windows(place, model, text, effort)
-        _check_fits(model, windows)
+        check_fits(model, windows)
         found, left_out = self_attention(model, windows.test[:1], **options)
     rows, loss = _compute(model, chosen_of(found, layers), windows, effort=effort, terms=terms, progress=progress)
-    left_out += [] if isinstance(source, Live) else note(source.place)
+    left_out += [] if isinstance(source, Live) else type_note(source.place)
     loss = None if text_name == RANDOM_IDS else loss  # random ids cannot be foretold
     counts = len(windows.calibration), len(windows.test)
     return Prediction(source.name, text_name, windows.length, *counts, tuple(rows), tuple(left_out), loss)
@@ -278,18 +290,6 @@ def _read(text: str | PathLike[str]) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
         raise refusal(f"a readable text at {text}", getattr(reason, "strerror", None) or reason) from None
-
-
-def _check_fits(model: nn.Module, windows: Windows) -> None:
-    """Refuse windows that are too long for the model, and ids that it has no row for."""
-    most = longest(model)
-    if most is not None and most < windows.length:
-        raise refusal(
-            f"windows of at most {most} tokens, the model's longest", windows.length, "choose a shorter --window"
-        )
-    rows, largest = vocabulary_size(model), int(max(windows.calibration.max(), windows.test.max()))
-    if rows is not None and largest >= rows:
-        raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
 def chosen_of(found: list[AttentionModule], layers: Iterable[int] | None) -> list[AttentionModule]:

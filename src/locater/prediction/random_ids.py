@@ -15,8 +15,7 @@ from ..checkpoints.gguf.header import read_header
 from ..checkpoints.gguf.vocabulary import read_vocabulary
 from ..errors import Refusal, missing
 from .language_model import load_tokenizer
-from .settings import Effort
-from .windows import Windows, longest, special_tokens, spread, vocabulary_size
+from .windows import Effort, Windows, longest, special_tokens, spread, vocabulary_size
 
 BLANKS = " \t\r\n▁ĠĊĉ"  # and how tokenizers write them
 ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it

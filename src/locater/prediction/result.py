@@ -9,9 +9,9 @@ from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
 from ..behaviour import Place, Told, describe, head_name, numbers_of, words_of
-from ..errors import counted, missing
+from ..errors import counted
 from ..quantities import quantity
-from ..records import Json
+from ..records import Json, data_frame
 from ..report.shown import Shown
 from .numbers import NAMES, Numbers, distance_bins, first_query
 
@@ -133,16 +133,12 @@ class Prediction(Shown):
 
     def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head, with columns such as `predicted_near_mass_beyond_first`."""
-        try:
-            import pandas
-        except ImportError:
-            raise missing("pandas, for data frames", extra="report") from None
         rows = []
         for head in self.heads:
             sides = {"predicted": head.predicted, "measured": head.measured}
             numbers = {f"{side}_{name}": getattr(of, name) for side, of in sides.items() for name in NAMES}
             rows.append({"block": head.block, "layer": head.layer, "head": head.head, **numbers})
-        return pandas.DataFrame(rows)
+        return data_frame(rows)
 
     def summary(self) -> str:
         """The heads in plain words, the accuracy of the prediction, and the heads that are predicted worst."""

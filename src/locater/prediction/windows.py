@@ -1,4 +1,4 @@
-"""A text cut into windows of tokens, those for calibration apart from those that are measured."""
+"""A text cut into windows of tokens, those for calibration apart from those that are measured; how many, how long."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from ..attention.statistics import NEAR
 from ..errors import refusal
 
 # One of transformers, or of a registered loader: called on a text it gives `input_ids`. Most of its names are
@@ -17,6 +18,56 @@ Tokenizer = Any
 SAMPLE = "a"  # any word: what a tokenizer puts around it, it puts around all
 MOST_UNKNOWN = 0.1  # of a text's tokens
 SMALLEST_SHARE = 0.25  # of the model's rows that a tokenizer found beside it must know
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Windows of `window` tokens: `calibration` of them to predict from, `test` others to measure.
+
+    `texts` are drawn for each layer, from as many of its calibration windows. `lag_rank` bounds the rank of each lagged
+    covariance: O(lag_rank²) numbers per lag and layer. `batch` windows are run at once.
+    """
+
+    window: int = 256
+    calibration: int = 24
+    test: int = 8
+    lag_rank: int = 128
+    texts: int = 16
+    batch: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        check_window(self.window)
+        if min(self.calibration, self.test, self.texts, self.batch) < 1:
+            raise refusal("at least one window to calibrate on and one to test on", f"{self.calibration}, {self.test}")
+        if self.lag_rank < 1:
+            raise refusal("a rank of at least 1", self.lag_rank)
+
+    def lag_rank_of(self, d_model: int, num_windows: int) -> int | None:
+        """The rank for inputs this wide, None for full; a basis needs more tokens than its rank in the first batch."""
+        most = max(1, min(self.batch, num_windows) * self.window // 2)
+        return None if d_model <= self.lag_rank else min(self.lag_rank, most)
+
+
+def check_window(length: int) -> None:
+    if length < 2 * NEAR:
+        raise refusal(f"windows of at least {2 * NEAR} tokens", length, f"keys nearer than {NEAR} are called near")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Each term can be left out, to see what it adds to tokens from anywhere.
+
+    `first`: the first token, and special tokens, stay in their places; so they do where `positions` are kept.
+    `positions`: every token stays at its position.
+    `sinks`: tokens that alone would draw more than the whole of a typical window stay in their windows too.
+    `lags`: the expected logit takes the lagged covariances, tr W(Δ)Γ(Δ)/λ.
+    """
+
+    first: bool = True
+    positions: bool = True
+    sinks: bool = True
+    lags: bool = True
 
 
 @dataclass(frozen=True)
@@ -172,6 +223,18 @@ def longest(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "context", None)
     return most if isinstance(most, int) and most > 0 else None
+
+
+def check_fits(model: nn.Module, windows: Windows) -> None:
+    """Refuse windows that are too long for the model, and ids that it has no row for."""
+    most = longest(model)
+    if most is not None and most < windows.length:
+        raise refusal(
+            f"windows of at most {most} tokens, the model's longest", windows.length, "choose a shorter --window"
+        )
+    rows, largest = vocabulary_size(model), int(max(windows.calibration.max(), windows.test.max()))
+    if rows is not None and largest >= rows:
+        raise refusal(f"token ids below {rows}, the model's vocabulary", largest, "name its own tokenizer")
 
 
 def _some_tokens(stretch: str, tokenizer: Tokenizer, count: int) -> list[int]:

@@ -17,8 +17,8 @@ from ..head import admitted
 from ..positions import Rotary
 from ..spectra import Grams
 from .batch import HeadBatch
-from .bounds import Biases
 from .direct import QUERIES, SEEN, Direct, DirectInputs, direct_logits
+from .products import Biases
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
 LENGTH = 256

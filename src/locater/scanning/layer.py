@@ -19,10 +19,9 @@ from ..theory import closed_form, exact, regimes
 from ..theory.random_walk import Turns
 from ..theory.rotary import Series
 from .batch import HeadBatch, batches
-from .bounds import NO_BIASES, Biases, logit_bounds
 from .direct import Direct, nothing, wanted_queries
 from .estimate import direct_into, estimates
-from .products import Linear, multiply
+from .products import Linear, logit_bounds, multiply
 from .rows import HeadRow, make_rows
 
 Curves = dict[str, dict[str, list[float]]]
@@ -178,8 +177,7 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
     linear = None if raw or batch.is_linear else Linear(raw=False)
     products = multiply(batch, x, raw=raw, linear=linear)
-    biases = NO_BIASES if raw else Biases.of(batch, products)
-    grams, queries = products.grams, None if x is None else _with_biases(products.queries, biases)
+    grams, biases, queries = products.grams, products.biases, None if x is None else products.queries
     spectrum = moments_of(grams, d_model=batch.first.d_model)
     sigma = largest_singular_value(grams)
     profiles = _profiles(batch, grams, spectrum, settings)
@@ -217,11 +215,6 @@ def _eigenvalues(core: Tensor) -> Tensor:
         return torch.linalg.eigvals(core)
     except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         raise refusal("a core whose eigenvalues can be computed", "one that does not converge") from None
-
-
-def _with_biases(queries: Tensor, biases: Biases) -> Tensor:
-    """The products leave biases out."""
-    return queries if biases.query is None else queries + biases.query[..., None].to(queries)
 
 
 def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Settings) -> Tensor:

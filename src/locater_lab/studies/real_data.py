@@ -12,7 +12,7 @@ from locater.documents import as_written, read_json
 from locater.head import Head
 from locater.prediction.predict import RANDOM, Text, predict
 from locater.prediction.result import mean_absolute_error, spearman
-from locater.prediction.settings import Effort
+from locater.prediction.windows import Effort
 from locater.records import Json, write_json
 from locater.scanning.estimate import LENGTH, in_texts_of
 from locater.scanning.rows import HeadRow

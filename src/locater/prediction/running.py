@@ -1,0 +1,130 @@
+"""One pass of a model: its self-attention layers, their inputs as they come, and the loss of the next token."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ..attention.calls import AttentionCall
+from ..attention.capture import Take, inputs_of
+from ..attention.interception import Interception
+from ..errors import Refusal, missing, refusal
+from ..models import AttentionModule, live
+from ..models.live.explicit import Explicit
+from ..models.live.tensors import named_modules
+from ..records import Json
+
+TAKEN = "heads that were named are taken without positions, norms or a window between projection and product"
+
+
+def named(
+    model: nn.Module, heads: Sequence[Explicit], causal: bool | None, run: Callable[[Sequence[AttentionModule]], object]
+) -> list[AttentionModule]:
+    """Their layers, as `causal` says; refused where `run`, a pass over these layers, calls a kernel that shows more."""
+    if causal is None:
+        raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
+    layers = [_seeing(layer, 0 if causal else None) for layer in live.layers(model, heads=heads)]
+    calls: list[AttentionCall] = []
+    with Interception(calls.append):
+        run(layers)
+    if calls:
+        remedy = "leave heads=… out: the call shows positions, norms and mask, which projections do not"
+        raise refusal("attention that calls no kernel, for heads=…", f"a call of {calls[0].through}", remedy)
+    return layers
+
+
+def _seeing(layer: AttentionModule, lookahead: int | None) -> AttentionModule:
+    return replace(layer, heads=tuple(replace(head, lookahead=lookahead) for head in layer.heads))
+
+
+def self_attention(
+    model: nn.Module,
+    ids: Int[Tensor, "batch tokens"] | None = None,
+    *,
+    heads: Sequence[Explicit] = (),
+    causal: bool | None = None,
+) -> tuple[list[AttentionModule], list[str]]:
+    """The layers whose queries and keys come from one input, and why others are left out.
+
+    A model that no table knows shows its heads on `ids`; `causal` says what those see that `heads` names.
+    """
+    found, left_out = [], []
+
+    def once(layers: Sequence[AttentionModule]) -> Any:
+        return None if ids is None else run(model, layers, ids, lambda number, x: None)
+
+    for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
+        left_out += layer.refused
+        if layer.block in ("cross", "vision"):
+            left_out.append(f"{layer.block} layer {layer.number}: its queries and keys are not tokens of one text")
+        elif layer.heads:
+            found.append(layer)
+    if not found:
+        raise Refusal(left_out[0]) if left_out else missing("self-attention layers")
+    return found, [*left_out, *([TAKEN] if heads else [])]
+
+
+def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
+    """By its family where its config names one that is known, else by what its attention is given in one pass."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+    sample = None if ids is None else ids.to(device)
+    if live.settings(model).get("model_type") is None:
+        return live.layers(model, sample=sample)
+    try:
+        return live.layers(model)
+    except Refusal:
+        if sample is None:
+            raise
+        return live.layers(model, sample=sample)
+
+
+@torch.no_grad()
+def run(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
+    """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
+    modules = named_modules(model)
+    names = [_listened(layer.query_name, modules) for layer in layers]
+
+    def in_batches(number: int, x: Tensor) -> None:
+        batch_first = getattr(modules[names[number]], "batch_first", True)
+        take(number, x if batch_first else x.transpose(0, 1))
+
+    with inputs_of(modules, names, in_batches):
+        ids = ids.to(next(model.parameters()).device)
+        return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
+
+
+def _listened(query_name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The module that is given what queries are made of: `nn.MultiheadAttention` has no module of its own for them."""
+    owner, _, _ = query_name.rpartition(".")
+    packed = query_name not in modules and isinstance(modules.get(owner), nn.MultiheadAttention)
+    return owner if packed else query_name
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_input_embeddings")
+
+
+def _arguments(model: nn.Module, ids: Tensor) -> Json:
+    """Build the model's arguments for a text; a model with two sides reads it on both."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": ids, "decoder_input_ids": ids, "use_cache": False}
+    return {"input_ids": ids} if getattr(config, "use_cache", None) is None else {"input_ids": ids, "use_cache": False}
+
+
+def next_token_losses(output: object, ids: Int[Tensor, "batch tokens"], model: nn.Module) -> list[float]:
+    """The mean cross entropy of the next token of each window; none where the model does not predict it."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    rows = 0 if logits is None else logits.shape[-1]
+    if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _is_causal(model):
+        return []
+    ids = ids.to(logits.device)
+    return [float(cross_entropy(one[:-1].float(), own[1:])) for one, own in zip(logits, ids, strict=True)]
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return getattr(model, "predicts_next_token", False) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
