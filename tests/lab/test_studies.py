@@ -13,6 +13,7 @@ from locater.errors import BadArguments
 from locater.theory import closed_form
 from locater_lab.studies import (
     collapse,
+    depth,
     localisation_helps,
     profiles,
     reconcile,
@@ -317,10 +318,10 @@ def arms(name: str, quantity: str, effect: float, conditions=("", "deep")) -> li
 @pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity"])
 def test_training_studies_find_what_is_planted_and_no_more(name):
     study = find(name)
-    more = {"options": {"num_layers": 1}, "agreement": [0.1]}
+    conditions = tuple(depth.CONDITIONS)[:2] if name == "depth" else ("as it is", "deep")
 
     def verdicts(effect: float) -> list[str]:
-        rows = [row | more for row in arms("locater", "best_loss", effect, ("as it is", "deep"))]
+        rows = [row | {"agreement": [0.1]} for row in arms("locater", "best_loss", effect, conditions)]
         return [one.verdict for one in study.conclude(rows).findings if "loss" in one.what]
 
     assert verdicts(-0.5).count("lower") == 2 and "higher" not in verdicts(-0.5)

@@ -147,6 +147,18 @@ def test_a_better_best_loss_is_not_taken_for_more_sensitivity_alone():
     assert "a better best raises it" in answer.second
 
 
+def test_a_gain_at_one_rate_that_another_takes_back_is_no_gain_over_rates():
+    """The confounder of sensitivity: better at its best rate, as much worse at another, equal on average."""
+    change = {0.01: -0.3, 1.0: 0.3}
+    rows = [
+        row | {"loss": row["loss"] + (row["arm"] == "steady") * change.get(row["learning_rate"], 0.0)}
+        for row in rated(0.0)
+    ]
+    found = {one.what: one.verdict for one in rivals.conclude(rows).findings}
+    assert found["best validation loss"] == "lower" and found["learning-rate sensitivity"] == "higher"
+    assert found["mean loss over learning rates"] == "no difference seen"
+
+
 def test_a_rival_is_tuned_on_other_seeds_than_it_is_judged_by(monkeypatch):
     seen = []
 

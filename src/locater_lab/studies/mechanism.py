@@ -12,7 +12,7 @@ from ..rivals import SpectralInitialisation
 from ..train.observe import spectra
 from .floors import ARMS as FLOORS
 from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, result, train, trained
-from .statistics import Finding, paired, tally
+from .statistics import Finding, paired, tally, together
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import by_seed, findings
@@ -75,8 +75,7 @@ def conclude(rows: list[Json]) -> Answer:
     parts = {name: findings(rows, name, what) for name, what in QUANTITIES.items()}
     return Answer(
         f"{_scale(rows)} (paired by seed).",
-        f"Against nothing, the number of directions that W keeps: {tally(parts['directions'])}; validation loss: "
-        f"{tally(parts['best_loss'])} (Holm).",
+        f"{_directions(rows)}The validation loss, against nothing: {tally(parts['best_loss'])} (Holm).",
         [one for some in parts.values() for one in some],
     )
 
@@ -91,6 +90,13 @@ def _scale(rows: list[Json]) -> str:
         f"With LocAteR (κ = 1e-2) η/λ ends at {held}, where it ends at {none} with nothing, and at {start} in a model "
         f"that only starts at LocAteR's scale{why.get(verdict, '')}"
     )
+
+
+def _directions(rows: list[Json]) -> str:
+    """Means of how many directions W keeps, as far as they were measured."""
+    counts = {name: by_seed(rows, "", name, "directions") for name in ("locater-1e-2", "decay-5", "none")}
+    told = together([f"{fmean(some.values()):.1f} with {name}" for name, some in counts.items() if some])
+    return f"W keeps {told} of its directions. " if told else ""
 
 
 QUANTITIES = {

@@ -27,7 +27,8 @@ studies` writes this page anew.
     that ended at 0.949 [0.918, 0.981] of the perplexity, as QK-norm did; released or clipped forms gained less.
     QK-Clip or QK-norm, if logits grow now. At the end of long training no gain has been shown yet.
 
-How to read it:
+<details markdown="1">
+<summary>How to read it</summary>
 
 - Floors stand under every table of trained models: the losses of a unigram and of a bigram table of the whole training
   text, of a model without context and of one with uniform attention. Where `none` is not at least 0.05 nats below the
@@ -41,6 +42,8 @@ How to read it:
 - Runs that two studies share are said to be shared: they are one result, told twice.
 - The training studies are of one small setting, the least in which attention matters (`python runs/setting.py`).
 - `--quick` is a miniature of under two minutes; what each took is said with its budget.
+
+</details>
 
 """
 # Q2 is of whole models, and has a page of its own.

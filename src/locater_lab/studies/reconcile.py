@@ -47,11 +47,10 @@ def conclude(rows: list[Json]) -> Answer:
     normed = seed_means([row for row in rows if row["norm"]], KEYS, MEASURES)
     collapsed = sum(row["residual"] < RANK_COLLAPSE for row in normed)
     return Answer(
-        f"In {deepest} layers of attention alone with a deviation of at most {SMALL} λ: {_told(bare, SMALL)}. "
-        f"The gain of the rank residual from the mean at a small deviation, less that at one of {LARGE:g} λ or more: "
-        f"{together([str(finding) for finding in found if 'alone' in finding.of]) or 'not measured'} (paired by seed).",
-        f"With a residual stream and norms rank collapses on {collapsed} of {len(normed)} points; the same gain there: "
-        f"{together([str(finding) for finding in found if 'norm' in finding.of]) or 'not measured'}.",
+        f"In {deepest} layers of attention alone with nearly equal eigenvalues (deviation ≤ {SMALL} λ): "
+        f"{_told(bare, SMALL)}; a mean helps the rank more there than at deviations ≥ {LARGE:g} λ, by "
+        f"{next((str(one.estimate) for one in reversed(found) if 'alone' in one.of), '(not measured)')}.",
+        f"With a residual stream and norms rank collapses on {collapsed} of {len(normed)} points.",
         found,
         _table(rows),
     )
@@ -64,7 +63,7 @@ def _told(rows: list[Json], most: float) -> str:
         some = [row for row in rows if row["trace"] == trace and row["deviation"] <= most]
         if some:
             residual, entropy = (fmean(row[name] for row in some) for name in ("residual", "entropy"))
-            told.append(f"rank residual {residual:.2f} and entropy {entropy:.2f} at tr W = {trace:g} λ")
+            told.append(f"{residual:.2f} of the rank residual and entropy {entropy:.2f} at tr W = {trace:g} λ")
     return together(told) or "not measured"
 
 

@@ -77,12 +77,13 @@ def conclude(rows: list[Json]) -> Answer:
     }
     found = {kind: _effects(some) for kind, some in kinds.items()}
     local = {kind: _theory_agrees(kinds[kind]) for kind in kinds if kind in SYNTHETIC}
-    told = {name: together([f"{_span(effects[name])} ({kind})" for kind, effects in found.items()]) for name in EFFECTS}
+    whole = {name: _span([one for effects in found.values() for one in effects[name]]) for name in EFFECTS}
+    told = together([f"{_span(effects['entropy over |ξ|'])} ({kind})" for kind, effects in found.items()])
     agreement = together([f"{value:.2f} ({kind})" for kind, value in local.items()])
     return Answer(
-        f"Rank correlations over the grid, each with the other number fixed: entropy over η {told['entropy over η']}; "
-        f"near mass over ξ {told['near mass over ξ']}.",
-        f"Entropy over |ξ| at η ≤ {MODERATE} λ {told['entropy over |ξ|']}"
+        f"In all {len(found)} kinds of input, entropy goes with η (rank correlation {whole['entropy over η']} at fixed "
+        f"ξ) and near mass with ξ ({whole['near mass over ξ']} at fixed η).",
+        f"Entropy over |ξ| at η ≤ {MODERATE} λ: {told}"
         + (f"; the theory's L against 1 − entropy there {agreement}." if local else "."),
         table=_table(found),
     )

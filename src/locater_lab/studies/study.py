@@ -15,7 +15,7 @@ from locater.records import Json
 
 from .floors import ARMS as FLOORS
 from .floors import Floors, floors
-from .statistics import Finding
+from .statistics import Finding, together
 from .sweep.folder import Measure, Point, Row, Sweep
 
 # By the number that the paper's readers asked it under; Q2 is `real-data`, whose rows are of whole models.
@@ -131,7 +131,7 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
         found = study.conclude(told) if told else None
         table = found.behind() if found else None
     answer = [found.first, found.second] if found else [] if measured else ["Nothing has been measured yet."]
-    answer += [f"No conclusion{of_condition(one)}: {one.shortfall}." for one in below if one.shortfall]
+    answer += _refused(below)
     done = sum("result" in row for row in rows)
     if done < num_points:
         answer.append(f"Open: {num_points - done} of {num_points} points are not measured to their end.")
@@ -159,8 +159,19 @@ def _above_floors(rows: list[Json], below: Sequence[Floors]) -> list[Json]:
     return [row for row in rows if row.get("condition", "") in enough and row["arm"] not in FLOORS]
 
 
-def of_condition(one: Floors) -> str:
-    return f" on {one.condition}" if one.condition else ""
+def _refused(below: Sequence[Floors]) -> list[str]:
+    """A sentence for each reason why nothing is concluded, with the conditions that it holds of."""
+    reasons: dict[str, list[str]] = {}
+    for one in below:
+        if one.shortfall:
+            reasons.setdefault(one.shortfall, []).append(one.condition)
+    return [f"No conclusion{_on(conditions, len(below))}: {reason}." for reason, conditions in reasons.items()]
+
+
+def _on(conditions: Sequence[str], total: int) -> str:
+    if not any(conditions):
+        return ""
+    return f" on any of {total} settings" if len(conditions) == total > 1 else f" on {together(conditions)}"
 
 
 def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Json]:
