@@ -4,6 +4,7 @@ Mapped pages count as memory of the process for as long as the mapping lives; by
 """
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,25 +16,25 @@ from ..errors import Refusal, failed, refusal, within
 from ..records import Json
 
 
-@runtime_checkable
-class ByteSource(Protocol):
+class ByteSource(ABC):
     """A file of known size."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
+    name: str
+    size: int
 
     def read(self, start: int, length: int) -> bytearray:
         """Exactly these bytes; fails in a sentence when the file does not hold them."""
-        ...
+        check_range(self, start, length)
+        data = bytearray(length)
+        self.readinto(start, memoryview(data))
+        return data
 
+    @abstractmethod
     def readinto(self, start: int, view: memoryview) -> None:
         """Fill the view with the bytes from `start` on; fails as `read` does."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  (most sources hold nothing open)
+        """Close what is open."""
 
 
 @runtime_checkable
@@ -50,19 +51,13 @@ class Folder(Protocol):
     def find(self, name: str) -> ByteSource | None: ...
 
 
-class LocalBytes:
+class LocalBytes(ByteSource):
     """A file on disk, opened for each read: nothing to close, and no limit on how many shards there are."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
         self.size = path.stat().st_size
-
-    def read(self, start: int, length: int) -> bytearray:
-        check_range(self, start, length)
-        data = bytearray(length)
-        self.readinto(start, memoryview(data))
-        return data
 
     def readinto(self, start: int, view: memoryview) -> None:
         check_range(self, start, len(view))
@@ -73,9 +68,6 @@ class LocalBytes:
                 view = view[count:]
         if view:
             raise refusal(f"{self.size} bytes in {self.name}", "fewer", "the file changed while it was read")
-
-    def close(self) -> None:
-        pass
 
 
 class LocalFolder:
@@ -103,23 +95,16 @@ class LocalFolder:
             return LocalBytes(path) if path.is_file() else None
 
 
-class Part:
+class Part(ByteSource):
     """A stretch of another source, as a source."""
 
     def __init__(self, source: ByteSource, start: int, size: int) -> None:
         check_range(source, start, size)
         self.source, self.start, self.size, self.name = source, start, size, source.name
 
-    def read(self, start: int, length: int) -> bytearray:
-        check_range(self, start, length)
-        return self.source.read(self.start + start, length)
-
     def readinto(self, start: int, view: memoryview) -> None:
         check_range(self, start, len(view))
         self.source.readinto(self.start + start, view)
-
-    def close(self) -> None:
-        pass
 
 
 class Stream(io.RawIOBase):

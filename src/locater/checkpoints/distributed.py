@@ -19,9 +19,8 @@ from ..records import Json
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
 from .torch.archive import open_archive
-from .torch.pickles import CodeRefusal, Record, load_pickle
-from .torch.tensors import ADMITTED, View
-from .torch.tree import find_weights
+from .torch.file import find_weights
+from .torch.pickles import ADMITTED, CodeRefusal, Record, View, load_pickle
 
 
 class TensorRecord(Record):

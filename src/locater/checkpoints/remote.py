@@ -1,6 +1,7 @@
 """Weights that lie elsewhere: a Hugging Face id, or any address that fsspec knows. Only the bytes asked for travel."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,53 +22,60 @@ PROTOCOLS = ("http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abf
 PROTOCOLS += ("webhdfs", "ftp", "sftp", "ssh", "memory")
 
 
-class RemoteBytes:
-    """A file behind fsspec, one request per read and nothing read ahead."""
+class FarBytes(ByteSource):
+    """A file elsewhere, one request per read and nothing read ahead."""
 
-    def __init__(self, system: Any, path: str) -> None:
+    def __init__(self, system: Any, path: str, size: object) -> None:
+        self.system, self.path = system, path
         self.name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
-        self.path = path
-        self.file = system.open(path, "rb", cache_type="none")
-        if not isinstance(self.file.size, int) or not self.file.seekable():
+        if not isinstance(size, int):
             raise refusal(f"a server that sends parts of {self.name}", "one that does not", "download the file first")
-        self.size: int = self.file.size
+        self.size = size
 
     def read(self, start: int, length: int) -> bytearray:
         check_range(self, start, length)
-        try:
-            self.file.seek(start)
-            data = bytearray(timed(lambda: self.file.read(length))) if length else bytearray()
-        except Refusal:
-            raise
-        except Exception as cause:  # noqa: BLE001  (each back-end has errors of its own)
-            raise _unreachable(self.path, cause) from None
+        data = self.request(start, length) if length else bytearray()
         if len(data) != length:
-            raise refusal(
-                f"{length} bytes of {self.name}", len(data), "the server does not send parts; download it first"
-            )
+            remedy = "the server does not send parts; download it first"
+            raise refusal(f"{length} bytes of {self.name}", len(data), remedy)
         return data
 
     def readinto(self, start: int, view: memoryview) -> None:
         view[:] = self.read(start, len(view))
 
+    @abstractmethod
+    def request(self, start: int, length: int) -> bytearray:
+        """Ask for these bytes; others may come."""
+
+
+class RemoteBytes(FarBytes):
+    """A file behind fsspec."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self.file = system.open(path, "rb", cache_type="none")
+        super().__init__(system, path, self.file.size if self.file.seekable() else None)
+
+    def request(self, start: int, length: int) -> bytearray:
+        try:
+            self.file.seek(start)
+            return bytearray(timed(lambda: self.file.read(length)))
+        except Refusal:
+            raise
+        except Exception as cause:  # noqa: BLE001  (each back-end has errors of its own)
+            raise _unreachable(self.path, cause) from None
+
     def close(self) -> None:
         self.file.close()
 
 
-class WebBytes:
+class WebBytes(FarBytes):
     """A file of a web server, by ranges of one version: all answers name the same length and the same mark."""
 
     def __init__(self, system: Any, path: str, info: JsonMapping) -> None:
-        self.system, self.path, self.mark = system, path, ""
-        self.name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
-        if not isinstance(info.get("size"), int):
-            raise refusal(f"a server that sends parts of {self.name}", "one that does not", "download the file first")
-        self.size: int = info["size"]
+        super().__init__(system, path, info.get("size"))
+        self.mark = ""
 
-    def read(self, start: int, length: int) -> bytearray:
-        check_range(self, start, length)
-        if not length:
-            return bytearray()
+    def request(self, start: int, length: int) -> bytearray:
         headers, data = retried(self.path, lambda: self._answer(start, length))
         mark = headers.get("ETag") or headers.get("Last-Modified") or ""
         total = headers.get("Content-Range", "").rpartition("/")[2]
@@ -75,9 +83,6 @@ class WebBytes:
             remedy = "it was replaced meanwhile; begin again"
             raise refusal(f"one version of {self.name} while it is read", "two", remedy)
         self.mark = mark
-        if len(data) != length:
-            remedy = "the server does not send parts; download it first"
-            raise refusal(f"{length} bytes of {self.name}", len(data), remedy)
         return data
 
     def _answer(self, start: int, length: int) -> tuple[JsonMapping, bytearray]:
@@ -99,12 +104,6 @@ class WebBytes:
                 if len(data) > length:  # the whole file, and not what was asked for
                     break
             return answer.headers, data  # which are looked up in any case of letters
-
-    def readinto(self, start: int, view: memoryview) -> None:
-        view[:] = self.read(start, len(view))
-
-    def close(self) -> None:
-        pass
 
 
 def retried(path: str, request: Callable[[], Any]) -> Any:

@@ -11,8 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ..checkpoints.bytes import LocalBytes
-from ..checkpoints.gguf.header import read_header
-from ..checkpoints.gguf.vocabulary import read_vocabulary
+from ..checkpoints.gguf.header import read_header, read_vocabulary
 from ..errors import Refusal, missing
 from .language_model import load_tokenizer
 from .windows import Effort, Windows, longest, special_tokens, spread, vocabulary_size

@@ -16,6 +16,8 @@ from ..bytes import ByteSource, check_range
 BLOCK = 256 * 2**10
 MAX_SETTINGS, MAX_STRING, MAX_KEPT, MAX_DIMENSIONS = 2**16, 2**20, 2**12, 8
 STRING, ARRAY = 8, 9
+TOKENS = "tokenizer.ggml.tokens"
+START = 24  # magic, version, number of tensors, number of settings
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
@@ -148,3 +150,24 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
             f"{name[:80]!r} within {cursor.source.name}", f"shape {list(shape)} at {offset}", "fetch it again"
         )
     return name, shape, kind, offset
+
+
+def read_vocabulary(source: ByteSource) -> list[str]:
+    """Every token as text; costs the header. Empty where the file has none."""
+    read_header(source)  # which refuses what is damaged
+    cursor = Cursor(source)
+    cursor.skip(START - 8)
+    for _ in range(cursor.count("settings", unit=13, limit=MAX_SETTINGS)):
+        key, kind = cursor.text(), cursor.number("I")
+        if key == TOKENS and kind == ARRAY:
+            return _texts(cursor)
+        read_value(cursor, kind)
+    return []
+
+
+def _texts(cursor: Cursor) -> list[str]:
+    if (kind := cursor.number("I")) != STRING:
+        raise refusal(f"tokens as text in {cursor.source.name}", f"kind {kind}", "fetch it again")
+    number = cursor.count("tokens", unit=8, limit=2**62)
+    sizes = (cursor.count("bytes of text", unit=1, limit=MAX_STRING) for _ in range(number))
+    return [cursor.take(size).decode("utf-8", errors="replace") for size in sizes]

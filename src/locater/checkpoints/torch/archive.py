@@ -18,8 +18,7 @@ from ...budget import budget
 from ...errors import Refusal, refusal, shown
 from ..base import Rows, read_tensor, row_span
 from ..bytes import ByteSource, Part, Stream, check_range
-from .pickles import load_pickle
-from .tensors import ADMITTED, Storage, View, storage_from
+from .pickles import ADMITTED, Storage, View, load_pickle, storage_from
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER = struct.Struct("<4s22xHH")
