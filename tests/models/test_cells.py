@@ -95,8 +95,8 @@ def test_a_row_that_obeys_what_its_family_does_not_is_found():
     from dataclasses import replace
 
     from locater.models import Config, open_model
+    from locater.models.config import entry
     from locater.models.registry import find_family
-    from locater.models.schema import entry
     from twins import Opened
 
     def obeying(values, tensors):

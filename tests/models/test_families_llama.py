@@ -11,8 +11,8 @@ from family_cases.llama import FOUR, LONG, SHORT, case
 from locater import checkpoints
 from locater.errors import Refusal
 from locater.models import Config, open_model
+from locater.models.config import resolve
 from locater.models.rope import rotary_of
-from locater.models.schema import resolve
 from locater.models.tables.gemma import GEMMA3
 from locater.models.tables.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
 

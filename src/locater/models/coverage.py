@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import Refusal
+from .config import Config, ask, resolve
 from .module import AttentionModule, Stack
 from .neighbours import (
     Surroundings,
@@ -24,7 +25,7 @@ from .neighbours import (
     unread_queries,
 )
 from .rope import rotary_of
-from .schema import Attention, Config, Family, NormAt, RotaryAt, ask, resolve
+from .schema import Attention, Family, NormAt, RotaryAt
 
 BY_TABLE, BY_LAYOUT = "by the table, not run", "by the layout, not run"
 

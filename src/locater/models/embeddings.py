@@ -2,7 +2,7 @@
 
 import math
 
-from .schema import Config
+from .config import Config
 
 # Types that multiply embeddings by √d unless their config says otherwise.
 SCALED = (

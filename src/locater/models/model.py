@@ -4,12 +4,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import Refusal, missing, refusal
+from .config import Config, resolve
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
 from .module import AttentionModule, Stack, find_stack
 from .neighbours import Surroundings, outer_modules
 from .reader import read_heads
 from .registry import find_family
-from .schema import Config, Family, resolve
+from .schema import Family
 from .tensors import Once, Tensors, unstacked
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..budget import budget
 from ..errors import missing, refusal, within
 from ..head import Block, Head
-from .schema import Attention, Config, ask, count, optional_count, resolve
+from .config import Config, ask, count, optional_count, resolve
+from .schema import Attention
 from .tensors import Held, Tensors
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters

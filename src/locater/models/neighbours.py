@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import missing
+from .config import ask, resolve
 from .module import AttentionModule, Stack
-from .schema import NormAt, NormCell, ask, resolve
+from .schema import NormAt, NormCell
 from .tensors import Tensors
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.

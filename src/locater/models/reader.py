@@ -11,9 +11,10 @@ from ..errors import Refusal, refusal, within
 from ..head import Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
+from .config import ask, count, number, optional_count, optional_number, resolve
 from .module import AttentionModule
 from .rope import rotary_of
-from .schema import NormCell, ask, count, number, optional_count, optional_number, resolve
+from .schema import NormCell
 from .slices import Latent, Slice, logit_scale, norm_place, side_slices
 from .tensors import Once
 
@@ -99,6 +100,8 @@ class Projections:
         norm = norm if is_common else read_norm(self.module, self._norm_cell, head=index)
         if norm is None or norm.gain is None:
             return norm
+        if (place := norm_place(self.module, self._norm_cell)) is not None and place[0].single:
+            return replace(norm, gain=self._single(norm.gain, index).expand(d_head))
         num_numbers, num_all = norm.gain.shape[0], d_head * len(self.slices)
         sizes = (num_all,) if self.module.row.norm_over == "projection" else (d_head, num_all)
         if num_numbers not in sizes:
@@ -111,6 +114,12 @@ class Projections:
                 if values is not None and not is_finite(values):
                     raise refusal(f"a finite {what} of the head's norm", "NaN or infinity", "the checkpoint is damaged")
         return norm
+
+    def _single(self, gain: Tensor, index: int) -> Tensor:
+        """The number that multiplies one head: the only one, or this head's."""
+        if len(gain) not in (1, len(self.slices)):
+            raise refusal(f"a gain of 1 or {len(self.slices)} numbers", len(gain))
+        return gain[:1] if len(gain) == 1 else gain[index : index + 1]
 
     @cached_property
     def _whole(self) -> Whole:

@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from ..errors import Refusal
+from .config import Config, ask, resolve
 from .neighbours import outer_modules
-from .schema import Config, Family, RotaryAt, ask, resolve
+from .schema import Family, RotaryAt
 from .tables import encoders, frameworks, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
 
 # Parts of names by which people call queries and keys; used to suggest, never to scan.

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import refusal
 from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
-from .schema import Config, RotaryAt, count, optional_count, resolve
+from .config import Config, count, optional_count, resolve
+from .schema import RotaryAt
 
 PLAIN = ("default", "mrope")
 FRACTION = "partial_rotary_factor"

@@ -10,9 +10,10 @@ from torch import Tensor
 from ..errors import Refusal, refusal, within
 from ..head import Block
 from ..positions import Rotary
+from .config import ask, count, optional_number
 from .module import AttentionModule, Shape
 from .rope import rotary_of
-from .schema import Layout, LowRankAt, NormAt, NormCell, Starts, ask, count, optional_number
+from .schema import Layout, LowRankAt, NormAt, NormCell, Starts
 
 Part = Literal["query", "key", "value"]
 CODEGEN = ("query", "value", "key")  # the order within each of its four blocks

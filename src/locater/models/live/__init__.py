@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ...errors import Refusal, refusal
+from ..config import Config
 from ..coverage import BY_TABLE, Coverage
 from ..model import Model, open_model
 from ..module import AttentionModule, module_of_row
 from ..neighbours import Surroundings
 from ..reader import read_heads
 from ..registry import is_in_tables
-from ..schema import Config, Family
+from ..schema import Family
 from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import discover

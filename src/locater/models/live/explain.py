@@ -1,18 +1,27 @@
 """Explain an attention call's queries or keys from numbers: which rows of a product, which rotation.
 
-Pure functions of tensors. Every answer is a hypothesis that reproduces all numbers given, or None.
+Functions of tensors. Every answer is a hypothesis that reproduces all numbers given, or None.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ...errors import refusal
 from ...positions import Given, Rotary
-from .head_norms import Side, Vectors
+from ...projections import Norm
+from ..module import module_of_row
+from ..schema import Attention, NormAt
+from .head_norms import HeadNorm, Made, Source, Vectors
+from .tensors import ModuleTensors
+from .watch import Normed, Product
+
+EPSILONS = (1e-5, 1e-6, 1e-8, 0.0)
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -24,21 +33,19 @@ def alike(one: Tensor, other: Tensor, allowed: float) -> bool:
     return float((one - other).abs().max()) <= allowed * max(float(other.abs().max()), 1e-30)
 
 
-def explain_plain(
-    vectors: Vectors, rows: Float[Tensor, "batch tokens rows"], allowed: float
-) -> Iterator[tuple[Side, Vectors]]:
+def explain_plain(vectors: Vectors, source: Source, allowed: float) -> Iterator[Made]:
     """Heads that are blocks of rows at the first token, where no rotation has turned them; and so for all tokens.
 
     A query or key may carry the logit's scale already, so a common factor is looked for.
     """
-    size = vectors.shape[-1]
+    size, rows = vectors.shape[-1], source.rows
     for factor in (1.0, size**-0.5, size**-0.25):
         starts = _starts(vectors[:, 0] / factor, rows[:, 0], allowed)
         if starts is not None:
-            yield Side(starts, factor=factor), _cut(rows, starts, size) * factor
+            yield Made(source, starts, cut(rows, starts, size) * factor, factor=factor)
 
 
-def _cut(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
+def cut(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
     return torch.stack([rows[..., start : start + size] for start in starts], -2)
 
 
@@ -128,3 +135,59 @@ def _bases(frequencies: Float[Tensor, " pairs"], num_dims: int) -> list[float]:
     if not math.isfinite(measured) or measured <= 0:
         return []
     return [float(f"{measured:.{digits}g}") for digits in (1, 2, 3, 4, 9)]
+
+
+def batched(tensor: Tensor, batch: int, tokens: int) -> Iterator[Tensor]:
+    """(batch, tokens, rows), whichever of the two came first, or whether they were one."""
+    width = tensor.shape[-1]
+    if tensor.shape[:-1].numel() != batch * tokens:
+        return
+    sequence_first = tensor.dim() == 3 and tuple(tensor.shape[:2]) == (tokens, batch) and batch != tokens
+    if not sequence_first:
+        yield tensor.reshape(batch, tokens, width)
+    if batch > 1 or sequence_first:
+        yield tensor.reshape(tokens, batch, width).transpose(0, 1)
+
+
+def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
+    """Tell whether the weight is stored as (in, out): by its shape, and by the numbers of two tokens."""
+    module = module_of_row(Attention("decoder", product.name, product.name), tensors)
+    weight, bias = module.weight(product.name).detach().float(), module.bias(product.name)
+    x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))
+    y = y if bias is None else y - bias.detach().float()
+    for transposed in (False, True):
+        matrix = weight.T if transposed else weight
+        if matrix.shape == (y.shape[-1], x.shape[-1]) and alike(x @ matrix.T, y, allowed):
+            return transposed
+    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
+
+
+def norm_at(norm: HeadNorm | None) -> NormAt | None:
+    if norm is None:
+        return None
+    gain = norm.gain or ""
+    numbers: dict[str, Any] = dict(
+        epsilon=norm.epsilon, plus_one=norm.plus_one, plain=norm.gain is None, single=norm.single
+    )
+    return NormAt(norm.kind, gain, **numbers)
+
+
+def norm_over(*norms: HeadNorm | None) -> Literal["head", "projection"]:
+    whole = {norm.whole for norm in norms if norm is not None}
+    if len(whole) > 1:
+        raise refusal("one kind of QK-norm for queries and keys", "one over each head and one over all")
+    return "projection" if whole == {True} else "head"
+
+
+def read_norm_of(norm: Normed, allowed: float) -> NormAt | None:
+    """A module's norm as the tables write it; None where its numbers are not those of a norm that they know."""
+    gain, bias = (getattr(norm.module, name, None) for name in ("weight", "bias"))
+    stated = getattr(norm.module, "eps", getattr(norm.module, "variance_epsilon", None))
+    bias = None if bias is None else bias.detach().float()
+    for epsilon in (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps):
+        for plus_one in (False, True):
+            scaled = None if gain is None else gain.detach().float() + plus_one
+            for kind in ("rms", "layer"):
+                if alike(Norm(kind, scaled, bias, epsilon)(norm.x.float()), norm.y.float(), allowed):
+                    return NormAt(kind, norm.name, epsilon=epsilon, plus_one=plus_one, plain=gain is None)
+    return None

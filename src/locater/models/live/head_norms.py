@@ -7,11 +7,13 @@ the length the epsilon, at every token, for a rotation behind it changes no leng
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from .watch import Product
 
 Vectors = Float[Tensor, "batch tokens heads d_head"]
 Kind = Literal["layer", "rms", "l2"]
@@ -19,13 +21,33 @@ MOST_TEXTS = 4  # that take part in the search; the proof looks at one
 KEPT = 3  # epsilons that fit equally well
 
 
-@dataclass(frozen=True)
-class Side:
-    """One side of a call: head h is norm(y[starts[h] : starts[h] + d_head]) · factor, then turned by `rotary`."""
+class Source(NamedTuple):
+    """A product, and its output as (batch, tokens, rows)."""
 
+    product: Product
+    rows: Float[Tensor, "batch tokens rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """One side of a call by a product y: head h is norm(y[starts[h] : starts[h] + d_head]) · factor, then turned.
+
+    `plain` are these vectors before any rotation, `behind` a gain that came after one.
+    """
+
+    source: Source
     starts: tuple[int, ...]
+    plain: Vectors
     norm: "HeadNorm | None" = None
     factor: float = 1.0
+    behind: Tensor | None = None
+
+    @property
+    def product(self) -> Product:
+        return self.source.product
+
+    def before(self, vectors: Vectors) -> Vectors:
+        return vectors if self.behind is None else vectors / self.behind
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,7 @@ class HeadNorm:
     epsilon: float
     plus_one: bool = False
     whole: bool = False
+    single: bool = False  # the gain is one number, or one for each head
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +70,7 @@ class Gain:
     values: Float[Tensor, " numbers"]
     bias: Float[Tensor, " numbers"] | None = None
     plus_one: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,64 +84,70 @@ class Unscaled:
 
 def explain_normed(
     vectors: Vectors,
-    rows: Float[Tensor, "batch tokens rows"],
+    source: Source,
     gains: Sequence[Gain],
     epsilons: Sequence[float],
     allowed: float,
-) -> Iterator[tuple[Side, Vectors]]:
+) -> Iterator[Made]:
     """Heads that are blocks of rows behind a norm of each, or of all rows at once, with any of the gains."""
     size = vectors.shape[-1]
     ways = itertools.product((1.0, size**-0.5, size**-0.25), (False, True), (False, True), gains)
     for factor, whole, centred, gain in ways:
         wanted = vectors / factor
-        for starts, cut, square, bias in _aligned(wanted, rows, gain, allowed, centred=centred, whole=whole):
+        for starts, cut, square, bias in _aligned(wanted, source.rows, gain, allowed, centred=centred, whole=whole):
             for kind, epsilon in _lengths(wanted, cut, square, bias, centred, epsilons, allowed):
-                norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole)
+                norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole, gain.single)
                 plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
                 plain = factor * (plain if bias is None else plain + bias)
-                yield Side(tuple(size * start for start in starts), norm, factor), plain
+                yield Made(source, tuple(size * start for start in starts), plain, norm, factor)
 
 
 def explain_scaled(
     vectors: Vectors,
-    rows: Float[Tensor, "batch tokens rows"],
+    source: Source,
     gains: Sequence[Gain],
     epsilons: Sequence[float],
     allowed: float,
-) -> Iterator[tuple[Side, Vectors]]:
+) -> Iterator[Made]:
     """Heads behind a norm that a constant multiplies as well: its lengths tell the constant, a short number first."""
     for whole, centred, gain in itertools.product((False, True), (False, True), gains):
         if gain.bias is not None:
             continue
-        for _, cut, square, _ in _aligned(vectors, rows, gain, allowed, centred=centred, whole=whole):
+        for _, cut, square, _ in _aligned(vectors, source.rows, gain, allowed, centred=centred, whole=whole):
             lengths = [torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut)]
             measured = float((lengths[0] / lengths[1] * square.double().sqrt()).nanmedian())
             for factor in dict.fromkeys(float(f"{measured:.{digits}g}") for digits in (2, 3, 4, 7)):
-                found = list(explain_normed(vectors / factor, rows, [gain], epsilons, allowed)) if factor > 0 else []
-                for side, plain in (one for one in found if one[0].factor == 1.0):
-                    yield replace(side, factor=factor), factor * plain
+                found = list(explain_normed(vectors / factor, source, [gain], epsilons, allowed)) if factor > 0 else []
+                for made in (made for made in found if made.factor == 1.0):
+                    yield replace(made, factor=factor, plain=factor * made.plain)
 
 
 def explain_behind(
     vectors: Vectors,
-    rows: Float[Tensor, "batch tokens rows"],
+    source: Source,
     gains: Sequence[Gain],
     epsilons: Sequence[float],
     allowed: float,
-) -> Iterator[tuple[Side, Vectors, Float[Tensor, "#heads d_head"]]]:
+) -> Iterator[Made]:
     """Heads whose gain came behind a rotation: divided by it, they are turned rows of a norm without one."""
     num_heads, size = vectors.shape[-2:]
     for gain in gains:
         values, least = gain.values, 1e-3 * gain.values.abs().max()
-        if gain.name is None or gain.bias is not None or len(values) % size or values.abs().min() <= least:
+        if (
+            gain.name is None
+            or gain.single
+            or gain.bias is not None
+            or len(values) % size
+            or values.abs().min() <= least
+        ):
             continue
         if num_heads * size % len(values):
             continue
         each = values.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0)
-        for side, plain in explain_normed(vectors / each, rows, [Gain(None, torch.ones(1))], epsilons, allowed):
-            if side.norm is not None and side.norm.kind != "layer" and not side.norm.whole:
-                norm = replace(side.norm, gain=gain.name, plus_one=gain.plus_one)
-                yield replace(side, norm=norm), plain, each
+        for made in explain_normed(vectors / each, source, [Gain(None, torch.ones(1))], epsilons, allowed):
+            if made.norm is not None and made.norm.kind != "layer" and not made.norm.whole:
+                norm = replace(made.norm, gain=gain.name, plus_one=gain.plus_one)
+                yield replace(made, norm=norm, behind=each)
 
 
 def _aligned(

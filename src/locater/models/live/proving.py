@@ -3,10 +3,10 @@
 `explain` says how vectors follow from products with parameters; the heads so found must give the call's logits again.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, cast
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,29 @@ from torch import Tensor, nn
 from ...attention.calls import AttentionCall
 from ...errors import Refusal, refusal
 from ...positions import Rotary
-from ...projections import Norm
 from ..module import module_of_row
 from ..reader import read_heads
 from ..schema import Attention, NormAt, Starts
-from .explain import alike, explain_plain, explain_rotation, tolerance, turned
-from .head_norms import Gain, HeadNorm, Side, Vectors, explain_behind, explain_normed, explain_scaled
+from .explain import (
+    EPSILONS,
+    alike,
+    batched,
+    cut,
+    explain_plain,
+    explain_rotation,
+    is_transposed,
+    norm_at,
+    norm_over,
+    read_norm_of,
+    tolerance,
+    turned,
+)
+from .head_norms import Gain, HeadNorm, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
 from .masks import Reach, reach
 from .tensors import ModuleTensors
-from .watch import Normed, Product, Watch, module_of
+from .watch import Product, Watch, module_of
 
 MOST_TOKENS = 128  # of a call, for the search and the proof; later tokens follow the same rule
-EPSILONS = (1e-5, 1e-6, 1e-8, 0.0)
-
-
-@dataclass(frozen=True)
-class Made:
-    """One side of a call by a product: `plain` before any rotation, `behind` a gain that came after one."""
-
-    product: Product
-    side: Side
-    plain: Vectors
-    behind: Tensor | None = None
-
-    def before(self, vectors: Vectors) -> Vectors:
-        return vectors if self.behind is None else vectors / self.behind
 
 
 class Search:
@@ -93,27 +91,59 @@ class Search:
 
     def _made(self, vectors: Vectors) -> Iterator[Made]:
         """Every product and way that leads to these vectors: without a norm before with one, the last product first."""
-        products = [(one, rows) for one in reversed(self.watch.products) for rows in self._rows(one, vectors)]
-        for product, rows in products:
-            for side, plain in explain_plain(vectors, rows, self.allowed):
-                yield Made(product, side, plain)
+        sources = [Source(one, rows) for one in reversed(self.watch.products) for rows in self._rows(one, vectors)]
         gains, epsilons = self._gains(vectors), self._epsilons()
-        given = self.call.query if vectors is self.query else self.call.key
-        for explain in (explain_normed, explain_behind, explain_scaled):
-            for product, rows in products:
-                usable = gains if explain is not explain_scaled or self.watch.adds_only(given, product.y, gains) else []
-                for found in cast(Any, explain)(vectors, rows, usable, epsilons, self.allowed):
-                    yield Made(product, *found)
+        normed = (
+            partial(explain, gains=gains, epsilons=epsilons)
+            for explain in (explain_normed, explain_behind, explain_scaled)
+        )
+        for explain in (explain_plain, *normed):
+            for source in sources:
+                found = explain(vectors, source, allowed=self.allowed)
+                yield from (made for made in found if self._accounts_for_all(made, vectors))
+
+    def _accounts_for_all(self, made: Made, vectors: Vectors) -> bool:
+        """Tell whether each trained parameter that came in after the product is in the explanation.
+
+        Without this a learned scale that is 1 now, or any other number, would be taken for a constant.
+        """
+        norm = made.norm
+        taken = () if norm is None or norm.gain is None else (norm.gain, f"{norm.gain}.bias", f"{norm.gain}_bias")
+        further = self.watch.behind(self._given(vectors), made.product.y)
+        further = {name for name in further if module_of(name) not in taken and self._parameter(name).requires_grad}
+        return not further and (norm is None or not norm.single or self._is_behind_norm(made, norm))
+
+    def _is_behind_norm(self, made: Made, norm: HeadNorm) -> bool:
+        """Tell whether a single number came in after the norm: one that came before it has no effect to speak of."""
+        gain, size = f"{norm.gain}", made.plain.shape[-1]
+        values = self._values(gain, made.plain)
+        if len(values) > 1:
+            values = values.unflatten(0, (-1, size)).repeat_interleave(len(made.starts) * size // len(values), 0)
+        before = (cut(made.source.rows, made.starts, size) * values)[:, :, self._distinct(made)]
+        seen = [one for one, names in self.watch.marks.values() if gain in map(module_of, names)]
+        return not any(alike(one, before, 10 * self.allowed) for mark in seen for one in self._shapes(mark, before))
+
+    def _given(self, vectors: Vectors) -> Tensor:
+        return self.call.query if vectors is self.query else self.call.key
+
+    def _parameter(self, name: str) -> Tensor:
+        module, attribute = self.tensors.owners[name]
+        return getattr(module, attribute)
+
+    @staticmethod
+    def _distinct(made: Made) -> list[int]:
+        """Heads with rows of their own: a key may be repeated for all heads of its group."""
+        return [made.starts.index(start) for start in dict.fromkeys(made.starts)]
 
     def _is_in_order(self, made: Made) -> bool:
         """Tell whether a gain came before the rotation, if said so: while its numbers are all alike, the two commute.
 
         What the norm gave must then be among what was computed from the gain, unless nothing of that size was seen.
         """
-        norm, starts = made.side.norm, made.side.starts
-        if norm is None or norm.gain is None or made.behind is not None:
+        norm = made.norm
+        if norm is None or norm.gain is None or norm.single or made.behind is not None:
             return True
-        plain = made.plain[:, :, [starts.index(start) for start in dict.fromkeys(starts)]] / made.side.factor
+        plain = made.plain[:, :, self._distinct(made)] / made.factor
         seen = [one for one, names in self.watch.marks.values() if norm.gain in map(module_of, names)]
         shaped = [form for one in seen for form in self._shapes(one, plain)]
         return not shaped or any(alike(one, plain, 10 * self.allowed) for one in shaped)
@@ -127,9 +157,9 @@ class Search:
             yield one.reshape(batch, heads, tokens, size).transpose(1, 2)[:, :MOST_TOKENS].float()
 
     def _rows(self, product: Product, vectors: Vectors) -> Iterator[Tensor]:
-        tokens = (self.call.query if vectors is self.query else self.call.key).shape[2]
+        tokens = self._given(vectors).shape[2]
         if product.y.shape[-1] >= vectors.shape[-1]:
-            yield from (rows[:, :MOST_TOKENS].float() for rows in _batched(product.y, vectors.shape[0], tokens))
+            yield from (rows[:, :MOST_TOKENS].float() for rows in batched(product.y, vectors.shape[0], tokens))
 
     @cached_property
     def _attention(self) -> nn.Module | None:
@@ -142,22 +172,38 @@ class Search:
         was any. Where nothing is known to have come in, it may be any of them, or none.
         """
         inside = set() if self._attention is None else {id(one) for one in self._attention.parameters()}
-        known = self.watch.came_into(self.call.query if vectors is self.query else self.call.key)
+        shape, given = vectors.shape[-2:], self._given(vectors)
+        known = self.watch.came_into(given)
         names = [
             name
             for name, (module, attribute) in self.tensors.owners.items()
             if attribute != "bias" and id(module._parameters.get(attribute)) in inside
-            if _is_gain(self.tensors.shape(name), *vectors.shape[-2:])
+            if _is_gain(self.tensors.shape(name), *shape) and not _is_single(self.tensors.shape(name), *shape)
         ]
         used = [name for name in names if name in known]
-        gains = [self._gain(name) for name in used or names]
-        less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in gains]
+        singles = known.difference(*(self.watch.came_into(product.y) for product in self.watch.products))
+        used += [
+            name
+            for name in sorted(singles)
+            if _is_single(self.tensors.shape(name), *shape) and not self.watch.is_changed(name, self._parameter(name))
+        ]
+        gains = [self._gain(name, vectors) for name in used or names]
+        less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in gains if not gain.single]
         return [*([] if used else [Gain(None, torch.ones(1))]), *gains, *less_one]
 
-    def _gain(self, name: str) -> Gain:
+    def _gain(self, name: str, vectors: Vectors) -> Gain:
         bias = module_of_row(Attention("decoder", "", ""), self.tensors).bias(module_of(name))
-        values = self.tensors.read(name).detach().float().flatten()
-        return Gain(module_of(name), values, None if bias is None else bias.detach().float().flatten())
+        bias = None if bias is None else bias.detach().float().flatten()
+        single = _is_single(self.tensors.shape(name), *vectors.shape[-2:])
+        return Gain(module_of(name), self._values(name, vectors), bias, single=single)
+
+    def _values(self, name: str, vectors: Vectors) -> Tensor:
+        """A gain's numbers; of one number for each head, as many as the head has."""
+        stored = next(one for one in (name, f"{name}.weight", f"{name}_weight") if one in self.tensors.names)
+        values, (heads, size) = self.tensors.read(stored).detach().float().flatten(), vectors.shape[-2:]
+        if len(values) == 1 or not _is_single(self.tensors.shape(stored), heads, size):
+            return values
+        return values.repeat_interleave(size)
 
     def _epsilons(self) -> list[float]:
         """List epsilons: those that the attention module's parts state, then the usual ones."""
@@ -169,10 +215,10 @@ class Search:
         return [*dict.fromkeys([*stated, *EPSILONS, finest])]
 
     def _row(self, query: Made, key: Made, rotary: Rotary | None, where: Reach) -> Attention:
-        starts = tuple(dict.fromkeys(key.side.starts))
-        times = len(key.side.starts) // len(starts)
-        if len(query.side.starts) % len(starts) or key.side.starts != tuple(s for s in starts for _ in range(times)):
-            raise refusal("query heads in equal groups, one behind the other, each with one key head", key.side.starts)
+        starts = tuple(dict.fromkeys(key.starts))
+        times = len(key.starts) // len(starts)
+        if len(query.starts) % len(starts) or key.starts != tuple(s for s in starts for _ in range(times)):
+            raise refusal("query heads in equal groups, one behind the other, each with one key head", key.starts)
         is_cross = query.product.x.shape != key.product.x.shape or not torch.equal(query.product.x, key.product.x)
         input_norm = self._input_norm(query.product.x)
         return Attention(
@@ -180,7 +226,7 @@ class Search:
             query=query.product.name,
             key=key.product.name,
             layers=1,
-            heads=len(query.side.starts),
+            heads=len(query.starts),
             key_heads=len(starts),
             d_model=query.product.x.shape[-1],
             d_head=self.query.shape[-1],
@@ -189,13 +235,13 @@ class Search:
             prefixes=("",),
             input_norm=input_norm,
             key_input_norm=self._input_norm(key.product.x) if is_cross else None,
-            query_norm=_norm_at(query.side.norm),
-            key_norm=_norm_at(key.side.norm),
-            norm_over=_over(query.side.norm, key.side.norm),
+            query_norm=norm_at(query.norm),
+            key_norm=norm_at(key.norm),
+            norm_over=norm_over(query.norm, key.norm),
             rotary=rotary,
             turns_first=query.behind is not None,
             alibi=where.alibi,
-            scale=query.side.factor * key.side.factor * self.call.scaling,
+            scale=query.factor * key.factor * self.call.scaling,
             softcap=self.call.softcap,
             lookback=None if is_cross else where.lookback,
             lookahead=None if is_cross else where.lookahead,
@@ -203,7 +249,7 @@ class Search:
 
     def _transposed(self, *products: Product) -> bool:
         """Tell whether the weights are stored as (in, out)."""
-        found = {_is_transposed(product, self.tensors, 10 * self.allowed) for product in products}
+        found = {is_transposed(product, self.tensors, 10 * self.allowed) for product in products}
         if len(found) > 1:
             raise refusal("query and key weights stored the same way", "one of them transposed")
         return found.pop()
@@ -212,7 +258,7 @@ class Search:
         """The norm whose output the projection was given, if it was one and its numbers can be made again."""
         for norm in reversed(self.watch.norms):
             if norm.y is x or (norm.y.shape == x.shape and torch.equal(norm.y, x)):
-                return _module_norm(norm, 10 * self.allowed)
+                return read_norm_of(norm, 10 * self.allowed)
         return None
 
     def _prove(self, row: Attention, query: Made, key: Made) -> None:
@@ -222,7 +268,7 @@ class Search:
             raise Refusal(layer.refused[0])
         batch, call = self.call.query.shape[0], self.call
         sides = ((query.product.x, call.query.shape[2]), (key.product.x, call.key.shape[2]))
-        x_query, x_key = (next(_batched(x, batch, tokens))[:1, :MOST_TOKENS].double() for x, tokens in sides)
+        x_query, x_key = (next(batched(x, batch, tokens))[:1, :MOST_TOKENS].double() for x, tokens in sides)
         query_part, key_part = (part[:1].transpose(1, 2).double() for part in (self.query, self.key))
         cut = replace(call, query=query_part, key=key_part, value=key_part, x=None)
         for head, expected in zip(layer.heads, cut.raw()[0], strict=True):
@@ -237,65 +283,19 @@ def _is_gain(shape: tuple[int, ...], num_heads: int, size: int) -> bool:
     return len(shape) == 1 or (len(shape) == 2 and shape[1] == size and shape[0] <= num_heads)
 
 
-def _batched(tensor: Tensor, batch: int, tokens: int) -> Iterator[Tensor]:
-    """(batch, tokens, rows), whichever of the two came first, or whether they were one."""
-    width = tensor.shape[-1]
-    if tensor.shape[:-1].numel() != batch * tokens:
-        return
-    sequence_first = tensor.dim() == 3 and tuple(tensor.shape[:2]) == (tokens, batch) and batch != tokens
-    if not sequence_first:
-        yield tensor.reshape(batch, tokens, width)
-    if batch > 1 or sequence_first:
-        yield tensor.reshape(tokens, batch, width).transpose(0, 1)
+def _is_single(shape: tuple[int, ...], num_heads: int, size: int) -> bool:
+    """One number for all heads, or one for each: not to be taken for a gain of a head's size."""
+    numbers = math.prod(shape)
+    one_each = num_heads % numbers == 0 and numbers == max(shape, default=1)
+    return numbers == 1 or (one_each and (numbers != size or len(shape) > 1))
 
 
 def _fused(query: Made, key: Made, key_starts: tuple[int, ...]) -> Starts | None:
     """None for two tensors, each with its heads in order and nothing else."""
     size = query.plain.shape[-1]
-    sides = ((query.product, query.side.starts), (key.product, key_starts))
+    sides = ((query.product, query.starts), (key.product, key_starts))
     plain = all(
         starts == tuple(range(0, size * len(starts), size)) and product.y.shape[-1] == size * len(starts)
         for product, starts in sides
     )
-    return None if plain and query.product.name != key.product.name else Starts(query.side.starts, key_starts)
-
-
-def _is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
-    """Tell whether the weight is stored as (in, out): by its shape, and by the numbers of two tokens."""
-    module = module_of_row(Attention("decoder", product.name, product.name), tensors)
-    weight, bias = module.weight(product.name).detach().float(), module.bias(product.name)
-    x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))
-    y = y if bias is None else y - bias.detach().float()
-    for transposed in (False, True):
-        matrix = weight.T if transposed else weight
-        if matrix.shape == (y.shape[-1], x.shape[-1]) and alike(x @ matrix.T, y, allowed):
-            return transposed
-    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
-
-
-def _norm_at(norm: HeadNorm | None) -> NormAt | None:
-    if norm is None:
-        return None
-    gain = norm.gain or ""
-    return NormAt(norm.kind, gain, epsilon=norm.epsilon, plus_one=norm.plus_one, plain=norm.gain is None)
-
-
-def _over(*norms: HeadNorm | None) -> Literal["head", "projection"]:
-    whole = {norm.whole for norm in norms if norm is not None}
-    if len(whole) > 1:
-        raise refusal("one kind of QK-norm for queries and keys", "one over each head and one over all")
-    return "projection" if whole == {True} else "head"
-
-
-def _module_norm(norm: Normed, allowed: float) -> NormAt | None:
-    """A module's norm as the tables write it; None where its numbers are not those of a norm that they know."""
-    gain, bias = (getattr(norm.module, name, None) for name in ("weight", "bias"))
-    stated = getattr(norm.module, "eps", getattr(norm.module, "variance_epsilon", None))
-    bias = None if bias is None else bias.detach().float()
-    for epsilon in (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps):
-        for plus_one in (False, True):
-            scaled = None if gain is None else gain.detach().float() + plus_one
-            for kind in ("rms", "layer"):
-                if alike(Norm(kind, scaled, bias, epsilon)(norm.x.float()), norm.y.float(), allowed):
-                    return NormAt(kind, norm.name, epsilon=epsilon, plus_one=plus_one, plain=gain is None)
-    return None
+    return None if plain and query.product.name != key.product.name else Starts(query.starts, key_starts)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .head_norms import Gain
 from .tensors import ModuleTensors, named_modules
 
 Sample = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -52,10 +51,18 @@ class Watch:
         """The parameters that this tensor was computed from since the last attention call, as far as that is seen."""
         return self.marks[id(tensor)][1] if id(tensor) in self.marks else frozenset()
 
-    def adds_only(self, tensor: Tensor, product: Tensor, gains: Sequence[Gain]) -> bool:
-        """Tell whether no parameter but gains came into a tensor behind a product: what scales it else is constant."""
-        names = {module_of(name) for name in self.came_into(tensor) - self.came_into(product)}
-        return bool(self.came_into(tensor)) and names <= {gain.name for gain in gains}
+    def behind(self, tensor: Tensor, product: Tensor) -> frozenset[str]:
+        """The parameters that came into a tensor after a product, as far as that is seen."""
+        return self.came_into(tensor) - self.came_into(product)
+
+    def is_changed(self, name: str, parameter: Tensor) -> bool:
+        """Tell whether a small parameter was put through a function, such as exp, before it was used.
+
+        Without this a scale exp(s) that is 1 now would be taken for s itself, or for none.
+        """
+        own = parameter.data_ptr()
+        made = (one for one, names in self.marks.values() if names == {name} and one.numel() == parameter.numel())
+        return any(one.data_ptr() != own and one.dtype == parameter.dtype for one in made)
 
     def mark(self, tensors: Iterable[object], names: frozenset[str]) -> None:
         """The tensors are held, so that no other takes their id."""
@@ -131,7 +138,7 @@ class Recorder(TorchFunctionMode):
         self.watch, self.names = watch, {}
         for name, (module, attribute) in tensors.owners.items():
             stored = module._parameters.get(attribute)
-            if stored is not None and stored.dim() <= 2:
+            if stored is not None and (stored.dim() <= 2 or stored.numel() == max(stored.shape)):
                 self.names[stored.data_ptr()] = name
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

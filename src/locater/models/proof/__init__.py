@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Refusal
 from ...records import Json, JsonMapping
+from ..config import Config
 from ..coverage import telling
-from ..schema import Config, Family
+from ..schema import Family
 from .recipes import row_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from pathlib import Path
 from ...documents import as_written, read_json
 from ...errors import Refusal
 from ...records import JsonMapping, cache_folder, write_json
+from ..config import Config
 from ..registry import is_in_tables
-from ..schema import Config, Family
+from ..schema import Family
 from . import Proof, family_of, prove, unseen, version
 
 SEARCH = 8  # raise it when the search or the menu of recipes changes: older proofs are then made again

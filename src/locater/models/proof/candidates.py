@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...records import Json
+from ..config import Cell, Config, resolve
 from ..module import Shape, find_stack
 from ..reader import read_heads
-from ..schema import Cell, Config, resolve
 from .check import input_of
 from .evidence import Calls, admitted, same
 from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of

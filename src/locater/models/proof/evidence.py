@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...attention.masks import admits
 from ...records import Json
-from ..schema import Config, resolve
+from ..config import Config, resolve
 from ..tensors import Held
 from .observe import Call, Pass
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..schema import Config
+from ..config import Config
 from .candidates import Recipe, rows_of_module
 from .check import input_of
 from .evidence import Calls, is_norm, made_by, same

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...records import JsonMapping
-from ..schema import Attention, Cell, Config, NormAt, RotaryAt, entry
+from ..config import Cell, Config, entry
+from ..schema import Attention, NormAt, RotaryAt
 
 Rule = Callable[[Config, int], Any]
 

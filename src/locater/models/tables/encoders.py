@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, RotaryAt, both_biased, causal, entry
+from ..config import Config, entry
+from ..schema import Attention, BucketsAt, Family, NormAt, RotaryAt, both_biased, causal
 
 EPSILON = entry("layer_norm_eps", 1e-12)
 

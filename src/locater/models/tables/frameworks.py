@@ -6,7 +6,8 @@ What stands beside them says little: whatever no default of the framework's own 
 from dataclasses import replace
 
 from ...records import JsonMapping
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, entry
+from ..config import Config, entry
+from ..schema import Attention, Family, NormAt, RotaryAt
 
 
 # -------------------------------------------------------------------------------------------- Meta, TorchTitan, Mistral

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from ...errors import refusal
 from ...records import Json
-from ..schema import Config, Family, NormAt, RotaryAt, causal, entry
-from ..sliding import all_but_every, window
+from ..config import Config, entry
+from ..schema import Family, NormAt, RotaryAt, all_but_every, causal, window
 from .llama import LLAMA, RMS_EPSILON
 
 GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, causal, entry
+from ..config import Config, entry
+from ..schema import Attention, Family, NormAt, RotaryAt, both_biased, causal
 
 EPSILON = entry("layer_norm_epsilon", 1e-5)
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..schema import Config, Family, NormAt, RotaryAt, entry
+from ..config import Config, entry
+from ..schema import Family, NormAt, RotaryAt
 from .llama import GRANITE, LLAMA, NEVER, RMS_EPSILON
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from ..config import Config
 from ..rope import rope_entries, yarn_mscale
-from ..schema import Config, Family, LowRankAt, NormAt, RotaryAt
+from ..schema import Family, LowRankAt, NormAt, RotaryAt
 from .llama import LLAMA
 
 INNER_EPSILON = 1e-6  # the inner norms ignore `rms_norm_eps`

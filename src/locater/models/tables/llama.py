@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
+from ..config import Config, entry
 from ..schema import (
     Attention,
-    Config,
     Family,
     NormAt,
     NormCell,
     RotaryAt,
     ahead,
+    all_but_every,
     both_biased,
-    entry,
+    every_layer,
+    typed,
+    window,
 )
-from ..sliding import all_but_every, every_layer, typed, window
 
 INPUT_NORM = "layers.{layer}.input_layernorm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"

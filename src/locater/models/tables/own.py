@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..schema import Attention, Config, Family, NormAt, RotaryAt, both_biased, entry
+from ..config import Config, entry
+from ..schema import Attention, Family, NormAt, RotaryAt, both_biased
 
 BIAS = entry("bias", None)
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from ..schema import Attention, BucketsAt, Config, Family, NormAt, both_biased, causal, entry
+from ..config import Config, entry
+from ..schema import Attention, BucketsAt, Family, NormAt, both_biased, causal
 
 PREFIXES = ("", "model.", "transformer.")
 

@@ -5,7 +5,8 @@ The config is whatever stands beside them: `nhead` must be in it, at any depth, 
 
 from dataclasses import replace
 
-from ..schema import Attention, Config, Family, NormAt, NormCell, anywhere, entry
+from ..config import Config, anywhere, entry
+from ..schema import Attention, Family, NormAt, NormCell
 
 EPSILON = entry("layer_norm_eps", 1e-5)
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from ...errors import refusal
-from ..schema import Attention, Cell, Config, Family, NormAt, both_biased, causal, entry
+from ..config import Cell, Config, entry
+from ..schema import Attention, Family, NormAt, both_biased, causal
 
 # Files say `attention.attention.query`, live modules of newer transformers `attention.q_proj`.
 VIT = Attention(
