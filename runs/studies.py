@@ -16,7 +16,7 @@ from pathlib import Path
 
 from locater.records import write_json
 from locater.report import figures
-from locater.report.studies import study_figure
+from locater.report.curves import study_figure
 from locater_lab.studies.page import TIMES, documents, keep_rows, page, quick_times
 from locater_lab.studies.real_data import page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of

@@ -407,7 +407,7 @@ def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
 
 
 def test_figures_show_every_panel_name_and_interval():
-    from locater.report.studies import study_figure
+    from locater.report.curves import study_figure
 
     plan = dict(x="x", y="y", by="kind", panel="where", x_label="", y_label="", logarithmic=False)
     rows = [{"x": x, "y": x + seed, "kind": "a", "where": n} for n in range(5) for x in (2, 1) for seed in (0, 2)]

@@ -36,7 +36,8 @@ def test_the_page_of_a_real_scan_opens_from_disk(opened, minilm):
     assert opened.run("return document.querySelectorAll('#sentences li').length") >= 3
     assert opened.run("return locater.app.view.count") == len(minilm["heads"]) == 72
     # What heads do is the first colour; the theory's numbers are a choice.
-    assert opened.run("return locater.app.quantity.name") == "estimated_near_mass"
+    assert opened.run("return locater.app.quantity.name") == "does"
+    colour_by(opened, "xi")
     # The colours on the canvas are those of the values, not one flat ground.
     colours = opened.run(
         "const c = document.getElementById('map'), p = c.getContext('2d');"
@@ -74,15 +75,35 @@ def test_click_keys_regimes_and_slider(opened, minilm):
     press(opened, "ArrowDown"), press(opened, "ArrowRight")
     assert opened.run("return locater.app.selected") == 43
     assert "encoder 3.7" in opened.run("return document.getElementById('status').textContent")
-    opened.run("document.getElementById('regime-late').click()")
+    far = {n for n, head in enumerate(heads) if head["estimated_near_mass"] <= 0.3}
+    opened.run("document.getElementById('word-far').click()")
+    assert far and set(opened.run("return [...locater.app.marked]")) == far
+    colour_by(opened, "regime")
+    opened.run("document.getElementById('word-late').click()")
     late = {n for n, head in enumerate(heads) if head["regime"] == "late"}
     assert set(opened.run("return [...locater.app.marked]")) == late
-    assert opened.run("return document.getElementById('regime-late').getAttribute('aria-pressed')") == "true"
+    assert opened.run("return document.getElementById('word-late').getAttribute('aria-pressed')") == "true"
+    colour_by(opened, "estimated_near_mass")
     opened.run("const s = document.getElementById('bound'); s.value = 0.5; s.dispatchEvent(new Event('change'))")
     above = {n for n, head in enumerate(heads) if head["estimated_near_mass"] >= opened.run("return locater.app.bound")}
     assert above and set(opened.run("return [...locater.app.marked]")) == above
     press(opened, "Escape", focus="map")
     assert opened.run("return locater.app.marked") is None
+
+
+def colour_by(browser, name):
+    browser.run(
+        "const s = document.getElementById('quantity'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))",
+        name,
+    )
+
+
+def save(browser, title, words):
+    """Choose a line and a button of the page's one menu."""
+    browser.run("document.getElementById('export').open = true")
+    button = f'`.save[aria-label="{title}: {words}"]`'
+    browser.wait(f"return document.querySelector({button}) !== null")
+    browser.run(f"document.querySelector({button}).click(); document.getElementById('export').open = false")
 
 
 def type_filter(browser, words):
@@ -108,25 +129,21 @@ def test_sort_filter_copy_and_save(opened, minilm):
     type_filter(opened, "regime=late layer=3")
     wanted = [head for head in minilm["heads"] if head["regime"] == "late" and head["layer"] == 3]
     assert wanted and f"{len(wanted)} of 72" in opened.run("return document.getElementById('filter-says').textContent")
-    click(opened, "save JSON")
+    save(opened, "Table of heads", "JSON")
     saved = json.loads(opened.downloaded("heads.json"))
     assert sorted(head["xi"] for head in saved) == sorted(head["xi"] for head in wanted)
-    click(opened, "save CSV")
+    save(opened, "Table of heads", "CSV")
     rows = list(csv.DictReader(io.StringIO(opened.downloaded("heads.csv").decode(), newline="")))
     assert [float(row["trace"]) for row in rows] == [head["trace"] for head in saved]
     type_filter(opened, "nonsense>3")
     assert "no such condition" in opened.run("return document.getElementById('filter-says').textContent")
 
 
-def click(browser, words):
-    browser.run("[...document.querySelectorAll('button')].find((b) => b.textContent === arguments[0]).click()", words)
-
-
 def test_figures_are_saved_as_svg_and_png(opened):
-    opened.run("document.querySelector('figure .save[aria-label$=SVG]').click()")
+    save(opened, "Eigenvalues in the complex plane", "SVG")
     drawn = opened.downloaded("eigenvalues-in-the-complex-plane.svg").decode()
     assert drawn.startswith("<svg") and drawn.count("<circle") == 32
-    opened.run("document.querySelector('figure .save[aria-label$=PNG]').click()")
+    save(opened, "Eigenvalues in the complex plane", "PNG")
     assert opened.downloaded("eigenvalues-in-the-complex-plane.png").startswith(b"\x89PNG")
 
 
@@ -194,7 +211,7 @@ def test_hostile_strings_are_text(browser, minilm, tmp_path):
     assert "\\u202e" in browser.run("return document.body.innerText") and "{{data}}" in browser.run(
         "return document.body.textContent"
     )
-    click(browser, "save CSV")
+    save(browser, "Table of heads", "CSV")
     rows = list(csv.DictReader(io.StringIO(browser.downloaded("heads.csv").decode(), newline="")))
     assert rows[0]["block"] == "'=cmd()"
 
@@ -267,10 +284,10 @@ def test_runs_steps_and_studies_are_curves(browser, tmp_path):
 
 
 def test_a_saved_map_says_what_its_colours_mean(opened):
-    opened.run("document.querySelector('#map-figure .save[aria-label$=SVG]').click()")
+    save(opened, opened.run("return locater.app.figureTitle()"), "SVG")
     (name,) = [path.name for path in waited(opened)]
     drawn = opened.downloaded(name).decode()
-    assert drawn.startswith("<svg") and "looks near" in drawn and "on the 16 nearest tokens" in drawn
+    assert drawn.startswith("<svg") and ">near<" in drawn and "what the head does" in drawn
 
 
 def waited(browser):
@@ -288,7 +305,7 @@ def test_the_pointer_and_the_arms_bring_numbers_and_lines_forward(browser, tmp_p
     assert locater("runs", measured, "--against", "none", "--html", tmp_path / "page.html").code == 0
     browser.open(tmp_path / "page.html")
     said = browser.run("return document.getElementById('sentences').textContent")
-    assert "clearly lower than of none" in said and "free-2.5e-3 by 17.5 ± 1.5" in said
+    assert "clearly lower than that of none" in said and "free-2.5e-3 by 17.5 ± 1.5" in said
     browser.run("[...document.querySelectorAll('.arms button')].find((b) => b.textContent === 'initial').click()")
     clear = "[...document.querySelectorAll('polyline')].filter((line) => line.style.opacity === '')"
     assert set(browser.run(f"return {clear}.map((line) => line.dataset.name)")) == {"initial"}

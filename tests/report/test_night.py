@@ -7,7 +7,7 @@ import torch
 import hand_written
 from command import locater
 from locater.monitor import AttentionMonitor, JsonLines, RollBack
-from locater.report.night import tell
+from locater.report.stories import tell
 
 
 def night(path, on_alarm=None, explode_at=2, num_steps=5):

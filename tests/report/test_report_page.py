@@ -18,7 +18,7 @@ from locater.monitor.report import LayerReport, Report
 from locater.report import head_figures
 from locater.report.head_figures import plot
 from locater.report.headline import headline
-from locater.report.packing import Pack
+from locater.report.page import Pack
 from locater.report.reading import read_record
 from locater.report.views import views_of
 from locater_lab.studies.study import measure_for, points_of

@@ -138,6 +138,5 @@ def _save(found: "Prediction", *, json: Path | None, plot: Path | None) -> None:
         write_json(found.to_json(), json)
     if plot:
         from ..report import figures
-        from ..report.prediction import prediction
 
-        figures.save(prediction(found.to_json()), plot)
+        figures.save(figures.prediction(found.to_json()), plot)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import refusal
 from ..quantities import QUANTITIES, REGIME_WORDS, REGIMES, Quantity, is_shown, quantity
-from .curves import curves
+from .curves import curves, study_figure
 from .figures import canvas, colormaps, save
 from .head_panels import PANELS, head_figure
 from .headline import headline
-from .studies import study_figure
 from .text import all_shown
 from .views import Document, View, views_of
 

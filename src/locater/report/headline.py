@@ -3,46 +3,33 @@
 Words of behaviour ("looks at near tokens") come from an estimate or a measurement only; the theory's are marked.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 from ..behaviour import (
+    ESTIMATED,
     RANDOM_WEIGHTS,
-    Attention,
     Told,
     describe,
     describe_estimates,
     describe_theory,
     head_name,
     look_random,
-    numbers_of,
 )
 from ..errors import counted
 from ..quantities import quantity
 from ..records import Json
+from .does import MEASURED, MEASURED_SIDES, attentions_of
+from .does import verdict as summary
+from .stories import Sentence, of_runs, of_study
 from .views import View
 
 MOST_NAMED = 3
 MASS = "near_mass"
-MEASURED_SIDES = ("measured_", "")  # of a column's name, the best evidence first
 MOVED = 0.5  # of a head's own scale: a head that moved further is another one
-MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """One sentence, the view and heads that it speaks of, and its tone: plain, good, warning or advice."""
-
-    text: str
-    view: int = 0
-    heads: tuple[int, ...] = ()
-    tone: str = "plain"
-
-    def to_json(self) -> Json:
-        return asdict(self)
 
 
 def headline(views: list[View], others: list[Json]) -> list[Sentence]:
@@ -51,101 +38,117 @@ def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     # A page that has measured attention beside an estimate of it speaks of what was measured.
     columns = [column for view in views for column in view.columns]
     is_measured = any(column.startswith(tuple(f"{side}{MASS}" for side in MEASURED_SIDES)) for column in columns)
-    found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view)]
+    found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view, views)]
     for number, view in enumerate(views):
         if not view.is_pair:
-            found += _of_view(number, view, briefly=compared, may_estimate=not is_measured)
+            said = _of_view(number, view, briefly=compared, may_estimate=not is_measured)
+            if compared:  # the sentences of several models stand in one list
+                said = [replace(one, text=f"{view.name}: {one.text}") for one in said]
+            elif len(views) > 1 or len(view.frames) > 2:
+                said.insert(0, Sentence(_opening(view), number))
+            found += said
     for document in others:
-        found += _of_study(document) if document["schema"] == "locater.study/1" else _of_runs(document)
+        found += of_study(document) if document["schema"] == "locater.study/1" else of_runs(document)
     return found
 
 
-def _of_study(document: Json) -> Iterable[Sentence]:
-    """Its own sentences, made from its rows."""
-    yield Sentence(document["question"])
-    yield from (Sentence(answer, tone="good") for answer in document["answer"])
-    if failures := document["failures"]:
-        yield Sentence(f"{counted(len(failures), 'point')} could not be measured.", tone="warning")
+# A column, what is said of it where it rose and where it fell, and its name in words.
+CHANGES = (
+    ("perplexity", "worse on held-out text", "better on held-out text", "perplexity"),
+    ("normalised_entropy", "broader attention", "narrower attention", "mean entropy (of 1)"),
+    ("entropy", "broader attention", "narrower attention", "mean entropy"),
+    ("eta_over_temperature", "larger logits", "smaller logits", "the usual head's scale η/λ"),
+    ("eta", "larger logits", "smaller logits", "the usual head's scale η"),
+)
+SLIGHT = 0.02  # of a number: a smaller change is no change
 
 
-def _of_pair(number: int, view: View) -> Iterable[Sentence]:
-    """Describe two models: the usual head of each, and where they differ most."""
+def _of_pair(number: int, view: View, views: list[View]) -> Iterable[Sentence]:
+    """Describe two models: what changed in words, which heads differ most, then the theory."""
     first, last = view.frames
-    name_of = next((n for n in ("eta_over_temperature", "xi") if n in view.columns), next(iter(view.columns)))
-    usual = []
-    for column in ("eta_over_temperature", "xi", "localisation"):
-        if column in view.columns:
-            before, after = (median([x for x in frame if x is not None] or [0.0]) for frame in view.columns[column])
-            usual.append(f"{quantity(column).symbol} {before:.3g} → {after:.3g}")
-    yield Sentence(f"From {first} to {last}, the usual head: {', '.join(usual)}.", number)
-    before, after = view.columns[name_of]
-    change = [abs((b or 0) - (a or 0)) for a, b in zip(before, after, strict=True)]
-    most = sorted(range(len(change)), key=lambda n: -change[n])[:MOST_NAMED]
-    if not any(change):
-        return
-    named = ", ".join(f"{head_name(*view.heads[n])} ({before[n] or 0:.3g} → {after[n] or 0:.3g})" for n in most)
-    yield Sentence(f"{quantity(name_of).symbol} differs most in {named}.", number, tuple(most))
+    said: dict[str, str] = {}
+    for column, rose, fell, words in CHANGES:
+        before, after = _typical(view, views, column)
+        if before is None or after is None or rose in said:
+            continue
+        change = (after - before) / (abs(before) or 1)
+        numbers = f"{before:.3g} → {after:.3g}"
+        is_slight = abs(change) < SLIGHT
+        change_said = f"{rose if change > 0 else fell} ({words} {numbers})"
+        said[rose] = f"{words} as before ({numbers})" if is_slight else change_said
+    if said:
+        yield Sentence(f"From {first} to {last}: {', '.join(said.values())}.", number)
+    yield from _most_changed(number, view)
     yield from _movement(number, view)
 
 
+def _typical(view: View, views: list[View], column: str) -> list[float | None]:
+    """Median over heads of each of two models, or the last value of their runs where only these have it."""
+    found: list[float | None] = []
+    for frame, source in enumerate(view.facts["source"].split(", ")):
+        runs = [one for one in views if len(one.frames) > 2 and Path(source).is_relative_to(one.source)]
+        if column in view.columns:
+            known = [value for value in view.columns[column][frame] if value is not None]
+        else:
+            known = [value for run in runs for value in run.columns.get(column, [[]])[-1] if value is not None]
+            known = known or [run.course[name][-1][1] for run in runs for name in run.course if name.endswith(column)]
+        found.append(median(known) if known else None)
+    return found
+
+
+def _most_changed(number: int, view: View) -> Iterable[Sentence]:
+    name_of = next((n for n in ("eta_over_temperature", "xi") if n in view.columns), next(iter(view.columns)))
+    before, after = view.columns[name_of]
+    change = [abs((b or 0) - (a or 0)) for a, b in zip(before, after, strict=True)]
+    most = sorted(range(len(change)), key=lambda n: -change[n])[:MOST_NAMED]
+    if any(change) and len(change) > 1:
+        named = ", ".join(f"{head_name(*view.heads[n])} ({before[n] or 0:.3g} → {after[n] or 0:.3g})" for n in most)
+        yield Sentence(f"{quantity(name_of).symbol} differs most in {named}.", number, tuple(most))
+
+
 def _of_view(number: int, view: View, *, briefly: bool = False, may_estimate: bool = True) -> list[Sentence]:
-    layers = len({key[:2] for key in view.heads})
-    family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
-    opening = f"{view.name}: {family}{counted(len(view.heads), 'attention head')} in {counted(layers, 'layer')}"
-    opening += f", {len(view.frames)} points in time." if len(view.frames) > 2 else "."
-    found = [Sentence(opening, number)]
-    # What a reader asks first: is anything wrong, has anything changed; then what it does, and where to go on.
-    found += [*_health(number, view), *_movement(number, view), *_behaviour(number, view, may_estimate)]
+    # What a reader asks first: is anything wrong; then what it does, what changed, and where to go on.
+    found = [*_health(number, view), *_behaviour(number, view, may_estimate)]
     if not briefly:
-        found += [*(Sentence(text, number) for text in describe_theory(view.regimes[-1])), *_next(number, view)]
+        theory = [Sentence(text, number) for text in describe_theory(view.regimes[-1])]
+        found += [*_movement(number, view), *theory, *_next(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
 
+def _opening(view: View) -> str:
+    layers = len({key[:2] for key in view.heads})
+    family = f"a {view.facts['family']} model, " if "family" in view.facts else ""
+    opening = f"{view.name}: {family}{counted(len(view.heads), 'attention head')} in {counted(layers, 'layer')}"
+    return opening + (f", {len(view.frames)} points in time." if len(view.frames) > 2 else ".")
+
+
+def verdict(views: list[View]) -> str:
+    """The page in one sentence: what changed, what is wrong, or else what heads do."""
+    for number, view in enumerate(views):
+        if view.is_pair:
+            return next((one.text for one in _of_pair(number, view, views)), "")
+    alarmed = [one.text for number, view in enumerate(views) for one in _health(number, view) if one.tone == "warning"]
+    return " ".join([*alarmed[:1], summary(views[0])]) if views else ""
+
+
 def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence]:
     """Describe behaviour from the best evidence available: measured with profiles, measured without, estimated."""
-    measured = _with_profiles(view) or _without_profiles(view)
-    if measured:
+    measured = attentions_of(view, len(view.frames) - 1)
+    if any(measured):
         known = [n for n, one in enumerate(measured) if one is not None]
-        attentions = [one for one in measured if one is not None]
-        told = describe([view.heads[n] for n in known], attentions, text=view.facts.get("text", ""))
+        found = [one for one in measured if one is not None]
+        told = describe([view.heads[n] for n in known], found, text=view.facts.get("text", ""))
         told = [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
     elif may_estimate and "estimated_near_mass" in view.columns:
         intervals = [record.get("estimated_near_mass_interval") for record in view.records]
         told = describe_estimates(view.heads, view.columns["estimated_near_mass"][-1], intervals)
     else:
         return
-    yield from (Sentence(one.sentence, number, one.heads) for one in told)
+    for n, one in enumerate(told):  # the source is said once
+        text = one.sentence.replace(" (on the text measured)", "").replace(f" ({ESTIMATED})", "") if n else one.sentence
+        yield Sentence(text, number, one.heads)
     yield from _accuracy(number, view)
-
-
-def _with_profiles(view: View) -> list[Attention | None]:
-    """Attention of heads that were measured on text; empty where a view has no profiles, or not all numbers."""
-    found: list[Attention | None] = []
-    for record in view.records:
-        profile = record.get("attention_profile", {}).get("measured")
-        is_known = profile and len(profile) > 1 and all(f"measured_{name}" in record for name in MEASURED)
-        found.append(numbers_of({n: record[f"measured_{n}"] for n in MEASURED}, profile) if is_known else None)
-    return found if len(view.frames) == 1 and any(found) else []
-
-
-def _without_profiles(view: View) -> list[Attention | None]:
-    """The same from columns alone, as of a monitor: what is not known meets no rule."""
-
-    def column(name: str) -> list[float]:
-        of_side = next((view.columns[side + name] for side in MEASURED_SIDES if side + name in view.columns), None)
-        return (
-            [math.nan if value is None else value for value in of_side[-1]] if of_side else [math.nan] * len(view.heads)
-        )
-
-    near, entropy, first = (column(name) for name in MEASURED)
-    # With the first token in it a small near mass tells nothing: a sink is not far.
-    near = [
-        own if own == own else mass if mass > 0.5 else math.nan for own, mass in zip(near, column(MASS), strict=True)
-    ]
-    if not any(one == one for one in near):
-        return []
-    return [Attention(*three, math.nan, math.nan) for three in zip(near, entropy, first, strict=True)]
 
 
 def _accuracy(number: int, view: View) -> Iterable[Sentence]:
@@ -185,7 +188,7 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
     steps = "steps " if first.isdigit() else ""
     course = f"from {first} to {last}" if view.is_pair else f"in {view.name} between {steps}{first} and {last}"
     words = counted(len(changed), "head") if changed else "No head"
-    yield Sentence(f"{words} changed regime {course}.", number, tuple(changed))
+    yield Sentence(f"{words} changed regime, a word of the theory, {course}.", number, tuple(changed))
 
 
 def _health(number: int, view: View) -> Iterable[Sentence]:
@@ -216,41 +219,6 @@ def _alarmed(alarm: Json) -> list[int]:
     return alarm["heads"] if "heads" in alarm else [alarm["head"]] * (alarm.get("head") is not None)
 
 
-def _of_runs(document: Json) -> Iterable[Sentence]:
-    arms, score = document["arms"], document["score"]
-    scored = [arm for arm in arms if score in arm["quantities"]]
-    runs = sum(len(arm["seeds"]) for arm in arms)
-    yield Sentence(f"{counted(runs, 'run')} in {counted(len(arms), 'arm')}, compared at step {document['step']}.")
-    if scored:
-        best = scored[0]["quantities"][score]
-        error = best["standard_error"]
-        within = "one seed only: no interval" if error is None else f"± {_plain(error)} over {len(best['seeds'])} seeds"
-        yield Sentence(f"Best {score}: {scored[0]['arm']} with {_plain(best['mean'])} ({within}).", tone="good")
-        yield from _against(document, score)
-    for one in document["left_out"][:MOST_NAMED]:
-        reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"
-        yield Sentence(f"Left out: {one['run']} {reason}.", tone="warning")
-
-
-def _against(document: Json, score: str) -> Iterable[Sentence]:
-    """Yield the arms that differ from the reference by more than twice the standard error of the paired difference."""
-    differences = {arm["arm"]: arm.get("differences", {}).get(score) for arm in document["arms"]}
-    known = {arm: found for arm, found in differences.items() if found and found["standard_error"] is not None}
-    for words, sign, tone in (("lower", -1, "good"), ("higher", 1, "warning")):
-        clear = {arm: one for arm, one in known.items() if sign * one["mean"] > 2 * one["standard_error"]}
-        named = ", ".join(
-            f"{arm} by {abs(one['mean']):.3g} ± {one['standard_error']:.2g}" for arm, one in list(clear.items())[:4]
-        )
-        if clear:
-            yield Sentence(
-                f"{score.capitalize()} clearly {words} than of {document['against']}, paired by seed: {named}.",
-                tone=tone,
-            )
-    if differences and document.get("against") and len(known) < len(differences) - 1:
-        single = counted(len(differences) - 1 - len(known), "arm")
-        yield Sentence(f"{single} with a single seed: no interval, so nothing is claimed of them.")
-
-
 def _names(view: View, heads: tuple[int, ...]) -> str:
     first = ", ".join(head_name(*view.heads[n]) for n in heads[:MOST_NAMED])
     return first + (f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else "")
@@ -258,12 +226,3 @@ def _names(view: View, heads: tuple[int, ...]) -> str:
 
 def _where(values: list[float | None], met: Callable[[float], bool]) -> tuple[int, ...]:
     return tuple(n for n, value in enumerate(values) if value is not None and met(value))
-
-
-def _plain(value: float) -> str:
-    """Four digits, and thousands without an exponent.
-
-    >>> _plain(32368.4), _plain(0.123456)
-    ('32,368', '0.1235')
-    """
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"

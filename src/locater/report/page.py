@@ -1,8 +1,10 @@
 """One self-contained page of HTML from any results: no network, no third-party code, same input, same bytes."""
 
 import base64
+import gzip
 import hashlib
 import html
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,9 +15,10 @@ from typing import Any
 import numpy
 
 from ..quantities import GLOSSARY, QUANTITIES, REGIME_WORDS, REGIMES, is_shown, quantity
-from ..records import write
-from .headline import Sentence, headline
-from .packing import Pack
+from ..records import Json, write
+from .does import does, legend
+from .headline import headline, verdict
+from .stories import Sentence
 from .text import all_shown, shown
 from .views import Document, View, last_part, views_of
 
@@ -23,6 +26,43 @@ TITLE = "Self-attention Networks Localize When QK-eigenspectrum Concentrates"
 PAPER = f'<a href="https://arxiv.org/abs/2402.02098" rel="noreferrer">Bao, Hataya, Karakida: {TITLE}, ICML 2024</a>'
 SCRIPTS = ("data", "elements", "palette", "theory", "chart", "save", "map", "head", "table", "curves", "page")
 NONE = 255
+ALIGNMENT = 8
+HALF_RANGE = 32_767
+
+
+class Pack:
+    """Collects arrays; the document refers to each by type, place and count."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.size = 0
+
+    def add(self, values: object, kind: str) -> Json:
+        """Kinds as NumPy spells them, little-endian: f8, f4, i2, u2, u1."""
+        data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+        place = {"kind": kind, "at": self.size, "count": len(data) // int(kind[1])}
+        padded = data + bytes(-len(data) % ALIGNMENT)
+        self.parts.append(padded)
+        self.size += len(padded)
+        return place
+
+    def add_scaled(self, rows: object) -> Json:
+        """Rows of numbers in 16 bits: each is off by at most 1/65534 of its row's largest magnitude.
+
+        A row that is not known throughout has no unit (NaN).
+        """
+        table = numpy.atleast_2d(numpy.asarray(rows, dtype=numpy.float64))
+        largest = numpy.abs(table).max(axis=1, initial=0)
+        unit = numpy.where(largest == 0, 1, largest) / HALF_RANGE
+        whole = numpy.nan_to_num(numpy.rint(table / unit[:, None]))
+        return {"values": self.add(whole, "i2"), "units": self.add(unit, "f8")}
+
+    def text(self, document: Json) -> str:
+        """Length of the JSON, the JSON padded, the columns; gzip without a date; base64."""
+        head = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % ALIGNMENT)
+        whole = len(head).to_bytes(8, "little") + head + b"".join(self.parts)
+        return base64.b64encode(gzip.compress(whole, compresslevel=9, mtime=0)).decode("ascii")
 
 
 def save_page(documents: Sequence[Document], path: Path, **options: Any) -> None:
@@ -42,11 +82,13 @@ def page(
     cleaned = [all_shown(document) for document in documents]
     views, runs = views_of(cleaned), [one for one in cleaned if one["schema"] == "locater.runs/1"]
     studies = [one for one in cleaned if one["schema"] == "locater.study/1"]
-    sentences = headline(views, [*runs, *studies])
+    said = verdict(views)
+    sentences = [one for one in headline(views, [*runs, *studies]) if one.text != said]
     title = shown(title or _title(views, [*runs, *studies]))
     pack = Pack()
     data = {
         "title": title,
+        "behaviours": legend(),
         "views": [_packed(view, pack) for view in views],
         "quantities": _quantities(views),
         "regimes": [{"name": name, **word._asdict()} for name, word in REGIME_WORDS.items()],
@@ -56,6 +98,7 @@ def page(
     }
     parts = {
         "title": html.escape(title),
+        "verdict": f'<p class="verdict">{html.escape(said)}</p>' if said else "",
         "note": f'<p class="note">{html.escape(shown(note))}</p>\n' if note else "",
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
         "made": definitions(all_shown(facts or {}) | _sources(views)),
@@ -90,11 +133,10 @@ def _digest(text: str) -> str:
 
 
 def _title(views: list[View], others: list[Document]) -> str:
+    """Name the models, the folder of runs, or the question."""
     if views:
-        names = list(dict.fromkeys(view.name for view in views if not view.is_pair))
-        if any(len(view.frames) > 2 for view in views):
-            return "Attention over time: " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        return "Attention of " + " and ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        names = list(dict.fromkeys(view.name for view in views if not view.is_pair)) or [views[0].name]
+        return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     first = others[0] if others else {}
     return first.get("question") or f"Runs in {last_part(first.get('folder', 'a folder'))}"
 
@@ -127,6 +169,8 @@ def _quantities(views: list[View]) -> list[Document]:
 
 def _packed(view: View, pack: Pack) -> Document:
     blocks = sorted({key[0] for key in view.heads})
+    doing, names = does(view), [word["name"] for word in legend()]
+    codes = [[NONE if words is None else names.index(words[0]) for words in frame] for frame in doing.words]
     found: Document = {
         "name": view.name,
         "facts": view.facts,
@@ -136,6 +180,8 @@ def _packed(view: View, pack: Pack) -> Document:
         "layer": pack.add([key[1] for key in view.heads], "u2"),
         "head": pack.add([key[2] for key in view.heads], "u2"),
         "columns": {name: pack.add(_floats(frames), "f8") for name, frames in view.columns.items()},
+        "does": pack.add(codes, "u1"),
+        "source": doing.source,
         "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
         "alarms": view.alarms,
         "is_pair": view.is_pair,

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..documents import as_written, read_json, read_lines
 from ..errors import refusal, within
-from .monitored import MONITOR, STEPS, steps_of
+from .stories import MONITOR, STEPS, steps_of
 from .views import READERS, Document
 
 METRICS = "metrics.jsonl"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import refusal
 from ..records import Json
-from .monitored import MONITOR, steps_of
+from .stories import MONITOR, steps_of
 
 Key = tuple[str, int, int]
 Document = Json
@@ -33,7 +33,7 @@ class View:
     notes: list[str] = field(default_factory=list)
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
     accuracy: dict[str, float | None] = field(default_factory=dict)  # rank correlations of a prediction, by number
-    is_pair: bool = False  # two models side by side, each of which has its own view too
+    is_pair: bool = False  # two models side by side
     length: int | None = None
     bins: list[list[int]] | None = None
     distances: list[int] | None = None
@@ -169,6 +169,7 @@ def _of_compare(document: Document) -> View:
         frames=[last_part(source) for source in sources],
         columns=columns,
         regimes=[[head["regime"][frame] for head in heads] for frame in range(len(sources))],
+        is_pair=len(sources) == 2,
     )
 
 
@@ -261,7 +262,7 @@ def _key(record: Document) -> Key:
 
 def last_part(source: str) -> str:
     """The name that people call a source by: the last part of its path, without a file's suffix."""
-    *folders, name = [part for part in source.split("/") if part] or [source]
+    *folders, name = [part for part in source.removeprefix("pip:").split("/") if part] or [source]
     for suffix in (".gguf", ".safetensors", ".jsonl", ".json", ".pt", ".pth"):
         name = name.removesuffix(suffix)
     return f"{folders[-1]}/{name}" if name in GENERIC and folders else name or source

@@ -121,7 +121,7 @@ def _save(found: Json, folder: Path) -> None:
     from locater.errors import Refusal
     from locater.records import write_json
     from locater.report import figures
-    from locater.report.studies import study_figure
+    from locater.report.curves import study_figure
 
     write_json(found, folder / "study.json")
     if found["rows"]:

@@ -10,8 +10,7 @@ import numpy
 
 from locater.quantities import GLOSSARY, REGIME_WORDS
 from locater.records import Json, write
-from locater.report.packing import Pack
-from locater.report.page import PAPER, assemble, asset, definitions
+from locater.report.page import PAPER, Pack, assemble, asset, definitions
 from locater.report.text import all_shown
 from locater.report.views import Document, View, views_of
 

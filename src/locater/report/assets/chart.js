@@ -149,12 +149,12 @@ function keyOf(series) {
   return list;
 }
 
-// A chart with its caption, the key of its lines and buttons to save it.
+// A chart with its caption and the key of its lines.
 function figure(title, series, options) {
   if (series.every((one) => one.kind !== "points" && finite(one).length < 2)) return html("figure", {}, html("h3", {}, title), html("p", { class: "note" }, onePoint(series, options)));
   const drawn = chart(title, series, options);
   const key = options?.key ? keyOf(series) : "";
-  return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, key, saveButtons(title, () => drawn)));
+  return offer(html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, key)), title, () => drawn);
 }
 
 function finite(one) {

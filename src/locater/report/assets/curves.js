@@ -3,7 +3,7 @@
 function drawCurves(app, controls, place) {
   const drawn = [];
   if (app.view) drawn.push(...courseCharts(app.view, app));
-  if (app.view && app.view.frames.length > 1) drawn.push(...layerCurves(app));
+  if (app.view && app.view.frames.length > 1 && !app.view.is_pair) drawn.push(...layerCurves(app));
   for (const runs of app.data.runs) drawn.push(...armCurves(runs));
   for (const study of app.data.studies) drawn.push(...studyCharts(study));
   const section = document.getElementById("curves");
@@ -27,7 +27,7 @@ function courseCharts(view, app) {
 // The mean of the chosen quantity over the heads of each layer; many layers share six colours and five dashes.
 function layerCurves(app) {
   const { view } = app;
-  const quantity = app.quantity.name === "regime" ? app.shownQuantities()[0] : app.quantity;
+  const quantity = app.words ? app.shownQuantities()[0] : app.quantity;
   const layers = new Map();
   for (let head = 0; head < view.count; head++) {
     const name = `${view.blocks[view.block[head]]} ${view.layer[head]}`;
@@ -192,7 +192,7 @@ function intervalCharts(plan, rows) {
     });
     for (const mark of x.marks) drawn.append(svg("text", { x: x.place(mark), y: height - 22, "text-anchor": "middle", fill: look("ink") }, tickName(mark)));
     drawn.append(svg("text", { x: (left + width) / 2, y: height - 5, "text-anchor": "middle", fill: look("ink") }, plan.x_label));
-    return html("figure", {}, html("h3", {}, panel), drawn, html("figcaption", {}, saveButtons(panel, () => drawn)));
+    return offer(html("figure", {}, html("h3", {}, panel), drawn), panel, () => drawn);
   });
 }
 

@@ -1,7 +1,7 @@
 // The data of the page: one compressed block of JSON and columns, read once.
 
 const KINDS = { f8: Float64Array, f4: Float32Array, i2: Int16Array, u2: Uint16Array, u1: Uint8Array };
-const REGIME_NONE = 255;
+const WORD_NONE = 255;
 
 async function readData() {
   const text = document.getElementById("data").textContent.trim();
@@ -17,11 +17,13 @@ async function readData() {
 
 // Columns become functions of frame and head; lines and eigenvalues are taken out when a head is looked at.
 function unpack(view, at) {
-  for (const name of ["block", "layer", "head", "regime"]) view[name] = at(view[name]);
+  for (const name of ["block", "layer", "head", "regime", "does"]) view[name] = at(view[name]);
   view.count = view.head.length;
   for (const name of Object.keys(view.columns)) view.columns[name] = at(view.columns[name]);
   view.value = (name, frame, head) => view.columns[name][frame * view.count + head];
-  view.regimeOf = (frame, head) => view.regime[frame * view.count + head];
+  // Words: a code for each head, of what it does or of its regime.
+  view.wordOf = (kind, frame, head) => view[kind][frame * view.count + head];
+  view.has = (kind) => view[kind].some((code) => code !== WORD_NONE);
   view.title = (head) => `${view.blocks[view.block[head]]} ${view.layer[head]}.${view.head[head]}`;
   view.line = (group, name, head) => scaledRow(view[group]?.[name], view.count, head, at);
   // Heads may have fewer eigenvalues than the widest, or none.
@@ -70,7 +72,7 @@ function quantile(sorted, share) {
   return sorted[below] + (place - below) * (sorted[above] - sorted[below]);
 }
 
-// Four significant digits, as the tables of the command line have them.
+// Three significant digits.
 function shownNumber(value) {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";

@@ -17,21 +17,25 @@ function drawHead(app, place) {
 
 function sentenceOn(app) {
   const { view, frame, selected } = app;
-  const code = view.regimeOf(frame, selected);
   const parts = [];
+  const does = app.data.behaviours[view.wordOf("does", frame, selected)];
+  if (does) parts.push(`It ${does.meaning} (${view.source}).`);
   for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate from the weights"]]) {
     const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
     const near = name && view.value(name, frame, selected);
     if (!Number.isFinite(near)) continue;
-    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
+    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens${does ? "" : ` (${source})`}.`);
     break;
   }
-  if (code !== REGIME_NONE) parts.push(`In the paper's theory of a random walk, ${app.data.regimes[code].meaning}.`);
+  const regime = app.data.regimes[view.wordOf("regime", frame, selected)];
+  if (regime) parts.push(`In the paper's theory of a random walk, ${regime.meaning}.`);
   if (view.columns.symmetry) {
     const symmetry = view.value("symmetry", frame, selected);
     parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is neither symmetric nor a rotation.");
   }
-  for (const quantity of app.shownQuantities()) parts.push(...unhealthy(app, quantity).map((words) => `${quantity.symbol} ${words}.`));
+  // Where attention was measured, a prediction of the same number says nothing more.
+  const telling = app.shownQuantities().filter(({ name }) => !view.columns[name.replace("predicted_", "measured_")] || !name.startsWith("predicted_"));
+  for (const quantity of telling) parts.push(...unhealthy(app, quantity).map((words) => `Its ${quantity.symbol.split(" ")[0]} ${words}.`));
   return parts.join(" ");
 }
 
@@ -50,9 +54,9 @@ function numbersOf(app) {
     if (!Number.isFinite(value)) continue;
     const sorted = app.sorted(quantity.name);
     body.append(html("tr", { class: unhealthy(app, quantity).length ? "beyond" : "" }, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
-      html("td", { "data-quantity": quantity.name }, shownNumber(value)), html("td", {}, strip(sorted, value), html("small", {}, rankOf(sorted, value)))));
+      html("td", { "data-quantity": quantity.name }, shownNumber(value)), html("td", {}, ...(sorted.length > 1 ? [strip(sorted, value), html("small", {}, rankOf(sorted, value))] : []))));
   }
-  const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, "among all heads")));
+  const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, view.count > 1 ? "among all heads" : "")));
   return html("table", { class: "numbers" }, head, body);
 }
 
@@ -92,7 +96,7 @@ function eigenvalueFigure(app, around) {
     element.append(svg("path", { d: `M${cx - 6},${cy}h12M${cx},${cy - 6}v12`, stroke: look("focus"), "stroke-width": 2 }));
   };
   const stretch = Math.max(1, Math.max(...points.map((point) => Math.abs(point[1]))) * 1.1 / tall);
-  return figure("Eigenvalues in the complex plane", [{ points, label: `eigenvalues: mean ${shownNumber(mean)} (cross), spread ${shownNumber(radius)} (circle)`, kind: "points", look: lineLook(0) }],
+  return figure("Eigenvalues in the complex plane", [{ points, label: `mean ${shownNumber(mean)} (cross), deviation ${shownNumber(radius)} (circle)`, kind: "points", look: lineLook(0) }],
     { box, key: true, over, x: { range: [mean - far * stretch, mean + far * stretch], label: "real part" }, y: { range: [-tall * stretch, tall * stretch], label: "imaginary part" } });
 }
 

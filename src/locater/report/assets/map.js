@@ -1,6 +1,7 @@
 // The map: a cell per head, layers downwards and heads to the right, on a canvas so that a large model stays quick.
 
-const CELL = { least: 3, wide: 72, high: 36 };
+const CELL = { least: 3, wide: 72, high: 36, highest: 64 };
+const ROOM = { usual: 640, most: 1000 };
 const MARGIN = { left: 46, top: 20 };
 const TITLE_ROOM = 26;
 
@@ -51,7 +52,7 @@ class HeadMap {
     this.tip.style.transform = `translate(${Math.max(0, left)}px, ${event.clientY - box.top + 16}px)`;
   }
 
-  // Arrow keys go from head to head; Home and End to the ends of a layer; m keeps only heads of the same regime marked.
+  // Arrow keys go from head to head; Home and End to the ends of a layer; m keeps only heads of the same word marked.
   key(event) {
     const { columns, rows, cells, row } = this.layout;
     const view = this.app.view;
@@ -61,7 +62,7 @@ class HeadMap {
     if (steps[event.key]) goal = [here + steps[event.key][0], column + steps[event.key][1]];
     if (event.key === "Home") goal = [here, 0];
     if (event.key === "End") goal = [here, columns - 1];
-    if (event.key === "m") this.app.markRegime(view.regimeOf(this.app.frame, this.app.selected));
+    if (event.key === "m" && this.app.words) this.app.markWord(view.wordOf(this.app.quantity.name, this.app.frame, this.app.selected));
     if (event.key === "Escape") this.app.mark(null, "");
     if (!goal || goal[0] < 0 || goal[0] >= rows || goal[1] < 0 || goal[1] >= columns) return;
     event.preventDefault();
@@ -70,11 +71,8 @@ class HeadMap {
   }
 
   colour(head) {
-    const { quantity, view, frame, range } = this.app;
-    if (quantity.name === "regime") {
-      const code = view.regimeOf(frame, head);
-      return code === REGIME_NONE ? null : this.app.data.regimes[code].colour;
-    }
+    const { range } = this.app;
+    if (this.app.words) return this.app.wordFor(head)?.colour ?? null;
     const value = this.app.value(head);
     return Number.isFinite(value) ? css(ramp(this.app.scale, (value - range.low) / (range.high - range.low))) : null;
   }
@@ -83,7 +81,8 @@ class HeadMap {
     this.layout = layoutOf(this.app.view);
     const room = this.place.clientWidth - MARGIN.left - 2;
     this.width = Math.max(CELL.least, Math.min(CELL.wide, Math.floor(room / this.layout.columns)));
-    this.height = Math.max(CELL.least, Math.min(CELL.high, Math.floor(640 / this.layout.rows), this.width));
+    const tall = this.tall ?? ROOM.usual;
+    this.height = Math.max(CELL.least, Math.min(this.tall ? CELL.highest : CELL.high, Math.floor(tall / this.layout.rows), this.width));
     const [width, height] = [MARGIN.left + this.layout.columns * this.width + 1, MARGIN.top + this.layout.rows * this.height + 1];
     const ratio = devicePixelRatio || 1;
     Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
@@ -95,7 +94,18 @@ class HeadMap {
     this.drawLabels(pen);
     this.drawCells(pen);
     this.outline();
-    this.legend.replaceChildren(this.app.quantity.name === "regime" ? regimeWords() : drawLegend(this.app, Math.min(544, Math.max(280, this.place.clientWidth))), saveButtons(this.app.figureTitle(), () => this.asSvg()));
+    offer(this.canvas, this.app.figureTitle(), () => this.asSvg());
+    this.legend.replaceChildren(this.app.words ? wordLegend(this.app) : drawLegend(this.app, Math.min(544, Math.max(280, this.place.clientWidth))));
+  }
+
+  // As tall as the head beside it, so that no hole is left below the map.
+  fill(section, beside) {
+    this.tall = null;
+    this.draw();
+    const lacking = beside.offsetHeight - section.offsetHeight;
+    if (lacking < 8 || beside.offsetTop !== section.offsetTop) return;
+    this.tall = Math.min(ROOM.most, this.layout.rows * this.height + lacking);
+    this.draw();
   }
 
   drawLabels(pen) {
@@ -122,7 +132,7 @@ class HeadMap {
       pen.globalAlpha = marked && !marked.has(head) ? 0.14 : 1;
       pen.fillStyle = colour ?? look("line");
       pen.fillRect(x, y, this.width - gap, this.height - gap);
-      if (this.app.quantity.name === "regime" && colour) this.drawLetter(pen, head, x, y);
+      if (this.app.words && colour) this.drawLetter(pen, head, x, y);
     }
     pen.globalAlpha = 1;
   }
@@ -145,7 +155,7 @@ class HeadMap {
 
   drawLetter(pen, head, x, y) {
     if (this.width < 12 || this.height < 11) return;
-    const style = this.app.data.regimes[this.app.view.regimeOf(this.app.frame, head)];
+    const style = this.app.wordFor(head);
     pen.fillStyle = inkOn(style.colour);
     pen.textAlign = "center";
     pen.fillText(style.letter, x + this.width / 2, y + this.height / 2);
@@ -158,7 +168,7 @@ class HeadMap {
   // With its title above and its scale below: a map that is sent on must still say what its colours mean.
   asSvg() {
     const cells = MARGIN.top + this.layout.rows * this.height + 8;
-    const scale = this.app.quantity.name === "regime" ? regimeKey(this.app) : drawLegend(this.app, 420);
+    const scale = this.app.words ? wordKey(this.app) : drawLegend(this.app, 420);
     const tall = Number(scale.getAttribute("viewBox").split(" ")[3]);
     const [width, height] = [Math.max(430, MARGIN.left + this.layout.columns * this.width + 8), TITLE_ROOM + cells + tall];
     const label = { "font-size": 11, "font-family": "system-ui, sans-serif", fill: look("soft") };
@@ -177,16 +187,29 @@ class HeadMap {
   }
 }
 
-function regimeWords() {
-  return html("p", { class: "small" }, "Letters and colours are explained at the foot of the page. They are words of the random-walk theory.");
+// Every word on the map with its colour, letter and count; a click marks its heads.
+function wordLegend(app) {
+  const list = html("div", { class: "words", role: "group", "aria-label": `Colours: ${app.quantity.words}` });
+  app.words.forEach((word, code) => {
+    const count = app.headsOf(code).length;
+    if (!count) return;
+    const swatch = html("span", { class: "swatch", "aria-hidden": "true" }, word.letter.trim());
+    Object.assign(swatch.style, { background: word.colour, color: inkOn(word.colour) });
+    list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
+      onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${word.meaning}`));
+  });
+  const unknown = app.headsOf(WORD_NONE).length;
+  if (unknown) list.append(html("span", { class: "small" }, `${unknown} not known (grey)`));
+  return list;
 }
 
-// The colours of the regimes, for a map that is saved.
-function regimeKey(app) {
-  const drawn = svg("svg", { viewBox: "0 0 420 52", "font-size": 11, "font-family": "system-ui, sans-serif" });
-  app.data.regimes.forEach((regime, n) => {
+// The colours of the words, for a map that is saved.
+function wordKey(app) {
+  const rows = Math.ceil(app.words.length / 3);
+  const drawn = svg("svg", { viewBox: `0 0 420 ${12 + rows * 20}`, "font-size": 11, "font-family": "system-ui, sans-serif" });
+  app.words.forEach((word, n) => {
     const [x, y] = [10 + (n % 3) * 130, 8 + Math.floor(n / 3) * 20];
-    drawn.append(svg("rect", { x, y, width: 12, height: 12, fill: regime.colour, stroke: look("soft") }), text(regime.name, x + 18, y + 10, { fill: look("ink") }));
+    drawn.append(svg("rect", { x, y, width: 12, height: 12, fill: word.colour, stroke: look("soft") }), text(word.name, x + 18, y + 10, { fill: look("ink") }));
   });
   return drawn;
 }

@@ -1,6 +1,8 @@
 // The page: what is chosen, and which parts are drawn anew when that changes.
 
-const REGIME = { name: "regime", symbol: "regime", words: "regime, in the random-walk theory", low: "", high: "", scale: "regime", limits: [], basis: "" };
+// Colours that are words: their column, and the list of words in the data.
+const WORD_KINDS = { does: ["what the head does", "behaviours"], regime: ["regime, in the random-walk theory", "regimes"] };
+const MOST_SHORT = 260; // pixels: a map that is lower stands above its head, not beside it
 
 class App {
   constructor(data) {
@@ -11,6 +13,7 @@ class App {
     addEventListener("afterprint", () => this.table?.drawRows());
     document.querySelectorAll("[data-sentence]").forEach((button) => button.addEventListener("click", () => this.follow(data.sentences[button.dataset.sentence])));
     this.draw();
+    startExport(this.table);
     document.documentElement.dataset.ready = "yes";
   }
 
@@ -19,12 +22,11 @@ class App {
     this.number = Math.max(0, this.views.findIndex((view) => view.is_pair));
     this.difference = this.view.is_pair;
     this.frame = this.view.frames.length - 1;
-    const named = (tone) => this.data.sentences.find((one) => (!tone || one.tone === tone) && one.view === this.number && one.heads.length)?.heads[0];
-    this.selected = named("warning") ?? (this.view.is_pair ? named() : null) ?? this.mostPronounced();
-    // What heads do comes first: measured, on random ids, estimated; then the theory.
-    const near = ["measured_near_mass_beyond_first", "near_mass", "estimated_near_mass"];
-    const wanted = this.view.is_pair ? ["eta_over_temperature"] : [...near, "normalised_entropy", "xi"];
-    this.choose(wanted.find((name) => this.view.columns[name]) ?? this.shownQuantities()[0]?.name ?? "regime");
+    const named = (met) => this.data.sentences.find((one) => met(one) && one.view === this.number && one.heads.length)?.heads[0];
+    this.selected = named((one) => one.tone === "warning") ?? named((one) => one.text.startsWith("Look first")) ?? (this.view.is_pair ? named(() => true) : null) ?? this.mostPronounced();
+    // What heads do comes first, then the theory.
+    const wanted = this.view.is_pair ? ["eta_over_temperature"] : ["does", "normalised_entropy", "xi"];
+    this.choose(wanted.find((name) => this.view.columns[name] || (WORD_KINDS[name] && this.view.has(name))) ?? this.shownQuantities()[0]?.name ?? "regime");
     this.map = new HeadMap(this, document.getElementById("map-figure"));
     this.table = new HeadTable(this, document.getElementById("table-controls"), document.getElementById("table-body"));
     addEventListener("resize", () => this.map.draw());
@@ -57,15 +59,19 @@ class App {
     return this.orders.get(key);
   }
 
-  hasRegimes() { return this.view.regime.some((code) => code !== REGIME_NONE); }
-  regimeName(head) { return this.data.regimes[this.view.regimeOf(this.frame, head)]?.name ?? ""; }
+  // The words that colour the map, where it is coloured by words.
+  get words() { const kind = WORD_KINDS[this.quantity.name]; return kind && this.data[kind[1]]; }
+  wordFor(head) { return this.words[this.view.wordOf(this.quantity.name, this.frame, head)]; }
+  wordName(kind, head) { return this.data[WORD_KINDS[kind][1]][this.view.wordOf(kind, this.frame, head)]?.name ?? ""; }
+  headsOf(code) { return Array.from({ length: this.view.count }, (_, head) => head).filter((head) => this.view.wordOf(this.quantity.name, this.frame, head) === code); }
   // A column whose ratio to the temperature is there says nothing of its own.
   shownQuantities() { return this.data.quantities.filter(({ name }) => this.view.columns[name] && !this.view.columns[`${name}_over_temperature`]); }
   figureTitle() { return `${this.view.name}: ${this.quantity.words}`; }
 
   choose(name) {
-    this.quantity = name === "regime" ? REGIME : this.data.quantities.find((one) => one.name === name);
-    if (name === "regime") this.difference = false;
+    const kind = WORD_KINDS[name];
+    this.quantity = kind ? { name, symbol: name, words: kind[0], low: "", high: "", scale: "words", limits: [], basis: "" } : this.data.quantities.find((one) => one.name === name);
+    if (kind) this.difference = false;
     else this.range = rangeOf(this.views, this.quantity, this.difference);
   }
 
@@ -80,9 +86,8 @@ class App {
   }
 
   describe(head) {
-    const regime = this.hasRegimes() ? `, ${this.regimeName(head)}` : "";
-    if (this.quantity.name === "regime") return `${this.view.title(head)}${regime}`;
-    return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? "changed by" : "="} ${shownNumber(this.value(head))}${regime}`;
+    if (this.words) return `${this.view.title(head)}: ${this.wordFor(head)?.meaning ?? "not known"}`;
+    return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? "changed by" : "="} ${shownNumber(this.value(head))}`;
   }
 
   select(head) {
@@ -102,11 +107,9 @@ class App {
     this.table.refresh();
   }
 
-  markRegime(code) {
-    const name = this.data.regimes[code]?.name;
-    if (this.why === name) return this.mark(null, "");
-    const heads = Array.from({ length: this.view.count }, (_, head) => head).filter((head) => this.view.regimeOf(this.frame, head) === code);
-    return this.mark(heads, name);
+  markWord(code) {
+    const name = this.words[code]?.name;
+    return this.why === name ? this.mark(null, "") : this.mark(this.headsOf(code), name);
   }
 
   markBeyond(value) {
@@ -120,7 +123,8 @@ class App {
   settle() {
     this.frame = this.view.frames.length - 1;
     if (this.view.frames.length < 2) this.difference = false;
-    this.choose(this.quantity.name !== "regime" && !this.view.columns[this.quantity.name] ? this.shownQuantities()[0]?.name ?? "regime" : this.quantity.name);
+    const { name } = this.quantity;
+    this.choose(this.words ? (this.view.has(name) ? name : this.shownQuantities()[0]?.name ?? name) : this.view.columns[name] ? name : this.shownQuantities()[0]?.name ?? "regime");
   }
 
   // A sentence of the headline: its view, its heads marked, the first of them opened.
@@ -142,18 +146,27 @@ class App {
     if (!this.views.length) return;
     this.drawControls();
     this.drawStatus();
+    this.map.tall = null;
     this.map.draw();
+    const both = document.getElementById("map-section");
+    both.classList.toggle("stacked", this.map.layout.rows * CELL.high < MOST_SHORT);
     drawHead(this, document.getElementById("head-body"));
+    both.classList.add("measuring");
+    this.map.fill(both.firstElementChild, both.lastElementChild);
+    both.classList.remove("measuring");
     this.table.refresh();
   }
 
   drawStatus() {
-    const marked = this.marked ? ` ${this.marked.size} heads marked: ${this.why}.` : "";
+    const marked = this.marked ? ` ${this.marked.size} head${this.marked.size === 1 ? "" : "s"} marked: ${this.why}.` : "";
     document.getElementById("status").textContent = `${this.describe(this.selected)}.${marked}`;
   }
 
   drawControls() {
-    const parts = [modelChoice(this), quantityChoice(this), frameSlider(this), regimeButtons(this), boundSlider(this)];
+    const parts = [modelChoice(this), quantityChoice(this), frameSlider(this), boundSlider(this)];
+    const marks = this.words ? " A colour in the list below, or m, marks all heads of its word." : "";
+    const several = this.quantity.name === "does" ? " A head that fits several words has the colour of the first." : "";
+    document.getElementById("hint").textContent = `Point at a cell for its number; click or use the arrow keys to open a head; Escape shows all again.${marks}${several}`;
     if (this.marked) parts.push(html("button", { type: "button", onclick: () => { this.bound = null; this.mark(null, ""); } }, "show all"));
     const place = document.getElementById("map-controls");
     const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
@@ -173,7 +186,7 @@ function modelChoice(app) {
 
 function quantityChoice(app) {
   const options = app.shownQuantities().map((one) => [one.name, `${one.symbol}: ${one.words}`]);
-  if (app.hasRegimes()) options.unshift(["regime", REGIME.words]);
+  for (const [kind, [words]] of Object.entries(WORD_KINDS).toReversed()) if (app.view.has(kind)) options[kind === "does" ? "unshift" : "push"]([kind, words]);
   return selection("quantity", "colour by", options, app.quantity.name, (name) => {
     app.choose(name);
     app.bound = null;
@@ -189,7 +202,7 @@ function frameSlider(app) {
   const slider = html("input", { type: "range", id: "frame", min: 0, max: frames.length - 1, step: 1, value: app.frame, "aria-valuetext": frames[app.frame], oninput: slide });
   const differ = html("input", { type: "checkbox", id: "difference", checked: app.difference, onchange: (event) => {
     app.difference = event.target.checked;
-    app.choose(app.quantity.name === "regime" ? app.shownQuantities()[0].name : app.quantity.name);
+    app.choose(app.words ? app.shownQuantities()[0].name : app.quantity.name);
     app.draw();
   } });
   const numbered = frames.every((frame) => Number.isFinite(Number(frame)));
@@ -197,38 +210,24 @@ function frameSlider(app) {
   return html("span", { class: "group" }, choice, html("label", {}, differ, `difference to ${numbered ? "step " : ""}${frames[0]}`));
 }
 
-function regimeButtons(app) {
-  if (!app.hasRegimes()) return null;
-  const group = html("span", { class: "group", role: "group", "aria-label": "Mark all heads of a regime" }, html("span", {}, "mark all"));
-  app.data.regimes.forEach((regime, code) => {
-    let count = 0;
-    for (let head = 0; head < app.view.count; head++) count += app.view.regimeOf(app.frame, head) === code;
-    if (!count) return;
-    const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.background = regime.colour;
-    group.append(html("button", { type: "button", id: `regime-${regime.name}`, "aria-pressed": String(app.why === regime.name && Boolean(app.marked)), title: regime.meaning,
-      onclick: () => app.markRegime(code) }, swatch, `${regime.name} ${count}`));
-  });
-  return group;
-}
-
 function boundSlider(app) {
-  if (app.quantity.name === "regime") return null;
+  if (app.words) return null;
   const { low, high } = app.range;
   const slider = html("input", { type: "range", id: "bound", min: low, max: high, step: "any", value: app.bound ?? (app.side === "above" ? low : high),
-    "aria-label": `Mark heads with ${app.quantity.symbol} ${app.side} this value`, onchange: (event) => app.markBeyond(Number(event.target.value)) });
+    "aria-label": `Mark heads with ${app.quantity.symbol} ${app.side} this value`, oninput: (event) => { event.target.nextSibling.textContent = shownNumber(Number(event.target.value)); }, onchange: (event) => app.markBeyond(Number(event.target.value)) });
   const side = selection("side", "mark heads", [["above", "above"], ["below", "below"]], app.side, (value) => { app.side = value; app.bound = null; app.drawControls(); });
-  return html("span", { class: "group" }, side, slider, html("output", {}, app.bound === null ? "" : shownNumber(app.bound)));
+  return html("span", { class: "group" }, side, slider, html("output", {}, shownNumber(Number(slider.value))));
 }
 
 // The table of what each colour means.
 function drawColours(app, place) {
   const list = html("dl", {});
-  for (const regime of app.data.regimes) {
-    const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
-    swatch.style.background = regime.colour;
-    list.append(html("dt", {}, swatch, `${regime.name} (${regime.letter.trim() || "blank"})`), html("dd", {}, `in the random-walk theory, ${regime.meaning}`));
-  }
+  for (const [said, words] of [["", app.data.behaviours], ["in the random-walk theory, ", app.data.regimes]])
+    for (const word of words) {
+      const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
+      swatch.style.background = word.colour;
+      list.append(html("dt", {}, swatch, `${word.name} (${word.letter.trim() || "blank"})`), html("dd", {}, said + word.meaning));
+    }
   for (const quantity of app.data.quantities)
     list.append(html("dt", {}, quantity.symbol), html("dd", {}, `${quantity.words}; low: ${quantity.low}; high: ${quantity.high}. It rests on ${quantity.basis}.`));
   place.replaceChildren(html("details", {}, html("summary", {}, "Every quantity and colour"), list));

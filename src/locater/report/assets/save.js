@@ -13,12 +13,31 @@ function fileName(title, suffix) {
   return `${title.normalize("NFKD").replace(/[^A-Za-z0-9]+/g, "-").replace(/^-|-$/g, "").toLowerCase().slice(0, 60) || "figure"}.${suffix}`;
 }
 
-function saveButtons(title, svgOf) {
-  const button = (suffix, action) =>
-    html("button", { type: "button", class: "save", "aria-label": `Save ${title} as ${suffix.toUpperCase()}`, onclick: action }, suffix.toUpperCase());
-  return html("details", { class: "export" }, html("summary", { "aria-label": `Save ${title}` }, "Save"),
-    button("svg", () => download(fileName(title, "svg"), serialised(svgOf()), "image/svg+xml")),
-    button("png", async () => download(fileName(title, "png"), await asPng(svgOf()))));
+// A figure that the menu offers: its element on the page, its title, and what draws it.
+const exportable = new Map();
+
+function offer(element, title, svgOf) {
+  exportable.set(element, { title, svgOf });
+  return element;
+}
+
+// One menu for the whole page, filled when it is opened: figures that are on the page then, and the rows of the table.
+function startExport(table) {
+  const menu = document.getElementById("export");
+  menu?.addEventListener("toggle", () => menu.open && document.getElementById("export-list").replaceChildren(...exportRows(table)));
+}
+
+function exportRows(table) {
+  for (const element of exportable.keys()) if (!element.isConnected) exportable.delete(element);
+  const button = (title, words, action) => html("button", { type: "button", class: "save", "aria-label": `${title}: ${words}`, onclick: action }, words);
+  const row = (title, ...buttons) => html("div", { class: "export-row" }, html("span", {}, title), html("span", { class: "group" }, ...buttons));
+  const rows = Array.from(exportable.values(), ({ title, svgOf }) => row(title,
+    button(title, "SVG", () => download(fileName(title, "svg"), serialised(svgOf()), "image/svg+xml")),
+    button(title, "PNG", async () => download(fileName(title, "png"), await asPng(svgOf())))));
+  if (!table) return rows;
+  const file = (suffix, content, type) => button("Table of heads", suffix.toUpperCase(), () => download(`heads.${suffix}`, content(table.records()), type));
+  const copied = (words, content) => button("Table of heads", words, async () => { await copy(content(table.records())); table.says.textContent = `${words}: done`; });
+  return [...rows, row("Table of heads", file("csv", asCsv, "text/csv"), file("json", asJson, "application/json"), copied("copy CSV", asCsv), copied("copy JSON", asJson))];
 }
 
 function serialised(element) {

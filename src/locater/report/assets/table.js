@@ -10,14 +10,9 @@ class HeadTable {
   constructor(app, controls, place) {
     this.app = app;
     this.order = { name: "title", down: false };
-    this.filter = html("input", { type: "search", id: "filter", placeholder: app.hasRegimes() ? "xi>2 regime=late layer=3" : "layer=3", "aria-describedby": "filter-says", oninput: () => this.refresh() });
+    this.filter = html("input", { type: "search", id: "filter", placeholder: filterExample(app), "aria-describedby": "filter-says", oninput: () => this.refresh() });
     this.says = html("span", { id: "filter-says", role: "status" });
-    const button = (words, action) => html("button", { type: "button", onclick: action }, words);
-    const done = async (content, words) => { await copy(content); this.says.textContent = words; };
-    controls.replaceChildren(html("label", {}, "filter ", this.filter), this.says, html("span", { class: "group" },
-      button("copy CSV", () => done(asCsv(this.records()), "CSV copied")), button("copy JSON", () => done(asJson(this.records()), "JSON copied")),
-      button("save CSV", () => download("heads.csv", asCsv(this.records()), "text/csv")),
-      button("save JSON", () => download("heads.json", asJson(this.records()), "application/json"))));
+    controls.replaceChildren(html("label", {}, "filter ", this.filter), this.says);
     this.body = html("tbody", {});
     this.headings = html("tr", {});
     this.table = html("table", { class: "heads", "aria-labelledby": "table-title" }, html("thead", {}, this.headings), this.body);
@@ -28,9 +23,10 @@ class HeadTable {
 
   columns() {
     const cells = [{ name: "title", heading: "head", of: (head) => this.app.view.title(head) }];
+    if (this.app.view.has("does")) cells.push({ name: "does", heading: "what it does", of: (head) => this.app.wordName("does", head) });
     for (const quantity of this.app.shownQuantities())
       cells.push({ name: quantity.name, heading: quantity.symbol, words: quantity.words, of: (head) => this.app.view.value(quantity.name, this.app.frame, head) });
-    if (this.app.hasRegimes()) cells.push({ name: "regime", heading: "regime", of: (head) => this.app.regimeName(head) });
+    if (this.app.view.has("regime")) cells.push({ name: "regime", heading: "regime", of: (head) => this.app.wordName("regime", head) });
     return cells;
   }
 
@@ -40,8 +36,8 @@ class HeadTable {
     this.wrong = "";
     for (const part of this.filter.value.trim().split(/[\s,]+/).filter(Boolean)) {
       const [, name, sign, value] = part.match(CONDITION) ?? [];
-      if (!name) tests.push((head) => `${this.app.view.title(head)} ${this.app.regimeName(head)}`.includes(part));
-      else if (name === "regime" || name === "block") tests.push((head) => TESTS[sign](this.word(name, head), value));
+      if (!name) tests.push((head) => `${this.app.view.title(head)} ${this.word("does", head)} ${this.word("regime", head)}`.includes(part));
+      else if (["does", "regime", "block"].includes(name)) tests.push((head) => TESTS[sign](this.word(name, head), value));
       else if (this.number(name, 0) === undefined || Number.isNaN(Number(value))) this.wrong = `no such condition: ${part}`;
       else tests.push((head) => TESTS[sign](this.number(name, head), Number(value)));
     }
@@ -50,7 +46,7 @@ class HeadTable {
   }
 
   word(name, head) {
-    return name === "regime" ? this.app.regimeName(head) : this.app.view.blocks[this.app.view.block[head]];
+    return name === "block" ? this.app.view.blocks[this.app.view.block[head]] : this.app.wordName(name, head);
   }
 
   number(name, head) {
@@ -70,7 +66,7 @@ class HeadTable {
       return first - second || a - b;
     };
     this.rows.sort((a, b) => (this.order.down ? compare(b, a) : compare(a, b)));
-    this.says.textContent = this.wrong || `${this.rows.length} of ${this.app.view.count} heads`;
+    this.says.textContent = this.wrong || `${this.rows.length} of ${this.app.view.count} head${this.app.view.count === 1 ? "" : "s"}`;
     this.says.classList.toggle("wrong", Boolean(this.wrong));
     this.drawHeadings();
     this.drawRows();
@@ -115,6 +111,12 @@ class HeadTable {
   records() {
     const { view, frame } = this.app;
     return this.rows.map((head) => ({ block: view.blocks[view.block[head]], layer: view.layer[head], head: view.head[head],
-      ...Object.fromEntries(Object.keys(view.columns).map((name) => [name, view.value(name, frame, head)])), regime: this.app.regimeName(head) }));
+      ...Object.fromEntries(Object.keys(view.columns).map((name) => [name, view.value(name, frame, head)])), does: this.app.wordName("does", head), regime: this.app.wordName("regime", head) }));
   }
+}
+
+// Conditions that this page's heads can meet.
+function filterExample(app) {
+  const number = app.shownQuantities()[0];
+  return [app.view.has("does") ? "does=near" : "", number ? `${number.name}>0.5` : "", "layer=3"].filter(Boolean).join(" ");
 }

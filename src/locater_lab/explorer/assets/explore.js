@@ -18,6 +18,7 @@ class Explorer {
     this.reached = new Set();
     this.drawKnobs();
     startTheme(() => { this.drawColours(); this.draw(); });
+    startExport(null);
     this.drawColours();
     this.begin(0);
     document.documentElement.dataset.ready = "yes";

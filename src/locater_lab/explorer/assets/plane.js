@@ -33,7 +33,7 @@ function drawPlane(explorer, title, nx, ny, colourAt, note, key) {
     const scale = PLANE.width / box.width;
     explorer.jump(...at.back((event.clientX - box.left) * scale, (event.clientY - box.top) * scale));
   });
-  return html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, html("span", {}, key ?? "", note), saveButtons(title, () => drawn)));
+  return offer(html("figure", {}, html("h3", {}, title), drawn, html("figcaption", {}, html("span", {}, key ?? "", note))), title, () => drawn);
 }
 
 // The cells as a picture, kept: only the theory's depend on sliders, and only on some.

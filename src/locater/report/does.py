@@ -1,0 +1,97 @@
+"""Words of behaviour for each head of a view: the first colours the map, and the page's verdict counts them all."""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from ..behaviour import ESTIMATED, RANDOM_IDS, VOCABULARY, Attention, looks, words_of
+from ..errors import counted
+from .views import Document, View
+
+MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
+MEASURED_SIDES = ("measured_", "")  # of a column's name, the best evidence first
+UNCLEAR = "unclear"
+# Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
+COLOURS = ("#3b3b3b", "#CC79A7", "#E69F00", "#D55E00", "#e8dfc4", "#0072B2", "#7fc8b0", "#56B4E9", "#8a6100")
+LETTERS = {"first token": "1", "itself": "i", "adjacent": "a", "one token": "o", "broad": "b", "near": "n", "far": "f"}
+
+
+Words = tuple[str, ...] | None  # that hold for a head, the most telling first; None: nothing is known
+
+
+class Does(NamedTuple):
+    """What each head does, frame by frame, and the evidence in words."""
+
+    words: list[list[Words]]
+    source: str
+
+
+def legend() -> list[Document]:
+    """Name, letter, colour and meaning of every word, as the page needs them."""
+    entries = [
+        {"name": word.name, "letter": LETTERS.get(word.name, word.name[0]), "colour": colour, "meaning": word.singular}
+        for word, colour in zip(VOCABULARY, COLOURS, strict=False)
+    ]
+    return [*entries, {"name": UNCLEAR, "letter": "·", "colour": "#b9b3a4", "meaning": "does none of these clearly"}]
+
+
+def does(view: View) -> Does:
+    """Say what the heads of a view do, from the best evidence it has: measured, or estimated from the weights."""
+    measured = [attentions_of(view, frame) for frame in range(len(view.frames))]
+    if any(one for frame in measured for one in frame):
+        text = view.facts.get("text", "")
+        words = [[None if one is None else _words(one, text) for one in frame] for frame in measured]
+        return Does(words, "measured on random ids" if text == RANDOM_IDS else "measured on text")
+    near = view.columns.get("estimated_near_mass")
+    if near is None or not any(record.get("estimated_near_mass_interval") for record in view.records):
+        return Does([[None] * len(view.heads) for _ in view.frames], "")
+    words = [[None if mass is None else (looks(mass) or UNCLEAR,) for mass in frame] for frame in near]
+    return Does(words, ESTIMATED)
+
+
+def _words(attention: Attention, text: str) -> Words:
+    return tuple(word.name for word in words_of(attention, text)) or (UNCLEAR,)
+
+
+def attentions_of(view: View, frame: int) -> list[Attention | None]:
+    """Measured attention of every head: with the shares at distance 0 and 1 where profiles have them.
+
+    What is not known is NaN and meets no rule; None where nothing of a head is known.
+    """
+
+    def column(name: str) -> list[float]:
+        sides = [view.columns[side + name] for side in MEASURED_SIDES if side + name in view.columns]
+        known = sides[0][frame] if sides else [None] * len(view.heads)
+        return [math.nan if value is None else value for value in known]
+
+    near, entropy, first = (column(name) for name in MEASURED)
+    # With the first token in it a small near mass tells nothing: a sink is not far.
+    near = [
+        own if own == own else mass if mass > 0.5 else math.nan
+        for own, mass in zip(near, column("near_mass"), strict=True)
+    ]
+    profiles: list[list[float]] = [[math.nan] * 2 for _ in view.heads]
+    if len(view.frames) == 1:
+        for n, record in enumerate(view.records):
+            profile = record.get("attention_profile") or {}
+            if isinstance(profile, dict) and len(profile.get("measured") or ()) > 1:
+                profiles[n] = profile["measured"]
+    found = zip(near, entropy, first, profiles, strict=True)
+    every = [Attention(*three, *profile[:2]) for *three, profile in found]
+    return [one if any(value == value for value in one) else None for one in every]
+
+
+def verdict(view: View) -> str:
+    """One sentence on what the heads of a model do: the commonest words, and the evidence."""
+    found = does(view)
+    counts = Counter(word for words in found.words[-1] for word in words or (UNCLEAR,))
+    unclear = counts.pop(UNCLEAR, 0)
+    layers = len({key[:2] for key in view.heads})
+    opening = f"{counted(len(view.heads), 'head')} in {counted(layers, 'layer')}"
+    if not counts:
+        return f"{opening}."
+    phrases = {word.name: (word.singular, word.plural) for word in VOCABULARY}
+    named = [f"{number:,} {phrases[name][number > 1]}" for name, number in counts.most_common(3)]
+    named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} unclear"] if unclear else []
+    listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
+    return f"{opening}: {listed} ({found.source})."

@@ -1,0 +1,180 @@
+"""Sentences on runs, studies and a monitor's reports; reports as steps, heads in rows, alarms with their step."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from ..errors import counted
+from ..records import Json
+
+MONITOR = "locater.monitor/1"
+STEPS = "locater.steps/1"
+# What a scan calls by another name.
+SAME = {"sigma_1": "sigma"}
+SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence, the view and heads that it speaks of, and its tone: plain, good, warning or advice."""
+
+    text: str
+    view: int = 0
+    heads: tuple[int, ...] = ()
+    tone: str = "plain"
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+def steps_of(reports: Sequence[Json], source: str) -> Json:
+    """One document of steps; the heads are those of training, or of evaluation where nothing was trained."""
+    steps, alarms, notes = [], [], []
+    for report in reports:
+        heads = [head for layer in report.get("training") or report.get("evaluation") or [] for head in _heads(layer)]
+        steps.append({"step": report["step"], "heads": heads})
+        alarms += [alarm | {"step": report["step"]} for alarm in report.get("alarms", [])]
+        notes += report.get("notes", [])
+    notes = [line.rstrip(".") for report in reports for line in report.get("actions", [])] + notes
+    found = {"steps": steps, "alarms": alarms, "notes": list(dict.fromkeys(notes)), "story": tell(reports)}
+    return {"schema": STEPS, "source": source, **found}
+
+
+def _heads(layer: Json) -> list[Json]:
+    """A layer as heads: the statistics by head instead of the heads by statistic."""
+    found: list[Json] = [{"block": layer["block"], "layer": layer["layer"], "head": head} for head in layer["heads"]]
+    columns: dict[str, list] = {**layer["statistics"], **layer.get("weights", {})}
+    for name, values in columns.items():
+        for record, value in zip(found, values, strict=True):
+            record[SAME.get(name, name)] = value
+    return found
+
+
+def tell(reports: Sequence[Json]) -> list[str]:
+    """Sentences about a monitor's reports, in the order in which they are asked for the morning after."""
+    reports = sorted(reports, key=lambda report: report["step"])
+    if not reports:
+        return []
+    wrong = [report for report in reports if _serious(report)]
+    steps = f"steps {reports[0]['step']:,} to {reports[-1]['step']:,}"
+    counted = f"{len(reports)} report{'s' if len(reports) > 1 else ''} over {steps}"
+    if not wrong:
+        return [f"{counted}, none with a serious alarm.", _extreme(reports)]
+    lines = [line for report in reports for line in report.get("actions", [])]
+    return [
+        f"{counted}, {len(wrong)} with a serious alarm.",
+        _beginning(wrong[0]),
+        _worst(wrong),
+        f"Tried: {'; '.join(line.rstrip('.') for line in lines)}." if lines else "Nothing was tried.",
+        _outcome(reports, lines),
+    ]
+
+
+def _serious(report: Json) -> list[Json]:
+    return [alarm for alarm in report.get("alarms", []) if alarm["kind"] in SERIOUS]
+
+
+def _beginning(report: Json) -> str:
+    first = _serious(report)[0]
+    where = f"{first['block']} layer {first['layer']}"
+    return f"It began at step {report['step']:,}: {first['kind']} in {where}, {first['meaning']}."
+
+
+def _worst(wrong: Sequence[Json]) -> str:
+    """Name the heads by how many of these reports have them."""
+    counts: Counter[str] = Counter()
+    for report in wrong:
+        places = {
+            f"{alarm['layer']}.{head}" if alarm["heads"] else f"layer {alarm['layer']}"
+            for alarm in _serious(report)
+            for head in alarm["heads"] or [None]
+        }
+        counts.update(sorted(places))
+    named = [f"{place} ({count})" for place, count in counts.most_common(MOST_NAMED)]
+    further = f" and {len(counts) - MOST_NAMED} more" if len(counts) > MOST_NAMED else ""
+    return f"Most often in {', '.join(named)}{further}, as layer.head (reports)."
+
+
+def _largest(report: Json) -> float | None:
+    layers = report.get("training") or report.get("evaluation") or []
+    known = [value for layer in layers for value in layer["statistics"].get("max_logit", ()) if value is not None]
+    return max(known, default=None)
+
+
+def _extreme(reports: Sequence[Json]) -> str:
+    known = [(value, report["step"]) for report in reports if (value := _largest(report)) is not None]
+    if not known:
+        return "No logit was measured."
+    value, step = max(known)
+    return f"The largest logit was {value:.4g}, at step {step:,}."
+
+
+def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
+    """Compare the reports after the last action with the one that led to it."""
+    found = [int(match[1]) for line in lines if (match := re.match(r"step (\d+):", line))]
+    if not found:
+        ended = "goes on to the last report" if _serious(reports[-1]) else "was gone by the last report"
+        return f"It {ended}. {_extreme(reports)}"
+    since = max(found)
+    after, at = [report for report in reports if report["step"] > since], [r for r in reports if r["step"] <= since]
+    if not after:
+        return f"No report came after the last of these, at step {since:,}."
+    still = sum(bool(_serious(report)) for report in after)
+    sizes = [size for report in (*at[-1:], after[-1]) if (size := _largest(report)) is not None]
+    change = f", and the largest logit went from {sizes[0]:.4g} to {sizes[1]:.4g}" if len(sizes) == 2 else ""
+    verdict = "It helped" if still == 0 else "It did not help" if still == len(after) else "It helped in part"
+    return f"{verdict}: {still} of {len(after)} later reports have a serious alarm{change}."
+
+
+def of_study(document: Json) -> Iterable[Sentence]:
+    """Its own sentences, made from its rows."""
+    yield Sentence(document["question"])
+    yield from (Sentence(answer, tone="good") for answer in document["answer"])
+    if failures := document["failures"]:
+        yield Sentence(f"{counted(len(failures), 'point')} could not be measured.", tone="warning")
+
+
+def of_runs(document: Json) -> Iterable[Sentence]:
+    arms, score = document["arms"], document["score"]
+    scored = [arm for arm in arms if score in arm["quantities"]]
+    runs = sum(len(arm["seeds"]) for arm in arms)
+    yield Sentence(f"{counted(runs, 'run')} in {counted(len(arms), 'arm')}, compared at step {document['step']}.")
+    if scored:
+        best = scored[0]["quantities"][score]
+        error = best["standard_error"]
+        within = "one seed only: no interval" if error is None else f"± {_plain(error)} over {len(best['seeds'])} seeds"
+        yield Sentence(f"Best {score}: {scored[0]['arm']} with {_plain(best['mean'])} ({within}).", tone="good")
+        yield from _against(document, score)
+    for one in document["left_out"][:MOST_NAMED]:
+        reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"
+        yield Sentence(f"Left out: {one['run']} {reason}.", tone="warning")
+
+
+def _against(document: Json, score: str) -> Iterable[Sentence]:
+    """Yield the arms that differ from the reference by more than twice the standard error of the paired difference."""
+    differences = {arm["arm"]: arm.get("differences", {}).get(score) for arm in document["arms"]}
+    known = {arm: found for arm, found in differences.items() if found and found["standard_error"] is not None}
+    for words, sign, tone in (("lower", -1, "good"), ("higher", 1, "warning")):
+        clear = {arm: one for arm, one in known.items() if sign * one["mean"] > 2 * one["standard_error"]}
+        named = ", ".join(
+            f"{arm} by {abs(one['mean']):.3g} ± {one['standard_error']:.2g}" for arm, one in list(clear.items())[:4]
+        )
+        if clear:
+            yield Sentence(
+                f"{score.capitalize()} clearly {words} than that of {document['against']}, paired by seed: {named}.",
+                tone=tone,
+            )
+    if differences and document.get("against") and len(known) < len(differences) - 1:
+        single = counted(len(differences) - 1 - len(known), "arm")
+        yield Sentence(f"{single} with a single seed: no interval, so nothing is claimed of them.")
+
+
+def _plain(value: float) -> str:
+    """Four digits, and thousands without an exponent.
+
+    >>> _plain(32368.4), _plain(0.123456)
+    ('32,368', '0.1235')
+    """
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
