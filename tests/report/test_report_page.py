@@ -16,8 +16,9 @@ from locater.errors import Refusal
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import LayerReport, Report
 from locater.report import head_figures
+from locater.report.does import does
 from locater.report.head_figures import plot
-from locater.report.headline import headline
+from locater.report.headline import headline, verdict
 from locater.report.page import Pack
 from locater.report.reading import read_record
 from locater.report.views import views_of
@@ -66,6 +67,44 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     assert "1 of 2 heads probably looks mostly at the 16 nearest tokens (estimated from the weights)" in estimated
     alone = " ".join(sentences(scanned(head(0, 0, **masses[1]))))
     assert "1 of 1 head probably looks mostly beyond the 16 nearest tokens (estimated from the weights)" in alone
+
+
+def test_a_page_begins_with_what_heads_do():
+    masses = [dict(estimated_near_mass=near, estimated_near_mass_interval=[0.0, 1.0]) for near in (0.9, 0.1, 0.8, 0.5)]
+    views = views_of([scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))])
+    assert verdict(views) == (
+        "4 heads in 1 layer: 2 look mostly at the 16 nearest tokens, 1 looks mostly beyond the 16 nearest tokens and "
+        "1 is unclear (estimated from the weights)."
+    )
+    assert does(views[0]).words == [[("near",), ("far",), ("near",), ("unclear",)]]
+    seen = [dict(near_mass=0.9, normalised_entropy=0.05, sink_mass=first) for first in (0.0, 0.9)]
+    steps = {"schema": "locater.steps/1", "source": "run", "steps": []}
+    heads = [{"layer": 0, "head": n, **numbers} for n, numbers in enumerate(seen)]
+    (view,) = views_of([steps | {"steps": [{"step": 1, "heads": heads}]}])
+    assert does(view).words == [[("one token", "near"), ("first token", "one token", "near")]]
+
+
+def test_two_models_are_compared_in_words():
+    """Perplexity and entropy come from the runs that the models are of, the scale from the weights."""
+    models = [
+        scanned(head(0, n, eta=eta), source=f"demo/{name}/model")
+        for name, eta in (("a", 4.0), ("b", 2.0))
+        for n in (0,)
+    ]
+    runs = [
+        {
+            "schema": "locater.steps/1",
+            "source": f"demo/{name}",
+            "course": {"held-out perplexity": [[1, 50.0], [3, last]]},
+            "steps": [{"step": n, "heads": [dict(layer=0, head=0, normalised_entropy=entropy)]} for n in (1, 2, 3)],
+        }
+        for name, last, entropy in (("a", 40.0, 0.5), ("b", 30.0, 0.501))
+    ]  # fmt: skip
+    said = verdict(views_of([*models, *runs]))
+    assert said == (
+        "From a/model to b/model: better on held-out text (perplexity 40 → 30), mean entropy (of 1) as before "
+        "(0.5 → 0.501), smaller logits (the usual head's scale η/λ 1 → 0.5)."
+    )
 
 
 def test_an_estimate_of_what_was_measured_is_not_on_the_page():
