@@ -20,7 +20,7 @@ Words = tuple[str, ...] | None  # that hold for a head, the most telling first; 
 
 
 class Does(NamedTuple):
-    """What each head does, frame by frame, and the evidence in words."""
+    """Words of each head, frame by frame, and the evidence in words."""
 
     words: list[list[Words]]
     source: str
