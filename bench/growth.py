@@ -18,7 +18,7 @@ import torch
 from peers import models
 
 from locater import spectra
-from locater.attention import Mask, stream
+from locater.attention import Mask, Scores, stream
 from locater.scanning.scan import scan
 from locater.stabilisers.penalty import penalty
 from locater.theory import exact, monte_carlo
@@ -55,7 +55,7 @@ def scanned(root: Path, **changed: int) -> Job:
 
 def watched(length: int) -> Job:
     queries, keys = (torch.randn(1, 4, length, 64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
-    return lambda: stream(queries, keys, mask=Mask(lookahead=0), scale=1 / 8)
+    return lambda: stream(queries, keys, mask=Mask(lookahead=0), scores=Scores(1 / 8))
 
 
 def walked(length: int) -> Job:

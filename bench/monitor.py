@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from locater.attention import Blocks, Mask, compiled, stream
+from locater.attention import Blocks, Mask, Scores, compiled, stream
 from locater.monitor import AttentionMonitor
 
 CAUSAL, SCALE, PEER = Mask(lookahead=0), 64**-0.5, "attnspectra==0.1.3"
@@ -80,9 +80,9 @@ def megabytes(function: Callable[[], object]) -> float:
 def memory_of_a_long_text() -> None:
     """Run in a process of its own; prints the megabytes held beyond queries and keys, and the seconds."""
     queries, keys = heads(16_384, 2)
-    stream(queries[:, :, :600], keys[:, :, :600], mask=CAUSAL, scale=SCALE)
+    stream(queries[:, :, :600], keys[:, :, :600], mask=CAUSAL, scores=Scores(SCALE))
     start = time.process_time()
-    extra = megabytes(lambda: stream(queries, keys, mask=CAUSAL, scale=SCALE))
+    extra = megabytes(lambda: stream(queries, keys, mask=CAUSAL, scores=Scores(SCALE)))
     print(extra, time.process_time() - start)
 
 
@@ -134,7 +134,7 @@ def speed() -> bool:
     fused = compiled()
 
     def watch(blocks: Blocks | None) -> Callable[[], object]:
-        return lambda: stream(queries, keys, mask=CAUSAL, scale=SCALE, blocks=blocks)
+        return lambda: stream(queries, keys, mask=CAUSAL, scores=Scores(SCALE), blocks=blocks)
 
     def forward() -> torch.Tensor:
         return scaled_dot_product_attention(queries, keys, values, is_causal=True)

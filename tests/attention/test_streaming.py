@@ -16,6 +16,7 @@ from locater.attention import (
     Blocks,
     Mask,
     Rule,
+    Scores,
     compiled,
     materialised,
     mean_over_queries,
@@ -134,7 +135,7 @@ def test_every_mask_and_layout(tokens, extra, key_heads, batch, size, near, seed
         softcap, bias = (2.0, slope) if seed % 2 else (None, None)
         expected, _ = reference(queries, keys, mask, scale=0.4, softcap=softcap, bias=bias, near=near)
         for blocks in (SMALL, None):
-            found = stream(queries, keys, mask=mask, scale=0.4, softcap=softcap, bias=bias, near=near, blocks=blocks)
+            found = stream(queries, keys, mask=mask, scores=Scores(0.4, softcap, bias), near=near, blocks=blocks)
             assert_equal(found, expected, 1e-9, context=name)
 
 
@@ -148,7 +149,9 @@ def test_precision_up_to_logits_of_ten_thousand(dtype, size):
         expected, largest = reference(queries, keys, mask, scale=scale)
         assert largest > (10_000 if size > 1 else 1)
         tolerance = 1e-6 if dtype == torch.float64 else 1e-5 * max(1.0, largest)
-        assert_equal(stream(queries, keys, mask=mask, scale=scale, blocks=SMALL), expected, tolerance, context=name)
+        assert_equal(
+            stream(queries, keys, mask=mask, scores=Scores(scale), blocks=SMALL), expected, tolerance, context=name
+        )
 
 
 def test_equal_logits_of_ten_thousand_stay_exact():
@@ -252,7 +255,7 @@ def check_compiled_blocks():
     for name, mask in masks(2, 4, 70, 70, 1):
         if name in ("causal", "padding on the left"):
             expected, largest = reference(queries, keys, mask, scale=0.5)
-            found = stream(queries, keys, mask=mask, scale=0.5, blocks=blocks)
+            found = stream(queries, keys, mask=mask, scores=Scores(0.5), blocks=blocks)
             assert_equal(found, expected, 1e-5 * max(1, largest), context=name)
 
 

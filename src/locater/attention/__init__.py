@@ -4,7 +4,7 @@ from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
 from .statistics import NAMES, NEAR, Mean, Rank, Statistics, materialised, mean_over_queries, rank, residual
-from .streaming import Blocks, compiled, stream
+from .streaming import Blocks, Scores, compiled, stream
 
 __all__ = [
     "NAMES",
@@ -16,6 +16,7 @@ __all__ = [
     "MomentsCollector",
     "Rank",
     "Rule",
+    "Scores",
     "Statistics",
     "compiled",
     "materialised",

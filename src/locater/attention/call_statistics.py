@@ -6,7 +6,6 @@ from what the mask shows, for the statistics of first tokens and distances. The 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +17,7 @@ from .calls import AttentionCall
 from .fold import slices
 from .masks import Mask, Rule, admits, first_of_segment
 from .statistics import NEAR, Statistics, materialised
-from .streaming import Bias, Blocks, stream
+from .streaming import Bias, Blocks, Scores, stream
 
 ROWS = 128  # queries that are looked at together
 FEWEST = 16
@@ -55,8 +54,8 @@ def statistics_of_call(
         if sample is not None:
             query, mask = query[:, :, sample], mask.at(sample)
         bias: Bias | None = None if slopes is None else _alibi(slopes)
-        options: dict[str, Any] = dict(bias=bias, sinks=sinks, near=near, blocks=blocks)
-        return stream(query, key, mask=mask, scale=call.scaling, softcap=call.softcap, **options)
+        scores = Scores(call.scaling, call.softcap, bias, sinks)
+        return stream(query, key, mask=mask, scores=scores, near=near, blocks=blocks)
 
 
 def _alibi(slopes: Float[Tensor, "*#batch heads"]) -> Bias:

@@ -6,7 +6,6 @@ on logits that need no input: from the weights of a layer's heads, behind the no
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -22,7 +21,7 @@ from ..spectra import Grams, gram_products
 from ..spectra.singular import singular_values_of_grams
 from .masks import Mask
 from .statistics import NEAR, Statistics
-from .streaming import Bias, Blocks, stream
+from .streaming import Bias, Blocks, Scores, stream
 
 Positions = tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]
 
@@ -166,8 +165,8 @@ def observe(
         positions = (sample[None], counted) if positions is None else (positions[0][:, sample], positions[1])
     queries, keys = queries_and_keys(heads, x_query, x_key, positions)
     bias: Bias | None = None if head.position_bias is None else LayerBias(heads)
-    options: dict[str, Any] = dict(bias=bias, sinks=_stack([head.sink for head in heads]), near=near, blocks=blocks)
-    return stream(queries, keys, mask=mask, scale=head.scale, softcap=head.softcap, **options)
+    scores = Scores(head.scale, head.softcap, bias, _stack([head.sink for head in heads]))
+    return stream(queries, keys, mask=mask, scores=scores, near=near, blocks=blocks)
 
 
 def check(heads: Sequence[Head]) -> Head:

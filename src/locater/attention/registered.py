@@ -24,7 +24,13 @@ Reader = Callable[[dict[str, Any]], AttentionCall]
 FORWARD = "_flash_attn_fwd"  # flash-attn 4's, in `flash_attn.cute.interface` or wherever `kernels` puts that
 ENGINE = "DotProductAttention"  # Transformer Engine's module, and what calls of it are said to go through
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"  # of transformers, by the name of an implementation
-POSITIONAL = ("module", "query", "key", "value", "attention_mask")  # in which order transformers gives them
+POSITIONAL: tuple[str, ...] = (
+    "module",
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+)  # in which order transformers gives them
 CHECKED = 8  # queries at each end of a text whose outputs are computed again
 
 
@@ -110,8 +116,9 @@ def read_transformer_engine(given: Mapping[str, Any]) -> AttentionCall:
 
 
 def _engine_scale(module: Any) -> float | None:
-    parts = (getattr(module, name, None) for name in ("flash_attention", "fused_attention", "unfused_attention"))
-    return next((one.softmax_scale for one in (module, *parts) if hasattr(one, "softmax_scale")), None)
+    names = ("flash_attention", "fused_attention", "unfused_attention")
+    parts: list[Any] = [module, *(getattr(module, name, None) for name in names)]
+    return next((one.softmax_scale for one in parts if hasattr(one, "softmax_scale")), None)
 
 
 def _engine_sinks(module: Any) -> Tensor | None:
@@ -120,12 +127,12 @@ def _engine_sinks(module: Any) -> Tensor | None:
 
 
 def _engine_packed(call: AttentionCall, given: Mapping[str, Any], from_start: bool) -> AttentionCall:
-    ends = given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")
-    if ends[0] is None or ends[1] is None:
+    ends: list[Any] = [given.get("cu_seqlens_q"), given.get("cu_seqlens_kv")]
+    if any(one is None for one in ends):
         raise refusal("packed texts with cu_seqlens_q and cu_seqlens_kv", "others", REMEDY)
     if from_start and not torch.equal(*ends):
         raise refusal("causal queries and keys of the same lengths", "packed texts of others", REMEDY)
-    segments, offset = pack(*ends, call.query.shape[-2], call.key.shape[-2])
+    segments, offset = pack(ends[0], ends[1], call.query.shape[-2], call.key.shape[-2])
     return call.changed(segments=segments, offset=offset)
 
 
@@ -141,7 +148,8 @@ def _engine_masked(call: AttentionCall, given: Mapping[str, Any], kind: str) -> 
 
 
 def _engine_biased(call: AttentionCall, given: Mapping[str, Any]) -> AttentionCall:
-    kind, bias = given.get("core_attention_bias_type", "no_bias"), given.get("core_attention_bias")
+    kind: str = given.get("core_attention_bias_type", "no_bias")
+    bias: Any = given.get("core_attention_bias")
     if kind == "alibi" and given.get("alibi_slopes") is not None and call.is_causal:
         return call.changed(slopes=given["alibi_slopes"])
     if kind in ("pre_scale_bias", "post_scale_bias") and call.attn_mask is None:
@@ -230,7 +238,7 @@ class Functions:
     ) -> None:
         visible = _visible(function)
         put(visible)
-        defaults = dict.fromkeys(POSITIONAL) if is_last_resort else _defaults(function)
+        defaults: dict[str, Any] = dict.fromkeys(POSITIONAL) if is_last_resort else _defaults(function)
         KERNELS[visible] = Kernel(function.__name__, defaults, read, is_last_resort)
         Functions.replaced.append((put, function, visible))
 

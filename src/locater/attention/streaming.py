@@ -38,6 +38,20 @@ from .statistics import NEAR, Statistics, finish
 Bias = Callable[[Int[Tensor, "batch queries keys"]], Float[Tensor, "batch heads queries keys"]]
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Making of logits from the products of queries and keys: softcap(scale · q·k) + bias.
+
+    `bias` takes distances, query minus key position. `sinks` are learned logits, one per head, of a key that is no
+    token: it takes mass, and counts in the entropy.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: Bias | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Limits of the memory held at once: queries × keys of a block, and logits over all heads and sequences together.
@@ -70,40 +84,33 @@ def stream(
     keys: Float[Tensor, "batch key_heads keys d_head"],
     *,
     mask: Mask | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    bias: Bias | None = None,
-    sinks: Float[Tensor, " heads"] | None = None,
+    scores: Scores | None = None,
     near: int = NEAR,
     blocks: Blocks | None = None,
 ) -> Statistics:
     """The statistics of softmax(softcap(scale · q·k) + bias) over the admitted keys, for every query of every head.
 
-    `sinks` are learned logits, one per head, of a key that is no token: it takes mass, and counts in the entropy.
-
     Queries and keys are final: normed and rotated. Consecutive query heads share a key head if there are fewer of
-    those. 16-bit input is computed with in float32. `bias` takes distances, query minus key position.
+    those. 16-bit input is computed with in float32.
     """
     num_heads, num_key_heads = queries.shape[1], keys.shape[1]
     if num_heads % num_key_heads:
         raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
-    blocks = blocks or Blocks()
+    blocks, scores = blocks or Blocks(), scores or Scores()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
     whole, num_keys = _unfilled(grouped)
     room = blocks.room()
     for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
-        part = _Part(
-            grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scale, softcap, near, blocks, room
-        )
+        part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scores, near, blocks, room)
         for rows in slices(queries.shape[2], blocks.queries):
-            found, admitted = part.rows(rows, bias, heads)
+            found, admitted = part.rows(rows, heads)
             whole.maximum[batch, groups, :, rows] = found.maximum
             whole.sums[:, batch, groups, :, rows] = found.sums
             num_keys[batch, groups, :, rows] = admitted
     maximum, sums, num_keys = whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2)
-    return _statistics(maximum, sums, num_keys, mask, sinks)
+    return _statistics(maximum, sums, num_keys, mask, scores.sinks)
 
 
 def _unfilled(queries: Float[Tensor, "batch groups ratio queries d_head"]) -> tuple[Running, Tensor]:
@@ -120,8 +127,7 @@ class _Part:
     queries: Float[Tensor, "batch groups ratio queries d_head"]
     keys: Float[Tensor, "batch groups keys d_head"]
     mask: Mask
-    scale: float
-    softcap: float | None
+    scores: Scores
     near: int
     blocks: Blocks
     room: Room | None
@@ -133,14 +139,14 @@ class _Part:
         self.first_range = (int(known.min()), int(known.max())) if len(known) else (-1, -1)
         self.is_first_shared = len(known) == self.first.numel() and self.first_range[0] == self.first_range[1]
 
-    def rows(self, rows: slice, bias: Bias | None, heads: slice) -> tuple[Running, Tensor]:
+    def rows(self, rows: slice, heads: slice) -> tuple[Running, Tensor]:
         """The sums of one block of queries over all its keys, and how many keys each query has."""
-        queries = widen(self.queries[..., rows, :]) * (self.scale / UNIT)
+        queries = widen(self.queries[..., rows, :]) * (self.scores.scale / UNIT)
         running = start(queries)
         num_keys = torch.zeros((), dtype=torch.long, device=queries.device)
         for block in self.plan.key_blocks(rows):
             keys = widen(self.keys[..., block.keys, :])
-            extra = self._extra(rows, block, bias, heads)
+            extra = self._extra(rows, block, heads)
             running = self._absorb(running, queries, keys, rows, block, extra)
             size = block.keys.stop - block.keys.start
             num_keys = num_keys + (size if extra.admitted is None else extra.admitted.sum(-1))
@@ -151,17 +157,17 @@ class _Part:
     ) -> Running:
         if block.side == 0:
             distance = self.mask.distance(rows, block.keys).abs().to(queries)
-            return self.blocks.near(running, queries, keys, extra, self.softcap, distance, self.near)
+            return self.blocks.near(running, queries, keys, extra, self.scores.softcap, distance, self.near)
         query_positions, key_positions = self.mask.positions(rows, block.keys)
         nearest = key_positions.amax(-1, True) if block.side > 0 else key_positions.amin(-1, True)
         # Measured from the block's nearest key, both parts are positive: no digits are lost in a difference.
         offset, inner = ((query_positions - nearest).abs(), (nearest - key_positions).abs())
         offset, inner = offset.to(queries), inner.to(queries)
-        return self.blocks.far(running, queries, keys, extra, self.softcap, offset, inner)
+        return self.blocks.far(running, queries, keys, extra, self.scores.softcap, offset, inner)
 
-    def _extra(self, rows: slice, block: KeyBlock, bias: Bias | None, heads: slice) -> Block:
+    def _extra(self, rows: slice, block: KeyBlock, heads: slice) -> Block:
         admitted = added = first = None
-        groups = self.queries.shape[1]
+        groups, bias = self.queries.shape[1], self.scores.bias
         if block.masked:
             admitted = self.mask.block(rows, block.keys)
             per_head = (groups, -1) if admitted.shape[1] > 1 else (1, 1)

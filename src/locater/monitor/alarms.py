@@ -188,9 +188,10 @@ class Alarms:
 
     def _learn(self) -> None:
         """Note the heads that tell keys apart."""
-        for layer in self.layers if self.thresholds.dead_uniform is not None else ():
+        limit = self.thresholds.dead_uniform
+        for layer in self.layers if limit is not None else ():
             heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
-            told = {head for head, value in heads if value <= self.thresholds.dead_uniform}
+            told = {head for head, value in heads if limit is not None and value <= limit}
             self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
     def _of_layer(

@@ -51,7 +51,7 @@ class Inputs:
         """A run that begins; torch's own module is given its queries and keys, texts first or tokens first."""
         is_flash = "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
         inputs = cls(arguments(module, args, kwargs), is_flash)
-        sides = inputs.given.get("query"), inputs.given.get("key")
+        sides: list[Any] = [inputs.given.get("query"), inputs.given.get("key")]
         if isinstance(module, nn.MultiheadAttention) and all(isinstance(side, Tensor) for side in sides):
             x_query, x_key = (whole(side.detach()) for side in sides)
             if x_query.dim() == 2:

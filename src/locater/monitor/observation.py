@@ -119,7 +119,8 @@ class Observation:
             return False
         if num_heads != site.num_heads:
             raise refusal(f"{site.num_heads} heads", num_heads)
-        key, indices = (self.sites.index(site), run.mode), self.indices(site)
+        key: Key = self.sites.index(site), run.mode
+        indices = self.indices(site)
         window = call.window[0], 0 if call.is_causal else call.window[1]
         sample = self._sample(key, (num_texts, len(indices), num_queries, num_keys), window, given.query.device)
         if sample is not None and not len(sample):
@@ -182,7 +183,8 @@ class Observation:
             heads = [replace(head, lookahead=0 if causal else None) for head in heads]
         assert inputs.x_query is not None and inputs.x_key is not None
         num_texts, num_queries, _ = inputs.x_query.shape
-        key, window = (self.sites.index(site), run.mode), (heads[0].lookback, heads[0].lookahead)
+        key: Key = self.sites.index(site), run.mode
+        window = heads[0].lookback, heads[0].lookahead
         shape = num_texts, len(heads), num_queries, inputs.x_key.shape[1]
         sample = self._sample(key, shape, window, inputs.x_query.device)
         if sample is not None and not len(sample):
