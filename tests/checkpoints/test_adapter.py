@@ -284,3 +284,24 @@ def test_square_weights_of_a_mixed_model_are_not_guessed(tmp_path):
     set_config(tmp_path, fan_in_fan_out=False)
     with pytest.raises(Refusal, match="fan_in_fan_out .* the square"):
         checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda name: name.removeprefix("base_model.model."),
+        lambda name: name.removeprefix("base_model.model.model."),
+        lambda name: name.replace(".weight", ".default.weight"),
+        lambda name: name.replace("base_model.model.model.", "base_model.model.transformer."),
+    ],
+)
+def test_two_factors_for_one_weight_are_refused(other, tmp_path):
+    """An edited file may name one weight in two spellings; peft reads one of them, and nothing says which."""
+    from safetensors.torch import load_file, save_file
+
+    save("llama", tmp_path)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    stored = load_file(path)
+    save_file(stored | {other(name): 2 * value for name, value in stored.items()}, path)
+    with pytest.raises(Refusal, match="factors of each weight once|the weight it changes in the base"):
+        checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")

@@ -380,3 +380,40 @@ def test_reading_rows_reads_no_more_than_them(tmp_path, monkeypatch):
         assert not asked
         opened.read(QUERY, (4, 8))
     assert (QUERY, (4, 8)) in asked and (QUERY, None) not in asked
+
+
+# ------------------------------------------------------------------------------------------------- unknown settings
+ROTATED = {"config_groups": {"R1": {"type": "hadamard", "apply": [{"targets": ["q_proj"], "location": "input"}]}}}
+ACTING = [dict(transform_config=ROTATED), dict(rotation="hadamard"), dict(pre_quant_scale=True), dict(scale_factor=2.0)]
+ACTING += [dict(sparsity_config={"format": "sparse-24-bitmask"}), dict(is_marlin_format=True), dict(adapter={"r": 8})]
+ACTING += [dict(hadamard_size=32), dict(clip=0.9), dict(permutation=[1, 0])]
+HARMLESS = [
+    dict(transform_config={}),
+    dict(sparsity_config={"format": "dense"}),
+    dict(rotation=None),
+    dict(meta={"a": 1}),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_settings_not_known_to_be_harmless_are_refused_by_name(path, tmp_path):
+    tensors, _, notes = stored(path)
+    settings = json.loads(notes.pop("quantization_config"))
+    for number, entry in enumerate(ACTING):
+        with pytest.raises(Refusal, match=f"`{next(iter(entry))}` as well"):
+            checkpoints.open(write(tmp_path / f"acting {number}", tensors, settings | entry, dict(notes)))
+    for number, entry in enumerate(HARMLESS):
+        checkpoints.open(write(tmp_path / f"harmless {number}", tensors, settings | entry, dict(notes))).close()
+
+
+def test_every_setting_that_transformers_writes_for_a_method_read_here_is_judged():
+    import inspect
+
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    from locater.checkpoints.quantised import KNOWN, KNOWN_BEGINNINGS, METHODS
+
+    for method in METHODS.keys() & AUTO_QUANTIZATION_CONFIG_MAPPING.keys():
+        names = inspect.signature(AUTO_QUANTIZATION_CONFIG_MAPPING[method].__init__).parameters
+        left = {name for name in names if not name.startswith(KNOWN_BEGINNINGS)} - KNOWN - {"self", "kwargs"}
+        assert not left, f"{method}: {left}"

@@ -115,7 +115,9 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
     for stored in adapter.names:
         bare = stored.removeprefix("base_model.model.")
         if match := FACTOR.fullmatch(bare):
-            factors.setdefault(match["module"], {})[match["side"]] = stored
+            sides = factors.setdefault(match["module"], {})
+            _check_once(match["side"] not in sides, stored)
+            sides[match["side"]] = stored
         elif "lora_" in bare:
             raise refusal("factors A and B in the adapter", f"{stored[:120]!r}", "merge it with peft first")
         else:
@@ -126,8 +128,14 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
             raise missing(f"{cause} for {module[:120]!r}", "check that adapter and base belong together")
+        _check_once(name not in changed, sides["A"])
         changed[name] = module, sides
     return changed, replaced
+
+
+def _check_once(is_first: bool, stored: str) -> None:
+    if not is_first:
+        raise refusal("factors of each weight once in the adapter", f"{stored[:120]!r} besides others", "save it again")
 
 
 def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collection[str]) -> str:

@@ -35,6 +35,30 @@ PACKED = (".qweight", ".weight_packed", ".weight._data", ".weight._data._data")
 # How activations were quantised: they do not change a weight.
 ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point")
 ACTIVATIONS += ("k_scale", "v_scale", "q_scale", "input_scale_ub")
+# Settings that are read here, and those that tell how a file was made, which modules were left out and how it is run.
+# Whatever else is set may change a weight or act beside it (a rotation, a scale of the inputs): it is refused by name.
+READ = ("quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "format", "sym")
+READ += ("desc_act", "config_groups", "weight_block_size", "quant_algo", "weights", "mode", "hidden_size")
+MADE = ("dataset", "tokenizer", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "meta")
+MADE += ("act_group_aware", "model_seqlen", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs")
+MADE += ("producer", "model_name_or_path", "model_file_base_name", "global_compression_ratio", "quantization_status")
+MADE += ("quant_type", "quant_type_kwargs", "quant_config", "nbits", "axis", "view_as_float", "zero_point")
+LEFT_OUT = (
+    "modules_to_not_convert",
+    "modules_to_convert",
+    "ignore",
+    "ignored_layers",
+    "exclude_modules",
+    "skip_modules",
+)
+LEFT_OUT += ("modules_in_block_to_quantize", "block_name_to_quantize", "module_name_preceding_first_block", "lm_head")
+LEFT_OUT += ("include_input_output_embeddings", "untie_embedding_weights", "dynamic", "dynamic_config", "skip_modules")
+RUN = ("backend", "use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "pack_dtype", "do_fuse", "fmt")
+RUN += ("fuse_max_seq_len", "modules_to_fuse", "run_compressed", "dequantize", "use_optimized_inference", "scale_fmt")
+RUN += ("activation_scheme", "activations", "activation_scale_ub", "kv_cache_scheme", "kv_cache_quant_algo")
+RUN += ("expert_dtype", "load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit")
+KNOWN = frozenset(READ + MADE + LEFT_OUT + RUN)
+KNOWN_BEGINNINGS = ("llm_int8_", "bnb_4bit_")
 
 
 class Dequantised(Checkpoint):
@@ -103,6 +127,7 @@ def dequantised(store: Checkpoint) -> Checkpoint:
     method = word(settings, "quant_method")
     if method and method not in METHODS:
         raise unknown(method)
+    _check_known(store, settings, method)
     finders = (METHODS[method],) if method else SELF_DESCRIBING
     weights = {weight.name: weight for find in finders for weight in find(store, settings)}
     left = next((name for name in store.names if name.endswith(PACKED) and _plain_name(name) not in weights), None)
@@ -110,6 +135,15 @@ def dequantised(store: Checkpoint) -> Checkpoint:
         said = f"quant_method `{method}`" if method else "no quant_method"
         raise bad_value(f"a config that says how `{left[:120]}` is packed", said, f"fetch config.json too, or {REMEDY}")
     return Dequantised(store, weights) if weights else store
+
+
+def _check_known(store: Checkpoint, settings: JsonMapping, method: str) -> None:
+    """Refuse settings that are not known to be read or harmless; MLX writes those of a module under its name."""
+    for key, value in settings.items():
+        is_module = method == "mlx" and ("." in key or f"{key}.weight" in store.names)
+        is_dense = key == "sparsity_config" and isinstance(value, Mapping) and value.get("format", "dense") == "dense"
+        if value and key not in KNOWN and not key.startswith(KNOWN_BEGINNINGS) and not is_module and not is_dense:
+            raise bad_value(f"settings of `{method}` that are read here", f"`{key[:60]}` as well", REMEDY)
 
 
 def _settings(config: JsonMapping) -> Json:
