@@ -27,16 +27,16 @@ MEANS = "means of each layer's heads, predicted → measured"
 def predict(
     source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text, or random: ids; by default Python's docstrings.")
+        Path | None, typer.Option(metavar="FILE", help="A text file, or random for random ids. [Python's docstrings]")
     ] = None,
     by_line: Annotated[bool, typer.Option("--by-line", help="Every line of the text is a text of its own.")] = False,
     window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
-    calibration: Annotated[int, typer.Option(help="Windows that the prediction may see.")] = 24,
-    test: Annotated[int, typer.Option(help="Other windows, to measure on.")] = 8,
+    calibration: Annotated[int, typer.Option(help="Windows to predict from.")] = 24,
+    test: Annotated[int, typer.Option(help="Other windows to measure on.")] = 8,
     layers: Layers = None,
     timeout: Timeout = None,
     heads: Heads = False,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="A tokenizer from elsewhere.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Another tokenizer: a folder or a hub id.")] = None,
     plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,

@@ -38,8 +38,8 @@ class Help(TyperCommand):
 VERBS = ("scan", "compare", "predict", "report", "families", "doctor", "theory")  # each a module here
 # What users do, in the order of the help; verbs of other packages come last.
 PANELS = {
-    "Look at a model": ("scan", "compare", "predict", "report", "families"),
-    "Guard training": ("doctor",),
+    "Look at a model": ("scan", "compare", "predict", "report"),
+    "Find out what works here": ("families", "doctor"),
     "Understand the theory": ("theory", "explore"),
     "Laboratory": ("demo", "train", "runs", "sweep", "study"),
 }
