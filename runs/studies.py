@@ -22,10 +22,13 @@ from locater_lab.studies.real_data import page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of
 from locater_lab.studies.sweep.folder import open_sweep
 from locater_lab.studies.words import page as words_tables
+from locater_lab.studies.words import reference, unsaid_table
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
 WORDS_BEGIN, WORDS_END = "<!-- words -->\n", "<!-- end of words -->"
+UNSAID_BEGIN, UNSAID_END = "<!-- unsaid -->\n", "<!-- end of unsaid -->"
+REFERENCE = ROOT / "src" / "locater" / "reference.json"
 EVIDENCE, BEGIN, END = ROOT / "docs" / "evidence.md", "<!-- tables -->\n", "<!-- end of tables -->"
 
 
@@ -65,7 +68,13 @@ def write_evidence() -> None:
     before, rest = text.split(WORDS_BEGIN)
     after = rest.split(WORDS_END)[1]
     kept = json.loads((ROWS / "words.json").read_text(encoding="utf-8"))
-    EVIDENCE.write_text(f"{before}{WORDS_BEGIN}\n{words_tables(kept)}\n\n{WORDS_END}{after}", encoding="utf-8")
+    text = f"{before}{WORDS_BEGIN}\n{words_tables(kept)}\n\n{WORDS_END}{after}"
+    before, rest = text.split(UNSAID_BEGIN)
+    after = rest.split(UNSAID_END)[1]
+    unsaid = json.loads((ROWS / "words_unsaid.json").read_text(encoding="utf-8"))
+    text = f"{before}{UNSAID_BEGIN}\n{unsaid_table(unsaid)}\n\n{UNSAID_END}{after}"
+    EVIDENCE.write_text(text, encoding="utf-8")
+    write_json(reference(kept), REFERENCE)
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["evidence"]:

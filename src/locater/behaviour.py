@@ -10,9 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .quantities import quantity
+from .reference import unusual
+
 # A head's place: block, layer, head.
 Place = tuple[str, int, int]
 MOST_HEADS = 3  # that a reader is sent to
+MOST_UNUSUAL = 2  # sentences on what differs from reference models
 MOST = 0.9  # of the heads of a word lie within the layers that a sentence names
 # Of an estimated near mass: half of the mass, and a fifth to be sure. Beyond these a word about what a head does was
 # right of more than four heads in five of all models together, if not of each (docs/evidence.md).
@@ -47,10 +51,9 @@ NUMBERS = Attention._fields
 
 
 class Word(NamedTuple):
-    """A word: its name in tables, its phrase for one head and for several, its number, and the rule."""
+    """A word: its name in tables, its phrase for several heads, its number, and the rule."""
 
     name: str
-    singular: str
     plural: str
     number: str
     limit: float
@@ -58,6 +61,16 @@ class Word(NamedTuple):
     is_apart: bool = False  # only heads that do not rest on the first token
     is_rare: bool = False  # too few such heads were measured twice to say it of another text
     margin: float | None = None  # beyond the limit, on random ids; None: random ids do not tell it
+
+    @property
+    def singular(self) -> str:
+        """The phrase for one head.
+
+        >>> VOCABULARY[1].plural, VOCABULARY[1].singular
+        ('look at themselves', 'looks at itself')
+        """
+        verb, _, rest = self.plural.partition(" ")
+        return f"{verb}s {rest}".replace("themselves", "itself")
 
     def stricter(self, margin: float) -> "Word":
         return self._replace(limit=self.limit + (-margin if self.is_low else margin))
@@ -79,36 +92,13 @@ FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RARE = "; too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
-    Word("first token", "rests on the first token", "rest on the first token", "first", RESTS),
-    Word("itself", "looks at itself", "look at themselves", "itself", 0.5, is_apart=True, is_rare=True),
-    Word(
-        "adjacent",
-        "looks at an adjacent token",
-        "look at an adjacent token",
-        "adjacent",
-        0.5,
-        is_apart=True,
-        margin=0.1,
-    ),
-    Word("one token", "keeps to one token", "keep to one token", "entropy", 0.1, is_low=True),
-    Word("broad", "spreads over nearly all tokens", "spread over nearly all tokens", "entropy", 0.8),
-    Word(
-        "near",
-        "looks mostly at the 16 nearest tokens",
-        "look mostly at the 16 nearest tokens",
-        "near",
-        0.7,
-        margin=0.05,
-    ),
-    Word(
-        "far",
-        "looks mostly beyond the 16 nearest tokens",
-        "look mostly beyond the 16 nearest tokens",
-        "near",
-        0.3,
-        is_low=True,
-        margin=0.05,
-    ),
+    Word("first token", "rest on the first token", "first", RESTS),
+    Word("itself", "look at themselves", "itself", 0.5, is_apart=True, is_rare=True),
+    Word("adjacent", "look at an adjacent token", "adjacent", 0.5, is_apart=True, margin=0.1),
+    Word("one token", "keep to one token", "entropy", 0.1, is_low=True),
+    Word("broad", "spread over nearly all tokens", "entropy", 0.8),
+    Word("near", "look mostly at the 16 nearest tokens", "near", 0.7, margin=0.05),
+    Word("far", "look mostly beyond the 16 nearest tokens", "near", 0.3, is_low=True, margin=0.05),
 )
 
 
@@ -144,10 +134,10 @@ class Told(NamedTuple):
 
 def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: str) -> list[Told]:
     """Tell how many heads do what and in which layers, then which heads to look at first and why."""
-    members = {word: [n for n, one in enumerate(attentions) if word.holds(one)] for word in spoken(text)}
-    source = "on random ids" if text == RANDOM_IDS else "on the text measured"
-    members = {word: heads for word, heads in members.items() if heads}
-    total = _total(len(places))
+    members = {
+        word: heads for word in spoken(text) if (heads := [n for n, a in enumerate(attentions) if word.holds(a)])
+    }
+    source, total = "on random ids" if text == RANDOM_IDS else "on the text measured", _total(len(places))
     counts = [
         Told(
             f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}{RARE * word.is_rare}).",
@@ -155,7 +145,24 @@ def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: 
         )
         for word, heads in members.items()
     ]
-    return counts + _look_first(places, attentions, members)
+    return [*counts, *_unusual(places, members, text), *_look_first(places, attentions, members)]
+
+
+def _unusual(places: Sequence[Place], members: Mapping[Word, list[int]], text: str) -> list[Told]:
+    """Tell what differs most from the models that come with this package, which were measured on text."""
+    if text == RANDOM_IDS:
+        return []
+    words = {word.name: word for word in VOCABULARY if not word.is_rare}
+    blocks = {place[0] for place in places}
+    found = unusual(blocks, len(places), {name: len(members.get(word, ())) for name, word in words.items()})
+    return [
+        Told(
+            f"Unusual: {one.share:.0%} of the heads {words[one.word].plural}; "
+            f"in {one.models} reference {blocks.copy().pop()}s it is {one.low:.0%} to {one.high:.0%}.",
+            tuple(members.get(words[one.word], ())),
+        )
+        for one in found[:MOST_UNUSUAL]
+    ]
 
 
 def _total(number: int) -> str:
@@ -210,9 +217,7 @@ def _value(attention: Attention, word: Word) -> str:
     value = getattr(attention, word.number)
     if word.number == "entropy":
         return f"entropy {value:.2g} of 1"
-    if word.is_low:
-        return f"{1 - value:.0%}"
-    return f"{value:.0%}"
+    return f"{1 - value if word.is_low else value:.0%}"
 
 
 def looks(mass: float | None) -> str | None:
@@ -234,11 +239,10 @@ def describe_estimates(
     """
     known = {n: mass for n, (mass, own) in enumerate(zip(masses, intervals, strict=True)) if own and mass is not None}
     words = {word.name: word for word in VOCABULARY}
-    members = {name: [n for n in known if looks(known[n]) == name] for name in ("near", "far")}
-    told, total = [], _total(len(known))
-    for name, heads in members.items():
-        if heads:
-            count = _count(len(heads), total, words[name], probably="probably ")
+    told: list[Told] = []
+    for name in ("near", "far"):
+        if heads := [n for n in known if looks(known[n]) == name]:
+            count = _count(len(heads), _total(len(known)), words[name], probably="probably ")
             told.append(Told(f"{count}{in_layers(places, heads)} ({ESTIMATED}).", tuple(heads)))
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
@@ -265,6 +269,23 @@ def describe_theory(regimes: Iterable[str | None]) -> list[str]:
     named = ", ".join(f"{count:,} {regime}" for regime, count in counts.most_common())
     words = "These words describe a random walk, not what heads do."
     return [f"In the paper's theory: {named}. {words}"] if named else []
+
+
+def describe_accuracy(ranks: Mapping[str, float | None]) -> list[str]:
+    """State how well a prediction ranks the heads, beside what is said of them.
+
+    >>> describe_accuracy({"sink_mass": 0.987, "mean_distance": None})
+    ['Rank correlation (Spearman) of prediction and measurement: sink 0.99.']
+    """
+    known = [f"{quantity(name).heading} {rho:.2f}" for name, rho in ranks.items() if rho is not None]
+    return [f"Rank correlation (Spearman) of prediction and measurement: {', '.join(known)}."] if known else []
+
+
+def describe_halves(halves: Sequence[tuple[Attention, Attention]], *, text: str) -> list[str]:
+    """State how many of the words that one half of the windows says hold on the other half."""
+    said = [(word, other) for one, two in halves for a, other in ((one, two), (two, one)) for word in words_of(a, text)]
+    share = sum(word.holds(other) for word, other in said) / max(1, len(said))
+    return [f"Of the words that one half of the windows says, {share:.0%} hold on the other."] if said else []
 
 
 def look_random(heads: Sequence[tuple[float, float, int]]) -> bool:

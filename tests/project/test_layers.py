@@ -13,9 +13,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = {
     "locater": [
         {"errors", "plugins"},
-        {"budget", "records", "packaged", "texts", "positions", "projections", "spectra"},
-        {"behaviour", "documents", "head", "quantities"},
-        {"attention"},
+        {"budget", "records", "packaged", "reference", "texts", "positions", "projections", "spectra"},
+        {"documents", "head", "quantities"},
+        {"attention", "behaviour"},
         {"theory"},
         {"report", "models"},
         {"checkpoints"},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from locater import reference
 from locater.behaviour import MOST_HEADS, VOCABULARY, Attention, describe, numbers_of, words_of
 from locater.head import Head
 from locater.prediction.numbers import Gatherer
@@ -103,9 +104,9 @@ def test_random_ids_say_fewer_words_and_need_a_margin():
 def test_a_page_says_the_same_with_the_accuracy_next_to_it():
     found = made("near", "far", "broad", "itself")
     said = [sentence.text for sentence in headline(views_of([found.to_json()]), [])]
-    assert [told.sentence for told in found.behaviour()] == [
-        text for text in said if text.endswith(").") or "Look" in text
-    ]
+    (first, *others) = [told.sentence for told in found.behaviour()]
+    assert first in said
+    assert {text.replace(" (on the text measured)", "") for text in others} <= {*said}  # the source is said once
     assert any(text.startswith("Rank correlation (Spearman)") for text in said)
 
 
@@ -155,3 +156,42 @@ def test_results_and_heads_are_short_in_a_session():
     assert repr(found).startswith("Prediction(model: 2 heads predicted") and len(repr(found)) < 250
     weight = Projection(torch.zeros(4, 16))
     assert repr(Head(3, 1, weight, weight, 0.5)) == "Head(decoder layer 3, head 1, 4 of 16, λ = 2)"
+
+
+def test_what_no_reference_model_does_is_called_unusual_with_the_range():
+    resting = Attention(near=0.5, entropy=0.5, first=0.9, itself=0.0, adjacent=0.0)
+    places = [("decoder", layer, head) for layer in range(4) for head in range(5)]
+    said = [one.sentence for one in describe(places, [resting] * 20, text="x")]
+    assert "Unusual: 100% of the heads rest on the first token; in 6 reference decoders it is 0% to 28%." in said
+    assert not any("Unusual" in one.sentence for one in describe(places, [resting] * 20, text="random ids"))
+    few = describe(places[:8], [resting] * 8, text="x")  # a share of eight heads means little
+    mixed = describe([("encoder", 0, 0), *places[1:]], [resting] * 20, text="x")
+    assert not any("Unusual" in one.sentence for one in [*few, *mixed])
+
+
+def test_no_reference_model_is_unusual_beside_itself_and_the_table_is_of_the_kept_rows():
+    assert reference.table() == words.reference(ROWS)
+    for one in reference.table().values():
+        counts = {word.name: one[word.name] for word in VOCABULARY}
+        assert reference.unusual({one["block"]}, one["heads"], counts) == []
+
+
+def test_words_are_held_against_the_other_half_of_the_windows():
+    near, far = numbers(causal(CASES["near"])), numbers(causal(CASES["far"]))
+    rows = [HeadPrediction("decoder", 0, n, near, near, halves) for n, halves in enumerate([(near, near), (near, far)])]
+    found = Prediction("model", "text", LENGTH, 1, 2, tuple(rows))
+    assert (
+        found.accuracy()[0] == "Of the words that one half of the windows says, 40% hold on the other."
+    )  # far is broad too
+    assert all(sentence in found.summary() for sentence in found.accuracy())
+
+
+def test_words_that_are_not_said_have_their_numbers_on_the_page():
+    kept = json.loads((ROOT / "runs" / "studies" / "words_unsaid.json").read_text(encoding="utf-8"))
+    table = words.unsaid_table(kept)
+    assert table in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert [line.split("|")[-2].strip() for line in table.splitlines()[2:]] == ["no"] * len(words.UNSAID)
+    heads = [["decoder", 0, n, [0.9, 0.9], [0.9, 0.1], [0.1, 0.1]] for n in range(10)]
+    others = [["decoder", 1, n, [0.1, 0.1], [0.1, 0.1], [0.1, 0.1]] for n in range(10)]
+    planted = words.unsaid_table({"models": {name: {"heads": [*heads, *others]} for name in "abc"}})
+    assert "60 of 60" in planted and planted.count("| yes |") == 1 and "0 of 30" in planted

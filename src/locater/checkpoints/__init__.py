@@ -9,13 +9,10 @@ from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, read_config
-from .distributed import Distributed
-from .gguf.file import open_gguf
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
 from .quantised import dequantised
 from .safetensors import SafetensorsFile
 from .sharded import join_files, open_index
-from .torch.file import open_torch
 
 __all__ = ["Checkpoint", "Entry", "open"]
 
@@ -67,9 +64,14 @@ def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Chec
     first = folder.find(files[0])
     if first is None:
         raise missing(f"the file {files[0]} in {folder.place}")
+    # Formats are imported when a file has them: `locater scan` should start soon.
     if files[0].endswith(METADATA):
+        from .distributed import Distributed
+
         return Distributed(folder, first, config=config)
     if files[0].endswith(GGUF):
+        from .gguf.file import open_gguf
+
         return open_gguf(folder, files, config=config)
     open_one = _reader(files[0], config, allow_pickle=allow_pickle)
     if files[0].endswith(INDEX):
@@ -84,6 +86,8 @@ def _reader(file: str, config: Json, *, allow_pickle: bool) -> Callable[[ByteSou
     if kind.endswith(SAFETENSORS):
         return lambda source: SafetensorsFile(source, config=config)
     if kind.endswith(TORCH):
+        from .torch.file import open_torch
+
         return lambda source: open_torch(source, config=config, allow_pickle=allow_pickle)
     known = (*SAFETENSORS, *TORCH, *GGUF)
     raise refusal(f"weights ending in {', '.join(known)} or a directory with {METADATA}", file[:120])

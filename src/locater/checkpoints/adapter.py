@@ -16,7 +16,6 @@ from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder, read_object
 from .safetensors import SafetensorsFile
-from .torch.file import open_torch
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -102,6 +101,8 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
         raise missing(f"the file {file} in {folder.place}", "name the directory that peft saved")
     if source.name.endswith(".safetensors"):
         return Adapted(base, SafetensorsFile(source, config={}), settings)
+    from .torch.file import open_torch  # for the few adapters that are no safetensors
+
     return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
 
 

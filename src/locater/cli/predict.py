@@ -95,8 +95,8 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     for sentence in found.left_out:
         console.print(f"[red]! left out:[/red] {escape(shown(sentence))}", soft_wrap=True)
     console.print()
-    for told in found.behaviour():
-        console.print(told.sentence, markup=False, highlight=False)
+    for sentence in [*(told.sentence for told in found.behaviour()), *found.accuracy()]:
+        console.print(sentence, markup=False, highlight=False)
 
 
 def _layer_table(found: "Prediction") -> FittedTable:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
-from ..behaviour import Place, Told, describe, head_name, numbers_of, words_of
+from ..behaviour import (
+    Attention,
+    Place,
+    Told,
+    describe,
+    describe_accuracy,
+    describe_halves,
+    head_name,
+    numbers_of,
+    words_of,
+)
 from ..errors import counted
 from ..quantities import quantity
 from ..records import Json, data_frame
@@ -39,7 +49,7 @@ class HeadPrediction:
 
     def to_json(self, text: str = "") -> Json:
         """The head's part of a document; `text` decides which words may be said of it."""
-        words = [word.name for word in words_of(numbers_of(self.measured.to_json(), self.measured.profile), text)]
+        words = [word.name for word in words_of(_attention(self.measured), text)]
         document = {"block": self.block, "layer": self.layer, "head": self.head, "words": words}
         document |= {"predicted": self.predicted.to_json(), "measured": self.measured.to_json()}
         profiles = {"predicted": list(self.predicted.profile), "measured": list(self.measured.profile)}
@@ -91,8 +101,14 @@ class Prediction(Shown):
 
     def behaviour(self) -> list[Told]:
         """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""
-        attentions = [numbers_of(head.measured.to_json(), head.measured.profile) for head in self.heads]
+        attentions = [_attention(head.measured) for head in self.heads]
         return describe([head.place for head in self.heads], attentions, text=self.text)
+
+    def accuracy(self) -> list[str]:
+        """Say how far to trust the words, by the halves of the windows, and the prediction, by the ranks of heads."""
+        halves = [head.halves for head in self.heads if head.halves is not None]
+        pairs = [(_attention(one), _attention(other)) for one, other in halves]
+        return [*describe_halves(pairs, text=self.text), *describe_accuracy(self.spearman)]
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -121,6 +137,7 @@ class Prediction(Shown):
             "tokens": self.tokens,
             "loss": self.loss,
             "behaviour": [told.sentence for told in self.behaviour()],
+            "accuracy": self.accuracy(),
             "warnings": self.warnings,
             "spearman": self.spearman,
             "ceiling": self.ceiling,
@@ -149,7 +166,7 @@ class Prediction(Shown):
         ]
         if self.loss is not None:
             lines.append(f"loss on the measured windows: {self.loss:.2f} nats per token")
-        lines += [told.sentence for told in self.behaviour()]
+        lines += [*(told.sentence for told in self.behaviour()), *self.accuracy()]
         for name, error in self.calibration_error.items():
             rho = self.spearman[name]
             ranked = "does not vary" if rho is None else f"Spearman {rho:.2f}"
@@ -165,6 +182,10 @@ class Prediction(Shown):
     def worst(self, count: int) -> list[HeadPrediction]:
         """The heads whose near mass beyond the first token is predicted worst."""
         return sorted(self.heads, key=lambda head: -abs(_near(head.predicted) - _near(head.measured)))[:count]
+
+
+def _attention(numbers: Numbers) -> Attention:
+    return numbers_of(numbers.to_json(), numbers.profile)
 
 
 def _near(numbers: Numbers) -> float:

@@ -6,7 +6,7 @@ tables only the rows that are looked up are read.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from os import PathLike, fspath
 from pathlib import Path
@@ -88,7 +88,8 @@ class Streamed:
     @torch.no_grad()
     def run(self, chosen: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> None:
         """One pass; `take(number, x)` gets the inputs of the chosen attention modules as they come."""
-        with inputs_of(dict(self.module.named_modules()), [one.query_name for one in chosen], take):
+        names = [one.query_name.removeprefix(_prefix(self.module)) for one in chosen]
+        with inputs_of(dict(self.module.named_modules()), names, take):
             self.module(input_ids=ids, **({"use_cache": False} if hasattr(self.module.config, "use_cache") else {}))
 
 
@@ -106,22 +107,25 @@ def streamed(source: str | PathLike[str]) -> Iterator[Streamed]:
             checkpoint = stack.enter_context(checkpoints.open(source))
             module = _without_numbers(fspath(source))
             weights = Weights(checkpoint, _stored_names(module, checkpoint))
-            found = Streamed(module.eval(), _attention(module, checkpoint))
+            found = Streamed(module.eval(), _attention(checkpoint))
         except Refusal as reason:
             raise CannotStream(str(reason)) from None
         stack.enter_context(_filled_when_called(module, weights))
         yield found
 
 
-def _attention(module: nn.Module, checkpoint: Checkpoint) -> list[AttentionModule]:
+def _prefix(module: nn.Module) -> str:
+    """Begins the names of stored tensors that are those of a part of a larger model."""
+    return f"{getattr(module, 'base_model_prefix', '')}."
+
+
+def _attention(checkpoint: Checkpoint) -> list[AttentionModule]:
     """Every attention module of the one stack that there is."""
     found = open_model(Config(checkpoint.config), checkpoint).modules()
     blocks = {attention.block for attention in found}
     if len(blocks) > 1 or blocks & {"cross", "vision"}:
         raise CannotStream(f"expected one stack of self-attention, got {len(blocks)}")
-    prefix = f"{getattr(module, 'base_model_prefix', '')}."
-    named = [replace(attention, query_name=attention.query_name.removeprefix(prefix)) for attention in found]
-    return sorted(named, key=lambda attention: attention.number)
+    return sorted(found, key=lambda attention: attention.number)
 
 
 @contextmanager
@@ -153,7 +157,7 @@ def _without_numbers(place: str) -> nn.Module:
 
 def _stored_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     """Every parameter and lasting buffer has its tensor, of its shape, and no tensor of this part is left over."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    prefix = _prefix(model)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {}
     for name, shape in wanted.items():

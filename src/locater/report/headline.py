@@ -14,6 +14,7 @@ from ..behaviour import (
     RANDOM_WEIGHTS,
     Told,
     describe,
+    describe_accuracy,
     describe_estimates,
     describe_theory,
     head_name,
@@ -148,18 +149,8 @@ def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence
     for n, one in enumerate(told):  # the source is said once
         text = one.sentence.replace(" (on the text measured)", "").replace(f" ({ESTIMATED})", "") if n else one.sentence
         yield Sentence(text, number, one.heads)
-    yield from _accuracy(number, view)
-
-
-def _accuracy(number: int, view: View) -> Iterable[Sentence]:
-    """State how well the prediction ranks the heads, next to what it says."""
-    ranks = [
-        f"{quantity(name).heading} {view.accuracy[name]:.2f}"
-        for name in MEASURED
-        if view.accuracy.get(name) is not None
-    ]
-    if ranks:
-        yield Sentence(f"Rank correlation (Spearman) of prediction and measurement: {', '.join(ranks)}.", number)
+    ranks = {name: view.accuracy.get(name) for name in MEASURED}
+    yield from (Sentence(text, number) for text in describe_accuracy(ranks))
 
 
 def _next(number: int, view: View) -> Iterable[Sentence]:

@@ -19,10 +19,11 @@ from locater.scanning.rows import HeadRow
 from locater.scanning.scan import scan
 from locater.scanning.source import heads
 
+from .words import HALF, Judged, interval
+
 MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
 THEORY = ("xi", "localisation")
 ENOUGH = 0.8  # of the heads that a word is said of
-HALF = 0.5  # of the mass: more of it is near than far
 # What the words of the theory would mean of near mass, if they were words of behaviour.
 REGIMES = {"late": "near", "early": "far"}
 ROTARY, TABLES = "rotary decoders", "other positions"
@@ -138,6 +139,7 @@ def compared(
     near = [numbers[0] for numbers in measured]
     estimated = [row.estimated_near_mass for row in rows]
     known = [(value, own) for value, own in zip(estimated, near, strict=True) if value is not None]
+    said = [looks(row.estimated_near_mass) if row.estimated_near_mass_interval else None for row in rows]
     return {
         "model": name,
         "heads": len(rows),
@@ -147,7 +149,7 @@ def compared(
         "covered": _covered(rows, near),
         "probe": _ranks(probed, measured),
         "prediction": _ranks(predicted, measured),
-        "words": {word: _agreement([looks(row) for row in rows], near, word) for word in ("near", "far")},
+        "words": {word: _agreement(said, near, word) for word in ("near", "far")},
         "regimes": {
             regime: _agreement([REGIMES.get(row.regime) for row in rows], near, word)
             for regime, word in REGIMES.items()
@@ -226,8 +228,14 @@ def _words_table(rows: Sequence[Json]) -> str:
 
 
 def _words_line(name: str, rows: Sequence[Json], kinds: Sequence[tuple[str, str]]) -> str:
-    totals = [[sum(row[a][b][part] for row in rows) for part in (0, 1)] for a, b in kinds]
-    return f"| {name} | " + " | ".join(_share(*total) for total in totals) + " |"
+    """The shares of some models together, with their interval over models where there are enough."""
+    cells = []
+    for a, b in kinds:
+        right, called = (sum(row[a][b][part] for row in rows) for part in (0, 1))
+        judged = {row["model"]: Judged(row[a][b][1], row[a][b][0], 0, 0) for row in rows}
+        found = interval(judged)
+        cells.append(_share(right, called) + (f" [{found[0]:.0%}, {found[1]:.0%}]" if found else ""))
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _exceptions(rows: Sequence[Json]) -> str:

@@ -19,6 +19,13 @@ MARGINS = (0.0, 0.05, 0.1, 0.15, 0.2)
 CHOSEN = 0.9  # precision on the other models that a margin is chosen by
 SOURCES = ("text", "random ids")
 FEWEST = {"text": 2 * FEWEST_HEADS, "random ids": FEWEST_HEADS}  # on text each half judges the other
+HALF = 0.5  # of the mass: more of it is near than far
+UNSAID_LIMIT = 0.5
+UNSAID = {
+    "on separators": f"mass on separators ≥ {UNSAID_LIMIT:g}, on text",
+    "repeats (induction)": f"mass behind the earlier copy ≥ {UNSAID_LIMIT:g}, random ids twice",
+    "repeats, in text": f"the same ≥ {UNSAID_LIMIT:g}, text twice",
+}
 HOT, COLD = 5.0, 20.0  # times the median of η/λ, and its fraction, beyond which a scan once warned
 
 
@@ -131,7 +138,8 @@ def may_be_said(judged: Mapping[str, Judged], *, fewest: int = FEWEST_HEADS) -> 
 def page(document: Json) -> str:
     """The tables of docs/evidence.md."""
     models = read(document)
-    return "\n\n".join([words_table(models), models_table(models), warnings_table(models)])
+    by_model = [models_table(models, source) for source in SOURCES]
+    return "\n\n".join([words_table(models), *by_model, base_line(models), warnings_table(models)])
 
 
 def words_table(models: Models) -> str:
@@ -149,16 +157,59 @@ def words_table(models: Models) -> str:
     return "\n".join(lines)
 
 
-def models_table(models: Models) -> str:
-    """Each model as the one left out: how often words from random ids were right there."""
+def base_line(models: Models) -> str:
+    """State how many heads look near and far anyway, for the words that `scan` says of estimates."""
+    heads = [head for own in models.values() for head in own]
+    near = sum(head.text.near >= HALF for head in heads) / len(heads)
+    return (
+        f"Of all heads {near:.0%} have at least half of their mass near: the base rate of *probably near*. "
+        f"That of *probably far* is {1 - near:.0%}."
+    )
+
+
+def models_table(models: Models, source: str) -> str:
+    """Each model as the one left out: how often words from this source were right there."""
     lines = [
-        f"| model | heads | {' | '.join(word.name for word in VOCABULARY)} |",
+        f"| {source}, model | heads | {' | '.join(word.name for word in VOCABULARY)} |",
         "|" + "---|" * (2 + len(VOCABULARY)),
     ]
-    judged = [left_out(word, models, "random ids") for word in VOCABULARY]
+    judged = [left_out(word, models, source) for word in VOCABULARY]
     for name, heads in models.items():
         lines.append(f"| {name} | {len(heads)} | {' | '.join(_share(one[name]) for one in judged)} |")
     return "\n".join(lines)
+
+
+def unsaid_table(document: Json) -> str:
+    """Words that are not said, with the numbers that forbid it: each half of the windows judges the other."""
+    lines = [
+        "| word | rule | other half | models with such heads | base rate | may be said |",
+        "|---|---|---|---|---|---|",
+    ]
+    for column, (name, rule) in enumerate(UNSAID.items()):
+        judged = {}
+        for model, kept in document["models"].items():
+            pairs = [pair for head in kept["heads"] for pair in (head[3 + column], head[3 + column][::-1])]
+            said = [other >= UNSAID_LIMIT for one, other in pairs if one >= UNSAID_LIMIT]
+            judged[model] = Judged(len(said), sum(said), sum(other >= UNSAID_LIMIT for _, other in pairs), len(pairs))
+        found = [model for model, one in judged.items() if one.said]
+        verdict = "yes" if may_be_said(judged, fewest=FEWEST["text"]) else "no"
+        where = f"{len(found)} of {len(judged)}" + (f" ({', '.join(found)})" if found else "")
+        share = f"{_share(total(judged))}"
+        lines.append(f"| {name} | {rule} | {share} | {where} | {total(judged).base:.1%} | {verdict} |")
+    return "\n".join(lines)
+
+
+def reference(document: Json) -> dict[str, Json]:
+    """Count the heads of every word on text, model by model: the table that the library ships."""
+    models = read(document)
+    return {
+        name: {
+            "block": document["models"][name]["heads"][0][0],
+            "heads": len(heads),
+            **{word.name: sum(word.holds(head.text) for head in heads) for word in VOCABULARY},
+        }
+        for name, heads in models.items()
+    }
 
 
 def _with_interval(judged: Mapping[str, Judged]) -> str:
