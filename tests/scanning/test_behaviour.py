@@ -179,7 +179,7 @@ def test_no_reference_model_is_unusual_beside_itself_and_the_table_is_of_the_kep
 def test_words_are_held_against_the_other_half_of_the_windows():
     near, far = numbers(causal(CASES["near"])), numbers(causal(CASES["far"]))
     rows = [HeadPrediction("decoder", 0, n, near, near, halves) for n, halves in enumerate([(near, near), (near, far)])]
-    found = Prediction("model", "text", LENGTH, 1, 2, tuple(rows))
+    found = Prediction("model", "text", LENGTH, 1, 2, tuple(rows))  # what is far there is broad too
     assert (
         found.accuracy()[0] == "Of the words that one half of the windows says, 40% hold on the other."
     )  # far is broad too
