@@ -13,8 +13,7 @@ from locater.errors import Refusal
 from locater.models import Config, open_model
 from locater.models.config import resolve
 from locater.models.rope import rotary_of
-from locater.models.tables.gemma import GEMMA3
-from locater.models.tables.llama import LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
+from locater.models.tables.llama import GEMMA3, LLAMA, MISTRAL, PHI3, QWEN2, SMOLLM3
 
 pytestmark = pytest.mark.quick
 

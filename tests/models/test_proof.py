@@ -15,7 +15,8 @@ from family_cases.base import Case
 from locater import Live, attention, checkpoints
 from locater.errors import Refusal
 from locater.models import Config, open_model
-from locater.models.proof import cache, prove, twin
+from locater.models import proof as cache
+from locater.models.proof import prove, twin
 from locater.models.proof.survey import model_types, survey
 from locater.models.registry import FAMILIES
 from locater.prediction.numbers import Gatherer

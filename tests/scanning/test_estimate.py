@@ -10,7 +10,7 @@ from locater import scan
 from locater.attention.statistics import FIRST_QUERY, NEAR
 from locater.behaviour import looks
 from locater.head import Head
-from locater.models import embeddings
+from locater.models.config import SCALED
 from locater.positions import Rotary
 from locater.projections import Norm, Projection
 from locater.report.headline import headline
@@ -212,7 +212,7 @@ def test_direct_path_scales_embeddings_as_the_model_does(name, scaled, tmp_path)
         }
 
 
-@pytest.mark.parametrize("name", embeddings.SCALED)
+@pytest.mark.parametrize("name", SCALED)
 def test_types_that_scale_embeddings_by_default(name):
     assert transformers.models.auto.configuration_auto.CONFIG_MAPPING[name]().scale_embedding is True
 

@@ -1,7 +1,6 @@
 """Families of models as tables: from a config and tensor names to heads, for files and live modules alike."""
 
-from .config import Config
-from .embeddings import embedding_scale
+from .config import Config, embedding_scale
 from .layout import read_layout
 from .model import Model, open_model, spans, wanted_layers
 from .module import AttentionModule

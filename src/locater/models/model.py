@@ -43,7 +43,7 @@ def open_model(config: Config, tensors: Tensors, *, family: Family | None = None
         try:
             family = find_family(config, tensors.names)
         except Refusal as unknown:
-            from .proof.cache import proven  # few models need it
+            from .proof import proven  # few models need it
 
             family, config, proof = proven(config, tensors.names, unknown)
     stacks = tuple(stack for row in family.attention if (stack := find_stack(row, config, tensors)))

@@ -136,6 +136,7 @@ class AttentionModule:
         """The first of the pattern's alternatives that is stored, or else the first."""
         further = ask(self.row.names, self.config, self.number) if self.row.names else {}
         values = {"layer": self.number, "previous": self.number - 1, "head": head, **further}
+        # Stored alternatives first: else a file that has the model with its head, or without, would seem to be empty.
         names = [self.prefix + alternative.format_map(values) for alternative in pattern.split("|")]
         for name in names[:-1]:
             if self.stored(name):

@@ -8,7 +8,7 @@ from ..errors import Refusal
 from .config import Config, ask, resolve
 from .neighbours import outer_modules
 from .schema import Family, RotaryAt
-from .tables import encoders, frameworks, gemma, gpt, hybrid, latent, llama, own, seq2seq, torch_native, vision
+from .tables import encoders, frameworks, gpt, latent, llama, seq2seq, torch_native, vision
 
 # Parts of names by which people call queries and keys; used to suggest, never to scan.
 QUERY_WORDS = ("q_proj", "query", "wq", "to_q", "q_lin", "qkv", "c_attn", "in_proj", "wqkv")
@@ -110,7 +110,7 @@ def _size(config: Config, keys: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
-TABLES = (gpt, llama, gemma, latent, hybrid, encoders, seq2seq, vision, torch_native, frameworks, own)
+TABLES = (gpt, llama, latent, encoders, seq2seq, vision, torch_native, frameworks)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 WRAPPERS = ("timm_wrapper",)  # types that do not say what is inside
 POSITIONS = re.compile(r"(^|[._])(wpe|pos(ition(al|s)?)?_?(emb|enc|table)\w*)(\.|$)")

@@ -12,8 +12,8 @@ from ..errors import Refusal
 from ..head import Head
 from ..models import AttentionModule, read_heads
 from ..models.live import Sample
-from ..models.live.agreement import difference, is_of_length
 from ..models.live.discover import Finder
+from ..models.live.trial import difference, is_of_length
 from ..models.module import refused_module
 from .inputs import Inputs, WholeTensors
 from .places import call_name

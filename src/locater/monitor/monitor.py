@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..models.live import Sample, at_work
-from ..models.live.first_call import FirstCall
 from ..models.live.tensors import entry_of
+from ..models.live.watch import FirstCall
 from ..models.sources import Live
 from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses

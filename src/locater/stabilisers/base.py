@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from ..errors import refusal
 from ..models.live import is_known
-from ..models.live.first_call import FirstCall
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of
 from ..models.live.rate_factor import scaled
 from ..models.live.tensors import entry_of
-from ..models.live.watch import Sample
+from ..models.live.watch import FirstCall, Sample
 from ..models.live.write_check import Optimizers, several
 from ..records import State
 

@@ -56,7 +56,7 @@ class Finder:
         if not self.may_be_attention(call):
             return None
         found = self.explained(call)
-        self.watch.next_call()
+        self.watch.next_call()  # else an earlier layer's products, equal at the start of a training, would be taken
         return found
 
     def may_be_attention(self, call: AttentionCall) -> bool:

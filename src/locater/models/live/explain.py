@@ -116,6 +116,7 @@ def _fit(vectors: Vectors, plain: Vectors, shape: Rotary, allowed: float) -> Rot
 def _frequencies(turns: Tensor) -> Float[Tensor, " pairs"]:
     """Radians per position: from the first step, then from ever longer ones, whose whole turns are known by then."""
     frequencies = turns[1].angle() if len(turns) > 1 else turns.new_zeros(turns.shape[1]).real
+    # From the first step alone, rounding grows with the position: late tokens would not be explained.
     position = 1
     while position < len(turns) - 1:
         position = min(2 * position, len(turns) - 1)

@@ -221,6 +221,7 @@ def _lengths(
         vectors, cut, square = vectors[:, :1] - bias, cut[:, :1], square[:, :1]
     wanted, plain = (torch.linalg.vector_norm(part.double(), dim=-1) for part in (vectors, cut))
     limit, square = allowed * float(wanted.max()), square.double().expand_as(wanted)
+    # At the shortest vector epsilon weighs most: read off any other, rounding would drown it.
     least = int(torch.where(plain > 0, square, torch.inf).argmin())
     kinds: tuple[Kind, ...] = ("layer",) if centred else ("rms", "l2")
     for kind in kinds:

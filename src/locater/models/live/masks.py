@@ -43,6 +43,7 @@ def _limits(call: AttentionCall, shape: tuple[int, ...]) -> tuple[int | None, in
         admitted = call.admitted(rows).cpu()
         admitted = admitted.flatten(0, -3).any(0) if admitted.dim() > 2 else admitted
         queries = torch.arange(shape[2])[rows, None]
+        # Distances, not counts of keys: where a text is padded, every query would seem to see less than it may.
         seen = (queries - keys)[admitted.expand(len(queries), len(keys))]
         distances.append(torch.stack([seen.max(), seen.min()]) if len(seen) else seen)
     return _bounded(torch.cat(distances), shape[2], shape[3])

@@ -110,7 +110,9 @@ class Search:
         norm = made.norm
         taken = () if norm is None or norm.gain is None else (norm.gain, f"{norm.gain}.bias", f"{norm.gain}_bias")
         further = self.watch.behind(self._given(vectors), made.product.y)
-        further = {name for name in further if module_of(name) not in taken and self._parameter(name).requires_grad}
+        further = {
+            name for name in further if module_of(name) not in taken and self.tensors.parameter(name).requires_grad
+        }
         return not further and (norm is None or not norm.single or self._is_behind_norm(made, norm))
 
     def _is_behind_norm(self, made: Made, norm: HeadNorm) -> bool:
@@ -125,10 +127,6 @@ class Search:
 
     def _given(self, vectors: Vectors) -> Tensor:
         return self.call.query if vectors is self.query else self.call.key
-
-    def _parameter(self, name: str) -> Tensor:
-        module, attribute = self.tensors.owners[name]
-        return getattr(module, attribute)
 
     @staticmethod
     def _distinct(made: Made) -> list[int]:
@@ -185,7 +183,8 @@ class Search:
         used += [
             name
             for name in sorted(singles)
-            if _is_single(self.tensors.shape(name), *shape) and not self.watch.is_changed(name, self._parameter(name))
+            if _is_single(self.tensors.shape(name), *shape)
+            and not self.watch.is_changed(name, self.tensors.parameter(name))
         ]
         gains = [self._gain(name, vectors) for name in used or names]
         less_one = [replace(gain, values=gain.values + 1, plus_one=True) for gain in gains if not gain.single]

@@ -59,6 +59,11 @@ class ModuleTensors:
             tensor = adapted(tensor, self.adapters[id(module)])
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
+    def parameter(self, name: str) -> Tensor:
+        """The parameter itself, without adapters."""
+        module, attribute = self._owner(name)
+        return getattr(module, attribute)
+
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         if name not in self.owners:
             raise refusal(f"the name of a tensor in {type(self.model).__name__}", name)

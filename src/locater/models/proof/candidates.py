@@ -188,6 +188,7 @@ def _is_meant(rule: Any, calls: Calls) -> bool:
 # ------------------------------------------------------------------------------------------------------------- scale
 def scaled(calls: Calls, base: Recipe) -> Iterator[Recipe]:
     """The rule for the scale whose number the logits show; with a soft-cap no number shows, and all are tried."""
+    # The twin's own number picks the rule: a rule that fits its sizes by chance would be wrong at the model's.
     known = [name for name, cell in SCALES.items() if cell is None or calls.value(cell) is not None]
     number = _measured_scale(calls, base | dict(scale="1"))
     if number is None:

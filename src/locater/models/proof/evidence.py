@@ -151,6 +151,7 @@ class Evidence:
 
     def _owner(self, name: str) -> str:
         """The module itself, or where it is no more than a softmax the nearest around it that projects."""
+        # Without this a softmax in a module of its own would have no projections, and its type would be refused.
         while name and not any(parameter.dim() == 2 for parameter in self.modules[name].parameters()):
             name = name.rpartition(".")[0]
         return name

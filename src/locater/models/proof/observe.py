@@ -77,7 +77,7 @@ class _Watcher(TorchFunctionMode):
     def _add(self, logits: Tensor, weights: Tensor | None) -> None:
         name = self.stack[-1] if self.stack else ""
         if logits.dim() == 3 and self.batch and logits.shape[0] % self.batch == 0:
-            logits = logits.unflatten(0, (self.batch, -1))
+            logits = logits.unflatten(0, (self.batch, -1))  # heads within the batch (BLOOM): else no call is seen
         if logits.dim() == 4:
             turn = len(self.seen.inputs[name]) - 1
             self.seen.calls.append(

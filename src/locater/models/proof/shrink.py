@@ -78,7 +78,7 @@ PERIODS = re.compile(r"\w*(interval|period|every_n\w*|_pattern|_freq|_step)$")
 
 def shrink(values: JsonMapping, sizes: Sizes) -> Json:
     """The config's values with every size made small, parts of a composite config one by one."""
-    num_layers = _num_layers(values, sizes)
+    num_layers = _num_layers(values, sizes)  # too few, and a kind of layer that the model has would not be proven
     depth = next((v for k, v in values.items() if LAYERS.match(k) and isinstance(v, int)), None)
     small: Json = {}
     ids = iter(range(VOCABULARY - 1, 4, -1))

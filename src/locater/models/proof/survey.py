@@ -11,8 +11,7 @@ from typing import Any
 
 from ...records import Json
 from ..registry import FAMILIES
-from . import Proof, version
-from .cache import keep, path_of_proof, read, recall
+from . import Proof, keep, path_of_proof, read, recall, version
 
 TIMEOUT = 120.0  # seconds of the clock, for machines that have other work too
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")

@@ -109,6 +109,7 @@ def shake(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            # Gains of 1 and biases of 0 would be proven wherever a row puts them, or leaves them out.
             if parameter.dim() > 1:
                 parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
             else:
