@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from locater import Live, scan
+from locater.errors import Refusal
 from locater.models import read_heads
 from locater.models.live import sites
 from locater.stabilisers import QKClip
@@ -168,8 +169,6 @@ def test_a_scan_has_the_number_and_gradients_reach_it():
     assert moved is not None and moved[2].any() and not moved[1].any()
 
 
-def test_qk_clip_takes_such_heads():
-    model = Net(Scaled, 3.0)
-    clip = QKClip(model, threshold=1e-3, sample=TOKENS)
-    model(TOKENS)
-    clip.step()
+def test_stabilisers_find_such_heads_and_say_what_the_norm_undoes():
+    with pytest.raises(Refusal, match="first.q.weight.*QK-norm behind the weights undoes their scale"):
+        QKClip(Net(Scaled, 3.0), threshold=1e-3, sample=TOKENS)
