@@ -370,3 +370,25 @@ def test_functions_that_were_registered_in_transformers_are_the_last_resort(func
         for name, values in other.statistics.items():
             assert layer.statistics[name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
         assert layer.num_passes == other.num_passes == 1
+
+
+def test_qk_clip_and_the_monitor_both_see_the_last_resort():
+    transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("of_mine", by_hand)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=50,
+        attn_implementation="of_mine",
+    )  # fmt: skip
+    model, tokens = transformers.LlamaModel(config), torch.randint(0, 50, (2, 9))
+    clip = QKClip(model, threshold=1e-6)
+    with AttentionMonitor(model, every=1) as monitor:
+        model(tokens).last_hidden_state.sum().backward()
+        clip.step()
+        report = monitor.step()
+    found = clip.metrics(heads=True)
+    for layer in report.training:
+        assert layer.through == "by_hand" and layer.num_passes == 1
+        seen_by_clip = [found[f"qk/layer_{layer.layer:02}/head_{head:02}/max_logit"] for head in layer.heads]
+        assert seen_by_clip == pytest.approx(layer.statistics["max_logit"], rel=1e-5)
+    clip.detach()

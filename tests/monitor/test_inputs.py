@@ -186,3 +186,38 @@ def test_flex_attention_is_watched_with_its_own_masks():
         with torch.no_grad():
             found = watch(model, lambda mask=mask: model(TOKENS, attention_mask=mask))
         same(seen(found, evaluation=True), seen(expected, evaluation=True), 1e-5)
+
+
+def test_a_layout_describes_a_model_that_calls_no_kernel(tmp_path):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk = nn.Linear(12, 8), nn.Linear(12, 8)
+
+        def probabilities(self, x):
+            q, k = (side(x).unflatten(-1, (2, 4)).transpose(1, 2) for side in (self.wq, self.wk))
+            weights = (q @ k.mT / 2).exp().tril()
+            return weights / weights.sum(-1, keepdim=True)
+
+        def forward(self, x):
+            return x + (self.probabilities(x) @ x.unflatten(-1, (2, 6)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x):
+            return self.stack[1](self.stack[0](x))
+
+    layout, model, x = tmp_path / "layout.yaml", Stack(), torch.randn(2, 7, 12)
+    names = "query: 'stack.{layer}.wq', key: 'stack.{layer}.wk'"
+    row = f"{{block: decoder, {names}, layers: 2, heads: 2, d_head: 4, lookahead: 0}}"
+    layout.write_text(f"attention: [{row}]")
+    report = watch(Live(model, layout=layout), lambda: model(x))
+    for layer, module, given in zip(report.training, model.stack, (x, model.stack[0](x)), strict=True):
+        expected = torch.special.entr(module.probabilities(given)).sum(-1).mean((0, 2))
+        assert layer.through == "module inputs"
+        torch.testing.assert_close(torch.tensor(layer.statistics["entropy"]), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(Refusal, match="neither in Stack; name its projections by Live"):
+        watch(model, lambda: model(x))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
@@ -43,12 +43,12 @@ class FoundHeads:
             counts[name] += 1
         self.finder = None
 
-    def recording(self) -> AbstractContextManager[None]:
-        """For one pass: while it lasts, what leads to its calls is recorded, if it is not known yet."""
-        return nullcontext() if self.finder is None else self._recording(self.finder)
-
     @contextmanager
-    def _recording(self, finder: Finder) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
+        """For one pass: while it lasts, what leads to its calls is recorded, if it is not known yet."""
+        if (finder := self.finder) is None:
+            yield
+            return
         with finder.recording():
             yield
         finder.watch.clear()
