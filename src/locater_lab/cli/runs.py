@@ -118,8 +118,12 @@ def _columns(document: Json) -> dict[str, list[str]]:
 def _warnings(document: Json) -> list[str]:
     """List runs that the means leave out, and seeds that lack a partner."""
     found = []
+
+    def reached(step: int | None) -> str:
+        return "no validation yet" if step is None else f"reached {step}"
+
     if left_out := document["left_out"]:
-        named = ", ".join(f"{one['run']} ({_reached(one['last_step'])})" for one in left_out[:MOST_NAMED])
+        named = ", ".join(f"{one['run']} ({reached(one['last_step'])})" for one in left_out[:MOST_NAMED])
         more = ", …" if len(left_out) > MOST_NAMED else ""
         found.append(f"left out {len(left_out)} without step {document['step']}: {named}{more}")
     for arm in (arm for arm in document["arms"] if "differences" in arm):
@@ -132,10 +136,6 @@ def _warnings(document: Json) -> list[str]:
         remedy = f": --seeds {shared} compares them on what all have" if shared else ", and share none"
         found.append(f"arms have different seeds{remedy}")
     return found
-
-
-def _reached(step: int | None) -> str:
-    return "no validation yet" if step is None else f"reached {step}"
 
 
 def _with_error(found: Json, form: str) -> str:

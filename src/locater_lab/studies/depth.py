@@ -98,7 +98,10 @@ def conclude(rows: list[Json]) -> Answer:
     ]
     agreements = []
     for depth in sorted({CONDITIONS[row["condition"]][0] for row in rows}):
-        known = _by_seed([row for row in rows if CONDITIONS[row["condition"]][0] == depth and row["arm"] == "none"])
+        values: dict[int, list[float]] = {}
+        for row in (row for row in rows if CONDITIONS[row["condition"]][0] == depth and row["arm"] == "none"):
+            values.setdefault(row["seed"], []).extend(row["agreement"])
+        known = {seed: fmean(some) for seed, some in values.items() if some}
         words = f"{depth} layer{'s' if depth > 1 else ''}"
         agreements.append(
             Finding("share of gradient over ρ", words, paired(known, dict.fromkeys(known, 0.0)), "relation")
@@ -110,13 +113,6 @@ def conclude(rows: list[Json]) -> Answer:
         f"{tally(agreements)} (rank correlations, means over layers, against 0, Holm).",
         [*losses, *agreements],
     )
-
-
-def _by_seed(rows: list[Json]) -> dict[int, float]:
-    values: dict[int, list[float]] = {}
-    for row in rows:
-        values.setdefault(row["seed"], []).extend(row["agreement"])
-    return {seed: fmean(some) for seed, some in values.items() if some}
 
 
 STUDY = Study(

@@ -1,11 +1,11 @@
 """Intervene on localisation itself: windows, temperatures, and a mean or a scale held while the other varies."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from locater.records import Json
-from locater.stabilisers import LocAteR, Projected, WarmUp
 
 from .floors import ARMS as FLOORS
 from .interventions import Held, Temperature, Window, far
@@ -15,47 +15,25 @@ from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
 
-ETA, XI = 0.3, 1.0  # what is held while the other varies
-
-
-def _window(size: int) -> Attach:
-    return lambda model: Window(model, size)
-
-
-def _temperature(factor: float) -> Attach:
-    return lambda model: Temperature(model, factor)
-
-
-def _held(xi: float, eta: float) -> Attach:
-    return lambda model: Held(model, xi=xi, eta=eta)
-
-
-def _mean(target: float) -> Attach:
-    return lambda model: LocAteR(model, strength=1e-2, mean=Projected(WarmUp(target, 30)))
+ETA = 0.3  # what is held while ξ varies
 
 
 # By kind: what is set, and to what.
 KINDS: dict[str, dict[str, Attach]] = {
-    "window": {f"window {size}": _window(size) for size in (2, 4, 8, 16)},
-    "temperature": {f"temperature {factor:g}": _temperature(factor) for factor in (0.1, 0.3, 3, 10)},
-    "ξ at equal η": {f"ξ {xi:g} at η {ETA:g}": _held(xi, ETA) for xi in (-2, -1, 0, 1, 2)},
-    "η at equal ξ": {f"η {eta:g} at ξ {XI:g}": _held(XI, eta) for eta in (0.03, 0.1, 1, 3)},
-    "mean": {f"mean {target:g}": _mean(target) for target in (-1, 0, 1)},
+    "window": {f"window {size}": partial(Window, size=size) for size in (2, 8)},
+    "temperature": {f"temperature {factor:g}": partial(Temperature, factor=factor) for factor in (0.3, 3)},
+    "ξ at equal η": {f"ξ {xi:g} at η {ETA:g}": partial(Held, xi=xi, eta=ETA) for xi in (-2, 2)},
 }
 ARMS: dict[str, Attach] = {"none": nothing} | {name: make for kind in KINDS.values() for name, make in kind.items()}
 ARMS |= FLOORS
 KIND_OF = {name: kind for kind, arms in KINDS.items() for name in arms} | {name: name for name in ("none", *FLOORS)}
-# By task, what two cores afford; the others by hand.
-CHOSEN = {
-    "text": ("none", "window 2", "window 8", "temperature 0.3", "temperature 3", "ξ -2 at η 0.3", "ξ 2 at η 0.3"),
-    "far tokens": ("none", "window 2", "window 8", "temperature 3"),
-}
+CHOSEN = {"text": tuple(ARMS), "far tokens": ("none", "window 2", "window 8", "temperature 3", *FLOORS)}
 # Text wants what is near; tokens that stood half a text before want what is far.
 TASKS = {"text": read_text, "far tokens": far}
 
 
 def grid(quick: bool) -> list[Point]:
-    return arms_by_seed({task: (*arms, *FLOORS) for task, arms in CHOSEN.items()}, quick=quick, short=60)
+    return arms_by_seed(CHOSEN, quick=quick, short=60)
 
 
 def measure(point: Point, place: Path) -> Json:
@@ -86,17 +64,11 @@ def conclude(rows: list[Json]) -> Answer:
 
 def _relations(rows: list[Json], task: str) -> list[Finding]:
     some = [row for row in rows if row["condition"] == task]
-    kinds = ["", *(kind for kind in KINDS if len({row["arm"] for row in some if row["kind"] == kind}) > 3)]
     return [
-        Finding(f"loss over {word}", f"{task}, {kind or 'all arms'}", follows(_of_kind(some, kind), x), "relation")
+        Finding(f"loss over {word}", task, follows(some, x), "relation")
         for x, word in (("near_mass", "near mass"), ("entropy", "entropy"))
-        for kind in kinds
         if some
     ]
-
-
-def _of_kind(rows: list[Json], kind: str) -> list[Json]:
-    return [row for row in rows if kind in ("", row["kind"])]
 
 
 def by_arm(rows: list[Json]) -> list[Json]:

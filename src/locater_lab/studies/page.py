@@ -120,16 +120,15 @@ FINGERPRINT = ("seed", "best_loss", "entropy", "near_mass", "largest_logit")
 
 def shared_runs(folder: Path) -> dict[str, dict[str, int]]:
     """Count the runs that studies have in common: all numbers of FINGERPRINT are the same."""
-    runs = {name: _runs(folder / f"{name}.json") for name in STUDIES}
+    runs: dict[str, set[tuple[float, ...]]] = {}
+    for name in STUDIES:
+        path = folder / f"{name}.json"
+        rows = flat(read_json(path)["rows"]) if path.exists() else []
+        runs[name] = {tuple(row[part] for part in FINGERPRINT) for row in rows if all(p in row for p in FINGERPRINT)}
     return {
         name: {other: len(some & runs[other]) for other in STUDIES if other != name and some & runs[other]}
         for name, some in runs.items()
     }
-
-
-def _runs(path: Path) -> set[tuple[float, ...]]:
-    rows = flat(read_json(path)["rows"]) if path.exists() else []
-    return {tuple(row[name] for name in FINGERPRINT) for row in rows if all(name in row for name in FINGERPRINT)}
 
 
 def quick_times(folder: Path) -> Json:

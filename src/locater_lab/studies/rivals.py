@@ -1,27 +1,15 @@
-"""Every stabiliser of the library at one budget: as many trials to tune each, then all learning rates to divergence."""
+"""Stabilisers at one budget: as many trials to tune each, then learning rates up to divergence."""
 
 import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from locater.records import Json
-from locater.stabilisers import (
-    L2,
-    EntropyBonus,
-    LocAteR,
-    QKClip,
-    QKDecay,
-    QKNorm,
-    SigmaReparam,
-    SoftCap,
-    Stabiliser,
-    ZLoss,
-)
+from locater.stabilisers import LocAteR, QKClip, QKNorm, SigmaReparam, Stabiliser
 
-from ..rivals import AlphaDecay, MimeticInitialisation, SpectralInitialisation, SpectralNorm
 from .floors import FLOOR_SEEDS, NONE, UNIFORM
 from .interventions import Temperature
 from .small import STEPS, TRAINED_SCALE, Attach, Ran, result, seeds, train, trained, validation_loss
@@ -35,59 +23,28 @@ TUNING = 1000  # the seed on which settings are chosen; none is judged by it
 
 
 class Rival(NamedTuple):
-    """Recipe of a stabiliser with a setting, and the settings that are tried; those without one tune weight decay."""
+    """Recipe of a stabiliser with a setting, and the settings that are tried; without any, weight decay is tuned."""
 
-    kind: type[Stabiliser]
-    make: Attach  # (model, setting), or (model, optimizer, setting) if late
-    settings: tuple[float, ...] = (0.0, 0.01, 0.1)
-    late: bool = False
-    decays: bool = False  # whether the setting is the weight decay of the whole model
+    make: Attach
+    settings: tuple[float, ...] = ()
 
-
-def _plain(kind: Any) -> Attach:
-    return lambda model, setting: kind(model)
+    @property
+    def tried(self) -> tuple[float, ...]:
+        return self.settings or (0.0, 0.01, 0.1)
 
 
 RIVALS: dict[str, Rival] = {
-    NONE: Rival(Stabiliser, lambda model, setting: Stabiliser(), decays=True),
-    "LocAteR": Rival(LocAteR, lambda model, setting: LocAteR(model, strength=setting), (1e-3, 1e-2, 1e-1)),
-    "QK-norm": Rival(QKNorm, _plain(QKNorm), decays=True),
-    "QK-norm (L2)": Rival(QKNorm, lambda model, setting: QKNorm(model, kind=L2(int(setting))), (4.0, 32.0, 256.0)),
-    "QK-Clip": Rival(QKClip, lambda model, setting: QKClip(model, threshold=setting), (3.0, 10.0, 30.0)),
-    "soft-cap": Rival(SoftCap, lambda model, setting: SoftCap(model, cap=setting), (3.0, 10.0, 30.0)),
-    "σReparam": Rival(SigmaReparam, lambda model, setting: SigmaReparam(model, gain=setting), (0.5, 1.0, 2.0)),
-    "spectral norm": Rival(SpectralNorm, _plain(SpectralNorm), decays=True),
-    "QK-decay": Rival(
-        QKDecay,
-        lambda model, optimizer, setting: QKDecay(model, decay=setting, optimizer=optimizer),
-        (0.1, 1.0, 5.0),
-        late=True,
-    ),
-    "AlphaDecay": Rival(
-        AlphaDecay,
-        lambda model, optimizer, setting: AlphaDecay(model, optimizer=optimizer, decay=setting, every=50),
-        (0.01, 0.1, 1.0),
-        late=True,
-    ),
-    "z-loss": Rival(ZLoss, lambda model, setting: ZLoss(model, weight=setting), (1e-4, 1e-3, 1e-2)),
-    "entropy bonus": Rival(
-        EntropyBonus, lambda model, setting: EntropyBonus(model, weight=setting), (1e-3, 1e-2, 1e-1)
-    ),
-    "mimetic start": Rival(
-        MimeticInitialisation, lambda model, setting: MimeticInitialisation(model, identity=setting), (0.2, 0.7, 1.5)
-    ),
-    "spectral start": Rival(
-        SpectralInitialisation,
-        lambda model, setting: SpectralInitialisation(model, xi=1.0, eta=setting),
-        (0.03, 0.1, 0.3),
-    ),
-    UNIFORM: Rival(Temperature, lambda model, setting: Temperature(model, 1e-6), decays=True),
+    NONE: Rival(lambda model, setting: Stabiliser()),
+    "LocAteR": Rival(lambda model, setting: LocAteR(model, strength=setting), (1e-3, 1e-2, 1e-1)),
+    "QK-norm": Rival(lambda model, setting: QKNorm(model)),
+    "QK-Clip": Rival(lambda model, setting: QKClip(model, threshold=setting), (3.0, 10.0, 30.0)),
+    "σReparam": Rival(lambda model, setting: SigmaReparam(model, gain=setting), (0.5, 1.0, 2.0)),
+    UNIFORM: Rival(lambda model, setting: Temperature(model, 1e-6)),
 }
-CHOSEN = (NONE, "LocAteR", "QK-norm", "QK-Clip", "σReparam", UNIFORM)  # what two cores afford; others by hand
 
 
 def grid(quick: bool) -> list[Point]:
-    names = (NONE, "LocAteR", "QK-norm", "soft-cap", UNIFORM) if quick else CHOSEN
+    names = (NONE, "LocAteR", "QK-norm", UNIFORM) if quick else tuple(RIVALS)
     rates = RATES[::2] if quick else RATES
     return [
         {"name": f"{name}-seed{seed}", "arm": name, "seed": seed, "rates": list(rates), "steps": 60 if quick else STEPS}
@@ -108,14 +65,14 @@ def measure(point: Point, place: Path) -> list[Json]:
 def tuned(arm: str, steps: int) -> float:
     """The setting with the least loss, of as many trials for each arm."""
     rival = RIVALS[arm]
-    trials = {one: validation_loss(_run(rival, one, BASE, TUNING, steps)) for one in rival.settings}
+    trials = {one: validation_loss(_run(rival, one, BASE, TUNING, steps)) for one in rival.tried}
     return min(trials, key=trials.__getitem__)
 
 
 def _run(rival: Rival, setting: float, rate: float, seed: int, steps: int) -> Ran:
-    options = {"optimizer": "adamw", "weight_decay": setting if rival.decays else 0.0}
+    options = {"optimizer": "adamw", "weight_decay": 0.0 if rival.settings else setting}
     config = trained(seed, steps, learning_rate=rate, **options)
-    return train(config, lambda *parts: rival.make(*parts, setting), late=rival.late)
+    return train(config, lambda model: rival.make(model, setting))
 
 
 def _row(rival: Rival, setting: float, rate: float, seed: int, steps: int) -> Json:

@@ -149,7 +149,7 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
         "doubt": study.doubt,
         "figure": asdict(study.figure),
         "failures": [row for row in rows if "error" in row],
-        "rows": _drawn(study, found, told),
+        "rows": study.shown(told) if study.figure.kind != "intervals" else _drawn(study, found),
     }
 
 
@@ -174,12 +174,9 @@ def _on(conditions: Sequence[str], total: int) -> str:
     return f" on any of {total} settings" if len(conditions) == total > 1 else f" on {together(conditions)}"
 
 
-def _drawn(study: Study, found: Answer | None, measured: list[Json]) -> list[Json]:
-    """Return the rows of the figure: measurements, or findings."""
-    if study.figure.kind != "intervals":
-        return study.shown(measured)
-    wanted = study.drawn if found else ()
-    some = [one for one in found.findings if one.what in wanted] if found else []
+def _drawn(study: Study, found: Answer | None) -> list[Json]:
+    """The findings of a figure of intervals."""
+    some = [one for one in found.findings if one.what in study.drawn] if found else []
     return [one.to_json() | {"seen": one.estimate.is_seen} for one in some]
 
 

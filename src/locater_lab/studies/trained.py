@@ -40,12 +40,8 @@ def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.O
         kept = run.read_config(place)
         if replace(kept, data=config.data) != config:
             raise refusal(f"the run of its point in {place}", "one of another config", "move the folder elsewhere")
-        return run.resume(place, stop_after=stop_after, say=_quiet)
-    return run.start(config, place, stop_after=stop_after, say=_quiet)
-
-
-def _quiet(sentence: str) -> None:
-    """Print nothing: workers have no terminal."""
+        return run.resume(place, stop_after=stop_after, say=lambda sentence: None)
+    return run.start(config, place, stop_after=stop_after, say=lambda sentence: None)
 
 
 def result(folder: Path, *, is_done: bool = True) -> Json:

@@ -36,29 +36,24 @@ def local(sweep: Sweep, measure: Measure, *, jobs: int, tell: Callable[[int, int
             tell(total - len(sweep.missing()), total)
         return
     workers: list[subprocess.Popen[bytes]] = []
+    command = [sys.executable, "-m", "locater.cli", "sweep", "--resume", str(sweep.folder), "--worker"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         while missing := sweep.missing():
             workers = [one for one in workers if one.poll() is None]
-            workers += [_worker(sweep.folder) for _ in range(min(jobs, len(missing)) - len(workers))]
+            workers += [
+                subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+                for _ in range(min(jobs, len(missing)) - len(workers))
+            ]
             tell(total - len(missing), total)
             time.sleep(POLL_SECONDS)
         tell(total, total)
     finally:
-        _end(workers)
-
-
-def _worker(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "locater.cli", "sweep", "--resume", str(folder), "--worker"]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-
-
-def _end(workers: list[subprocess.Popen[bytes]]) -> None:
-    """Ask them to save, and wait: none outlives the one who started it."""
-    for one in workers:
-        if one.poll() is None:
-            one.send_signal(signal.SIGTERM)
-    for one in workers:
-        one.wait()
+        for one in workers:  # asked to save, and waited for: none outlives the one who started it
+            if one.poll() is None:
+                one.send_signal(signal.SIGTERM)
+        for one in workers:
+            one.wait()
 
 
 def slurm_script(sweep: Sweep, path: Path) -> None:
