@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from command import locater
-from locater.cli import progress as module
-from locater.cli.progress import progress
+from locater.cli import results as module
+from locater.cli.results import progress
 from locater.errors import Refusal
 from locater.models import Config
 from locater.packaged import EXAMPLE, packaged

@@ -43,7 +43,7 @@ def defined_names() -> dict[str, set[str]]:
 def test_functions_that_the_pages_name_exist():
     """`module.function(…)` where the module is one of ours."""
     names = defined_names()
-    for page in PAGES:
+    for page in [path for path in PAGES if path.name != "migration.md"]:  # which lists former names
         for code in re.findall(r"`([^`\n]+)`", page_text(page)):
             for module, function in re.findall(r"(?<![\w.])(?:locater\.)?(?:\w+\.)*(\w+)\.(\w+)\(", code):
                 known = names.get(module, {function})

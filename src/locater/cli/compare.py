@@ -11,8 +11,7 @@ from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
 from .output import FittedTable, console_for, parse_spans
 from .output import table as fitted
-from .pages import save_html
-from .scans import raise_refused, save_rows
+from .results import raise_refused, save_html, save_rows
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison

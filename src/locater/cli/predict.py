@@ -14,8 +14,7 @@ from ..errors import BadArguments, counted, shown
 from ..quantities import quantity
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, parse_spans, table
-from .pages import save_html
-from .progress import progress
+from .results import progress, save_html
 
 if TYPE_CHECKING:
     from ..models.sources import Stored
@@ -36,7 +35,7 @@ def predict(
     layers: Layers = None,
     timeout: Timeout = None,
     heads: Heads = False,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Another tokenizer: a folder or a hub id.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Another tokenizer (folder or hub id).")] = None,
     plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,

@@ -14,8 +14,7 @@ from ..plugins import plugins
 from ..records import Json
 from .options import PagePath, Timeout
 from .output import console_for, example
-from .pages import save_html
-from .scans import scan_with_progress
+from .results import save_html, scan_with_progress
 
 
 def report(

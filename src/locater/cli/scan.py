@@ -17,8 +17,7 @@ from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
 from .output import FittedTable, console_for, example, parse_spans, print_bullet
 from .output import table as fitted
-from .pages import save_html
-from .scans import raise_refused, save_rows, scan_with_progress
+from .results import raise_refused, save_html, save_rows, scan_with_progress
 
 if TYPE_CHECKING:
     from ..scanning.rows import Condition, HeadRow

@@ -67,9 +67,9 @@ def theory(
 ) -> None:
     """Compute which tokens pass on a signal: the propagation probability of each token of a random walk."""
     if phase_diagram:
-        from .phase_diagram import run
+        from .theory_parts import show_phase_diagram
 
-        return run(plot=plot, json=json)
+        return show_phase_diagram(plot=plot, json=json)
     if head is not None and moments is not None:
         raise BadArguments("give --head or --moments, not both")
     options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
@@ -83,7 +83,7 @@ def theory(
         options |= dict(covariance=_covariance(covariance), seed=0)
         document = _of_weights(weights, method, options)
         if depth is not None:
-            from .depth import depth_document
+            from .theory_parts import depth_document
 
             document["depth"] = depth_document(weights, layers=depth, options=options)
     return _show(document, plot, json)
@@ -202,7 +202,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
         console.print()
         console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.6f}"] for n in range(11)]))
     if "depth" in document:
-        from .depth import depth_sentence, depth_table
+        from .theory_parts import depth_sentence, depth_table
 
         console.print()
         console.print(depth_sentence(document["depth"]), markup=False)

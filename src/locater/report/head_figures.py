@@ -11,8 +11,7 @@ from .curves import curves, study_figure
 from .figures import canvas, colormaps, save
 from .head_panels import PANELS, head_figure
 from .headline import headline
-from .text import all_shown
-from .views import Document, View, views_of
+from .views import Document, View, all_shown, views_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,9 +96,12 @@ def first_shown(documents: Sequence[Document]) -> list[tuple[int, int]]:
 
 
 def _opened(documents: Sequence[Document]) -> list[tuple[int, int]]:
-    """The first head that a warning names, else the one of the largest |ξ|."""
+    """The first head that a warning names, else one to look at first, else the one of the largest |ξ|."""
     views = views_of([all_shown(document) for document in documents])
-    warned = [one for one in headline(views, []) if one.tone == "warning" and one.heads]
+    said = [one for one in headline(views, []) if one.heads]
+    warned = [one for one in said if one.tone == "warning"] or [
+        one for one in said if one.text.startswith("Look first")
+    ]
     if warned:
         return [views[warned[0].view].heads[warned[0].heads[0]][1:]]
     for view in views[:1]:

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy
 
+from ..errors import shown
 from ..quantities import GLOSSARY, QUANTITIES, REGIME_WORDS, REGIMES, is_shown, quantity
 from ..records import Json, write
 from .does import does, legend
 from .headline import headline, verdict
 from .stories import Sentence
-from .text import all_shown, shown
-from .views import Document, View, last_part, views_of
+from .views import MOST_CHARACTERS, Document, View, all_shown, last_part, views_of
 
 TITLE = "Self-attention Networks Localize When QK-eigenspectrum Concentrates"
 PAPER = f'<a href="https://arxiv.org/abs/2402.02098" rel="noreferrer">Bao, Hataya, Karakida: {TITLE}, ICML 2024</a>'
@@ -84,7 +84,7 @@ def page(
     studies = [one for one in cleaned if one["schema"] == "locater.study/1"]
     said = verdict(views)
     sentences = [one for one in headline(views, [*runs, *studies]) if one.text != said]
-    title = shown(title or _title(views, [*runs, *studies]))
+    title = shown(title or _title(views, [*runs, *studies]), MOST_CHARACTERS)
     pack = Pack()
     data = {
         "title": title,

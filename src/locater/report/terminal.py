@@ -9,8 +9,7 @@ from rich.text import Text
 
 from ..quantities import quantity
 from ..records import JsonMapping
-from .text import all_shown
-from .views import views_of
+from .views import all_shown, views_of
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 SHADES = ".:-=+*#%@"

@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ..errors import refusal
+from ..errors import refusal, shown
 from ..records import Json
 from .stories import MONITOR, steps_of
 
 Key = tuple[str, int, int]
+MOST_CHARACTERS = 300  # of a string that others wrote
 Document = Json
 ESTIMATED = "estimated_"  # begins the name of a column that is a guess from the weights
 # Columns that are no quantity: names, shapes, and what another column says better.
@@ -266,3 +268,14 @@ def last_part(source: str) -> str:
     for suffix in (".gguf", ".safetensors", ".jsonl", ".json", ".pt", ".pth"):
         name = name.removesuffix(suffix)
     return f"{folders[-1]}/{name}" if name in GENERIC and folders else name or source
+
+
+def all_shown(value: object) -> Any:
+    """Clean every string of a document, keys included: nothing in it hides, turns the line or fills the page."""
+    if isinstance(value, str):
+        return shown(value, MOST_CHARACTERS)
+    if isinstance(value, dict):
+        return {shown(key, MOST_CHARACTERS): all_shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_shown(one) for one in value]
+    return value

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from locater.cli.options import HtmlPath
 from locater.cli.output import console_for
-from locater.cli.pages import save_html
+from locater.cli.results import save_html
 from locater.errors import missing
 from locater.quantities import REGIME_WORDS
 from locater.records import Json

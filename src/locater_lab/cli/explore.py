@@ -8,8 +8,7 @@ from rich.markup import escape
 
 from locater.cli.options import PagePath
 from locater.cli.output import console_for
-from locater.cli.pages import facts_of
-from locater.cli.progress import progress
+from locater.cli.results import facts_of, progress
 from locater.errors import net, refusal
 
 NUM_WALKS = 64

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from locater.cli.options import HtmlPath, JsonPath, PlotPath
 from locater.cli.output import console_for, parse_spans, table
-from locater.cli.pages import save_html
+from locater.cli.results import save_html
 from locater.errors import shown
 from locater.records import Json
 

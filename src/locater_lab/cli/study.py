@@ -11,7 +11,7 @@ from rich.markup import escape
 from locater.budget import limited
 from locater.cli.options import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout
 from locater.cli.output import FittedTable, console_for, table
-from locater.cli.pages import save_html
+from locater.cli.results import save_html
 from locater.errors import BadArguments, net
 from locater.records import Json
 

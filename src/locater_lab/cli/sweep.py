@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from locater.cli.options import Engine, Jobs, JsonPath, Retry
 from locater.cli.output import console_for, table
-from locater.cli.progress import progress
+from locater.cli.results import progress
 from locater.documents import as_written, read_yaml
 from locater.errors import BadArguments, refusal, within
 from locater.records import Json

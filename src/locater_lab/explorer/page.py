@@ -11,8 +11,7 @@ import numpy
 from locater.quantities import GLOSSARY, REGIME_WORDS
 from locater.records import Json, write
 from locater.report.page import PAPER, Pack, assemble, asset, definitions
-from locater.report.text import all_shown
-from locater.report.views import Document, View, views_of
+from locater.report.views import Document, View, all_shown, views_of
 
 LENGTH, NUM_DRAWS = 32, 8
 # What can be chosen: the layer that is shown, and whether layers have a residual stream and norms.

@@ -1,0 +1,108 @@
+"""Parts that commands share: progress on standard error, scans, tables of rows, and pages."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from ..errors import Refusal, shown
+from ..records import Json
+from .output import aside, console_for
+
+if TYPE_CHECKING:
+    from ..models.sources import Stored
+    from ..scanning.scan import Scan
+
+BETWEEN_LINES = 10.0  # seconds: what is done sooner needs no line
+Tell = Callable[[int, int], None]  # steps done, and in all
+
+
+@contextmanager
+def progress(task: str, *, steps: str, long: bool = False) -> Iterator[Tell]:
+    """Gives a function to be told of steps (what they are says `steps`); a task that is `long` says that it begins."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(shown(task), steps, long=long)
+        return
+    with Progress(console=console, transient=True) as bar:
+        number = bar.add_task(escape(shown(task)), total=None)
+        yield lambda done, total: bar.update(number, completed=done, total=total)
+
+
+def _lines(task: str, steps: str, *, long: bool) -> Tell:
+    if long:
+        aside(f"{task} …")
+    last = monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if done < total and monotonic() - last >= BETWEEN_LINES:
+            aside(f"{task}: {done} of {total} {steps}")
+            last = monotonic()
+
+    return tell
+
+
+def raise_refused(sentences: Sequence[str]) -> None:
+    """Exit 1 where something was not read, after all that was read has been shown."""
+    if sentences:
+        first, *others = sentences
+        raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
+
+
+def scan_with_progress(source: "Stored", **options: Any) -> "Scan":
+    from ..scanning.scan import scan as run
+
+    with progress(f"scanning {source.place}", steps="layers") as tell:
+        return run(source, progress=tell, **options)
+
+
+def save_rows(document: Json, rows: Iterable[Json], *, json: Path | None, table: Path | None) -> None:
+    """Write the document, and its rows as CSV or Parquet, by the name of the file."""
+    from ..records import write_csv, write_json, write_parquet
+
+    if json:
+        write_json(document, json)
+    if table:
+        (write_parquet if table.suffix == ".parquet" else write_csv)(list(rows), table)
+
+
+def save_html(
+    documents: list[Json],
+    path: Path,
+    *,
+    title: str | None = None,
+    when: float | None = None,
+    note: str | None = None,
+) -> None:
+    """Write the page and say where; `when` is the date of what it shows, by default now; `note` is the sender's."""
+    from ..report.page import save_page
+
+    save_page(documents, path, title=title, facts=facts_of(when), note=note)
+    console_for(None, aside=True).print(f"page: {escape(str(path))}", soft_wrap=True)
+
+
+def facts_of(when: float | None) -> dict[str, str]:
+    """Command, versions and date; SOURCE_DATE_EPOCH stands for now where builds must repeat."""
+    moment = float(os.environ.get("SOURCE_DATE_EPOCH") or (datetime.now(UTC).timestamp() if when is None else when))
+    date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = shown(shlex.join(["locater", *sys.argv[1:]]))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("locater", "torch"))
+    return {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
