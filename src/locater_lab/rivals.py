@@ -25,7 +25,7 @@ from locater.stabilisers.live.find import find_pairs
 from locater.stabilisers.live.pairs import Pair, check_stored
 from locater.stabilisers.live.sharding import check_not_spread, shard_of
 from locater.stabilisers.live.weights import Rows
-from locater.stabilisers.rivals.reparametrisation import SpectralScale, linear_weights, remove
+from locater.stabilisers.reparametrisation import SpectralScale, linear_weights, remove
 
 __all__ = ["AlphaDecay", "MimeticInitialisation", "SpectralInitialisation", "SpectralNorm"]
 

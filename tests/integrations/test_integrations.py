@@ -15,7 +15,7 @@ from locater.errors import Refusal
 from locater.integrations import hugging_face as hf
 from locater.integrations import lightning
 from locater.stabilisers import LocAteR, Projected, QKClip, WarmUp
-from locater.stabilisers.live.gauge import innermost
+from locater.stabilisers.strength import innermost
 from stabiliser_models import llama
 
 TESTS = Path(__file__).parents[1]

@@ -4,15 +4,13 @@ The mathematics alone, on two weight tensors, is in `locater.stabilisers.penalty
 """
 
 from .base import Stabiliser
-from .live.gains import Normalised, Raw
+from .forward import L2, RMS, QKNorm, SoftCap
+from .live.find import Normalised, Raw
 from .locater import LocAteR
+from .losses import EntropyBonus, QKDecay, ZLoss
 from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
-from .rivals.attention_losses import EntropyBonus, ZLoss
-from .rivals.qk_clip import QKClip
-from .rivals.qk_norm import L2, RMS, QKNorm
-from .rivals.reparametrisation import SigmaReparam
-from .rivals.soft_cap import SoftCap
-from .rivals.weight_decay import QKDecay
+from .qk_clip import QKClip
+from .reparametrisation import SigmaReparam
 from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
 from .strength import Auto
 

@@ -17,13 +17,11 @@ from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck
 from ..records import State, head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
-from .live.find import find_pairs
-from .live.gains import Inputs, Raw
-from .live.gauge import Gauge
+from .live.find import Inputs, Raw, find_pairs
 from .live.pairs import Pair
 from .mean import Mean, Projected, as_mean
 from .scales import Eta, Objective, Scale
-from .strength import Auto
+from .strength import Auto, Gauge
 
 
 class LocAteR(Stabiliser):

@@ -12,7 +12,7 @@ from locater import checkpoints
 from locater.documents import as_written, read_json
 from locater.errors import refusal
 from locater.records import Json, write, write_json
-from locater.stabilisers.rivals.reparametrisation import remove
+from locater.stabilisers.reparametrisation import remove
 
 from ..data import vocabulary
 from ..data.vocabulary import Vocabulary

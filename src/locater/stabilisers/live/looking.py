@@ -22,8 +22,7 @@ from ...errors import Refusal, refusal
 from ...models.live.tensors import entry_of
 from ..base import Stabiliser
 from .interception import WAY_OUT, Slots
-from .maxima import num_heads
-from .pairs import Pair
+from .pairs import Pair, num_heads
 
 
 class Looker(Stabiliser):

@@ -1,5 +1,6 @@
 """`Pair`: the queries and keys of one attention module, as a batch of heads that is read from the live weights."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,3 +102,8 @@ def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:
     for pair in pairs:
         if not all(rows.weight.is_stored for rows in pair.sides):
             raise refusal(f"plain parameters to {what}", f"computed weights in {pair.name}", remedy)
+
+
+def num_heads(pairs: Sequence[Pair], name: str) -> int:
+    """The heads of a module, of which pairs may be a part each."""
+    return max(pair.first + math.prod(pair.shape) for pair in pairs if pair.name == name)

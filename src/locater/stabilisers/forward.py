@@ -1,7 +1,8 @@
-"""QK-norm: queries and keys normalised per head before their product.
+"""Rivals in the forward pass: norms of queries and keys per head, and a cap on the logits.
 
 RMS with a gain as in Dehghani et al. 2023 (ViT-22B, arXiv 2302.05442) and most language models since; L2 with a learned
-temperature as in Henry et al. 2020 (arXiv 2010.04245).
+temperature as in Henry et al. 2020 (arXiv 2010.04245). Soft-capping ω ↦ c·tanh(ω/c): Gemma Team 2024, arXiv 2408.00118;
+after Bello et al. 2016.
 """
 
 import math
@@ -13,16 +14,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ...attention.calls import AttentionCall
-from ...errors import refusal
-from ...models.live.explicit import Explicit
-from ...models.live.watch import Sample
-from ...projections import whole
-from ..base import Stabiliser
-from ..live.find import NORM, find_pairs
-from ..live.interception import Slots, check_no_full_graph
-from ..live.pairs import Pair
-from ..live.sharding import check_not_spread
+from ..attention.calls import AttentionCall
+from ..errors import refusal
+from ..models.live.explicit import Explicit
+from ..models.live.watch import Sample
+from ..projections import whole
+from .base import Stabiliser
+from .live.find import NORM, find_pairs
+from .live.interception import Slots, check_no_full_graph
+from .live.pairs import Pair
+from .live.sharding import check_not_spread
 
 
 @runtime_checkable
@@ -119,3 +120,37 @@ class Normalising:
 
     def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         return self.kind.apply(getattr(module, NORM), call).attend()
+
+
+class SoftCap(Stabiliser):
+    """No logit beyond ±cap. Cost: the logits are materialised, O(T²) memory, since no fused kernel on CPU caps."""
+
+    def __init__(
+        self, model: nn.Module, *, cap: float = 50.0, heads: Sequence[Explicit] = (), sample: Sample | None = None
+    ) -> None:
+        if not 0 < cap < float("inf"):
+            raise refusal("a positive, finite cap", cap)
+        check_no_full_graph(model)
+        self.cap, self.slots = cap, Slots((), lambda name: Capping(cap))
+        self.begin(model, partial(self._find, model, heads), sample, heads)
+
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
+        pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
+        self.slots = Slots(pairs, lambda name: Capping(self.cap))
+
+    def detach(self) -> None:
+        self.stop_waiting()
+        self.slots.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class Capping:
+    """The handler of one module."""
+
+    cap: float
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        if call.softcap is None:
+            return call.changed(softcap=self.cap).attend()
+        # The model caps already. Masks come behind the cap, which would make them finite.
+        return call.finish(call.masked(torch.tanh(call.raw() / self.cap) * self.cap, as_given=True))

@@ -4,7 +4,7 @@ Kimi Team 2025, "Kimi K2", arXiv 2507.20534: for latent attention as there, and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,20 +12,23 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from ...attention.arguments import with_four_dimensions
-from ...attention.calls import AttentionCall, in_backward
-from ...errors import refusal
-from ...models.live import at_work
-from ...models.live.explicit import Explicit
-from ...models.live.watch import Sample
-from ...models.live.write_check import WriteCheck
-from ...records import State, head_key, layer_key
-from ..live.bounded import Bounds
-from ..live.find import find_pairs
-from ..live.looking import Looker
-from ..live.maxima import Maxima
-from ..live.pairs import Pair, check_stored
+from ..attention.arguments import with_four_dimensions
+from ..attention.layers import logit_bounds
+from ..attention.calls import AttentionCall, in_backward
+from ..errors import refusal
+from ..models import read_heads
+from ..models.live import ModuleTensors, at_work, sites
+from ..models.live.explicit import Explicit
+from ..models.live.tensors import entries_of
+from ..models.live.watch import Sample
+from ..models.live.write_check import WriteCheck
+from ..projections import whole
+from ..records import State, head_key, layer_key
+from .live.find import find_pairs
+from .live.looking import Looker
+from .live.pairs import Pair, check_stored, num_heads
 
 BLOCK = 128  # queries whose logits exist at a time
 
@@ -164,3 +167,87 @@ def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     rows = [slice(start, start + BLOCK) for start in range(0, num_queries, BLOCK)]
     blocks = [call.final(block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
     return torch.stack(blocks).amax(0)
+
+
+class WholeTensors(ModuleTensors):
+    """Sharded weights gathered."""
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        return whole(super().read(name, rows))
+
+
+class Bounds:
+    """The bounds of all heads of each pair's module; refused where no norm before attention bounds its inputs."""
+
+    def __init__(
+        self, model: nn.Module, pairs: Sequence[Pair], *, heads: Sequence[Explicit], sample: Sample | None
+    ) -> None:
+        tensors = WholeTensors(model)
+        places = {
+            (site.block, site.number): site
+            for site in sites(tensors.model, heads=heads, sample=sample, tensors=tensors)
+        }
+        self.sites = {pair.name: places[pair.block, pair.layer] for pair in pairs}
+        for name, values in self.read().items():
+            layer = read_heads(self.sites[name])
+            if not bool(values.isfinite().all()) or any(head.softcap is not None for head in layer.heads):
+                kinds = "heads whose weights bound their logits: behind a norm, no QK-norm, soft-cap or latent keys"
+                raise refusal(kinds, f"others in {name}", 'take by="logits"')
+
+    @torch.no_grad()
+    def read(self) -> dict[str, Tensor]:
+        """The bounds at this moment, by the names of pairs."""
+        return {name: logit_bounds(read_heads(site).heads).float() for name, site in self.sites.items()}
+
+
+Identity = tuple[str, tuple[float, ...]]  # a module's name and some of its weights, which stages do not share
+
+
+class Maxima:
+    """Reduces by one message, in which every module of every process has its place; agreed on at the first."""
+
+    def __init__(self, pairs: Sequence[Pair], group: dist.ProcessGroup | None) -> None:
+        self.group, self.places = group, dict[Identity, tuple[int, int]]()
+        self.queries = {pair.name: pair.query for pair in pairs}
+        self.num_heads = {pair.name: num_heads(pairs, pair.name) for pair in pairs}
+        self.identities: dict[str, Identity] = {}
+
+    def reduce(self, largest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The largest over all processes, of the modules that are this one's and that any has seen."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self.group) == 1:
+            return dict(largest)
+        if not self.places:
+            self._agree()
+        device = next((values.device for values in largest.values()), self._device())
+        vector = torch.full((sum(size for _, size in self.places.values()),), -math.inf, device=device)
+        for name, values in largest.items():
+            start, _ = self.places[self.identities[name]]
+            start += self._first(name, len(values))
+            vector[start : start + len(values)] = values
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self.group)
+        is_seen = (vector > -math.inf).cpu()
+        own = {name: self.places[self.identities[name]] for name in self.num_heads}
+        return {name: vector.narrow(0, *place) for name, place in own.items() if is_seen.narrow(0, *place).any()}
+
+    def _agree(self) -> None:
+        self.identities = {name: (name, entries_of(rows.weight.read())) for name, rows in self.queries.items()}
+        own = [(self.identities[name], number) for name, number in self.num_heads.items()]
+        lists: list[list[tuple[Identity, int]]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(lists, own, group=self.group)
+        start = 0
+        for identity, size in dict(item for part in lists for item in part).items():
+            self.places[identity] = start, size
+            start += size
+
+    def _first(self, name: str, number: int) -> int:
+        """The first of the heads that this process computes: 0 but under tensor parallelism."""
+        weight, rows = self.queries[name].weight.read(), self.queries[name]
+        if number < self.num_heads[name] and isinstance(weight, DTensor):
+            for dim, placement in enumerate(weight.placements):
+                is_split = placement == Shard(rows.row_axis)
+                if is_split and number * weight.device_mesh.size(dim) == self.num_heads[name]:
+                    return number * weight.device_mesh.get_local_rank(dim)
+        return 0
+
+    def _device(self) -> torch.device:
+        return next(iter(self.queries.values())).weight.read().device

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
-from ...errors import refusal
-from ...models.live.watch import Sample
-from ...projections import whole
-from ..base import Stabiliser
-from ..live.sharding import check_not_spread
+from ..errors import refusal
+from ..models.live.watch import Sample
+from ..projections import whole
+from .base import Stabiliser
+from .live.sharding import check_not_spread
 
 Indices = Int[Tensor, " rows"] | None
 

@@ -1,1 +1,0 @@
-"""Other methods against unstable attention, each under LocAteR's interface: one method per file."""
