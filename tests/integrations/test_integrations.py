@@ -203,3 +203,15 @@ def test_the_page_on_own_stabilisers_runs_and_its_gradient_is_autograds():
     found = names["gradient"](query.detach(), key.detach(), scale=scale)
     for one, by in zip(found, torch.autograd.grad(expected, (query, key)), strict=True):
         torch.testing.assert_close(one, by)
+
+
+@pytest.mark.slow
+@uses_torchrun
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_trainer_of_transformers_under_deepspeed(stage, tmp_path):
+    """In bf16 on two processes: LocAteR shrinks queries and keys as on one, and the monitor sees smaller logits."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install deepspeed")
+    output = torchrun("trainer_deepspeed.py", stage, tmp_path, num_processes=2, DS_ACCELERATOR="cpu")
+    (line,) = [line.split() for line in output.splitlines() if line.startswith(f"stage {stage}: ")]
+    held, without, num_reports, small, seen = map(float, line[2:])
+    assert held < 0.9 * without and small < 0.8 * seen and num_reports == 4

@@ -21,7 +21,7 @@ from ..models.live.write_check import Optimizers, several
 from ..records import State
 
 _Kind = TypeVar("_Kind", bound="Stabiliser")
-Find = Callable[[Sample | None], None]
+Find = Callable[[Sample | None], None]  # on a batch, if that is needed
 
 
 class Stabiliser:
@@ -60,16 +60,14 @@ class Stabiliser:
         if state:
             raise refusal("an empty state", ", ".join(state))
 
-    def begin(
-        self, model: nn.Module, find: Callable[[Sample | None], None], sample: Sample | None, *known: object
-    ) -> None:
+    def begin(self, model: nn.Module, find: Find, sample: Sample | None, *known: object) -> None:
         """Find the heads now where `sample`, the tables or what is `known` of them allow it, else at the first call."""
         if sample is not None or any(known) or is_known(model):
             find(sample)
         else:
             self.waiting = FirstCall(entry_of(model), partial(self._begin_waiting, find))
 
-    def _begin_waiting(self, find: Callable[[Sample | None], None], sample: Sample) -> None:
+    def _begin_waiting(self, find: Find, sample: Sample) -> None:
         self.waiting = None
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             find(sample)
@@ -82,11 +80,6 @@ class Stabiliser:
             remedy = "call the model itself, model(batch), first; or give a batch by sample=…"
             raise refusal(f"heads found in the model's first call, for {what}", "no call so far", remedy)
 
-    def stop_waiting(self) -> None:
-        if self.waiting is not None:
-            self.waiting.close()
-            self.waiting = None
-
     def __enter__(self: _Kind) -> _Kind:
         return self
 
@@ -95,6 +88,9 @@ class Stabiliser:
 
     def detach(self) -> None:
         """Leave the model's outputs and the keys of its `state_dict` as they would be without the stabiliser."""
+        if self.waiting is not None:
+            self.waiting.close()
+            self.waiting = None
 
 
 def non_negative(value: float, what: str) -> float:

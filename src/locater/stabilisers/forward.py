@@ -106,7 +106,7 @@ class QKNorm(Stabiliser):
         return {"qk_norm/gain": sum(means) / len(means)}
 
     def detach(self) -> None:
-        self.stop_waiting()
+        super().detach()
         self.slots.remove()
         for module in self.modules.values():
             module._modules.pop(NORM, None)
@@ -139,7 +139,7 @@ class SoftCap(Stabiliser):
         self.slots = Slots(pairs, lambda name: Capping(self.cap))
 
     def detach(self) -> None:
-        self.stop_waiting()
+        super().detach()
         self.slots.remove()
 
 

@@ -173,7 +173,7 @@ class LocAteR(Stabiliser):
 
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
-        self.stop_waiting()
+        super().detach()
         at_work.end(self)
         if self.pairs:
             self.writes.close()

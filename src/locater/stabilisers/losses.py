@@ -67,9 +67,7 @@ class AttentionLoss(Looker):
         return self.weight * torch.stack(list(means.values())).mean()
 
     def detach(self) -> None:
-        self.stop_waiting()
-        if self.pairs:
-            super().detach()
+        super().detach()
         self.gathered.clear()
 
 
@@ -142,9 +140,6 @@ class QKDecay(Stabiliser):
                 if weight.requires_grad:
                     heads.mul_(1 - self.decay * rates.learning_rate(weight, rows.weight.name))
             shard.commit()
-
-    def detach(self) -> None:
-        self.stop_waiting()
 
 
 def _sides(pair: Pair) -> tuple[tuple[Rows, Tensor], tuple[Rows, Tensor]]:

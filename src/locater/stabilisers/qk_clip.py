@@ -142,11 +142,10 @@ class QKClip(Looker):
         return self.last[pair.name][pair.first : pair.first + math.prod(pair.shape)].view(pair.shape)
 
     def detach(self) -> None:
-        self.stop_waiting()
+        super().detach()
         at_work.end(self)
         if self.pairs:
             self.writes.close()
-            super().detach()
 
 
 def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Tensor, "*heads"]:

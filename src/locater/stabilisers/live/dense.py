@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...errors import refusal
-from ...models.live.masters import current, write
-from ...projections import whole, widen
+from ...projections import widen
 from ...spectra import Grams, Moments, gram_products, moments_of
 from ..base import Rates
 from ..penalty import Gain, fold, penalty, pull_back
 from ..scales import Scale
-from .pairs import Pair, PerHead
+from .pairs import TINY, Pair, PerHead
 from .sharding import HeadShard, shard_of
-
-TINY = 1e-12  # where neither the loss nor the penalty has a gradient there is nothing to divide
 
 
 @dataclass(frozen=True)
@@ -50,24 +47,12 @@ class DensePair(Pair):
         return _Value.apply(self, scale, gain, *weights)
 
     def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
-        with torch.enable_grad():
-            weights = self.weights()
+        if not self.is_stored:
+            return super().slopes(scale, gain)
+        weights = self.weights()
         shard = shard_of(self, weights)
-        moved = _trained(weights, shard.scatter(*by_heads(shard, scale, gain)[1]))
-        if self.is_stored:
-            return [by for _, by in moved]
-        return self._through(moved)
-
-    def _through(self, moved: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Gradients by computed weights handed on to the leaves, through the graph that made the weights."""
-        by_leaves = torch.autograd.grad(
-            [weight for weight, _ in moved],
-            list(self.leaves().values()),
-            [by for _, by in moved],
-            materialize_grads=True,
-            allow_unused=True,
-        )
-        return list(by_leaves)
+        gradients = zip(weights, shard.scatter(*by_heads(shard, scale, gain)[1]), strict=True)
+        return [by for weight, by in gradients if weight.requires_grad]
 
     def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
         """W −= lr·∇/s in place, lr and s as the optimiser has them. Seven d_h×d_h×d products per head.
@@ -76,15 +61,11 @@ class DensePair(Pair):
         optimiser would divide by if ∇ stood in the loss, so that one strength means the same in both forms, and no
         entry moves by much more than lr. s = 1 where the optimiser keeps no second moment (SGD).
         """
-        with torch.enable_grad():
-            weights = self.weights()
-        shard = shard_of(self, weights, exact=self.is_stored)
-        grams, gradients = by_heads(shard, scale, gain)
         if not self.is_stored:
-            slopes = self._through(_trained(weights, shard.scatter(*gradients)))
-            for (name, leaf), by in zip(self.leaves().items(), slopes, strict=True):
-                move(leaf, by, rates, name)
-            return grams.is_finite
+            return super().descend(scale, gain, rates)
+        weights = self.weights()
+        shard = shard_of(self, weights, exact=True)
+        grams, gradients = by_heads(shard, scale, gain)
         units = _units(shard, gradients, rates)
         sides = zip((shard.query, shard.key), gradients, units, self.sides, (weights[0], weights[-1]), strict=True)
         for heads, by_weight, unit, rows, weight in sides:
@@ -96,7 +77,7 @@ class DensePair(Pair):
 
     def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
         if not self.is_stored:
-            return sum_of_squares(gradients)
+            return super().squares(gradients)
         weights, parts = self.weights(), iter(gradients)
         shard = shard_of(self, [next(parts) if one.requires_grad else torch.zeros_like(one) for one in weights])
         sides = [side.square().sum((1, 2, 3)) for side in (shard.query, shard.key)]
@@ -177,20 +158,3 @@ def _units(shard: HeadShard, gradients: tuple[Tensor, Tensor], rates: Rates) -> 
         total = heads.sum((-2, -1)) * correction + torch.linalg.vector_norm(gradient, dim=(-2, -1)).square()
         squares.append(shard.complete_sums(total) / (heads.shape[-2] * shard.pair.d_model))
     return [square.sqrt().clamp_min(TINY)[..., None, None] for square in squares]
-
-
-def move(parameter: nn.Parameter, by: Tensor, rates: Rates, name: str) -> None:
-    """In the optimiser's unit, taken over the whole parameter."""
-    known = rates.second_moment(parameter)
-    unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
-    value = current(parameter)
-    write(parameter, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(parameter, name)))
-
-
-def _trained(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return [(weight, by) for weight, by in zip(weights, gradients, strict=True) if weight.requires_grad]
-
-
-def sum_of_squares(gradients: Sequence[Tensor]) -> Float[Tensor, " 1"]:
-    """Sum over all leaves at once, where rows of heads cannot be separated in them."""
-    return torch.stack([whole(one.square().sum()) for one in gradients]).sum()[None]

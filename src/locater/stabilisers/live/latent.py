@@ -4,11 +4,10 @@ W_K,h = U_h A, U_h of size d_h×(rank + rope): the up projection times the inner
 all heads share. Every Gram product goes through A A^T of size rank×rank; no head's d_h×d weight is made.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...errors import refusal
@@ -17,10 +16,8 @@ from ...models.live import ModuleTensors
 from ...models.slices import Latent
 from ...projections import whole, widen
 from ...spectra import Grams, Moments, gram_products, moments_of
-from ..base import Rates
 from ..penalty import Gain
 from ..scales import Scale
-from .dense import move, sum_of_squares
 from .pairs import Pair, PerHead
 from .weights import Rows, Weight, find_rows, find_weight
 
@@ -71,21 +68,6 @@ class LatentPair(Pair):
     def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
         with torch.autocast(self.weights()[0].device.type, enabled=False):
             return scale.value(self.grams(gain), d_model=self.d_model, rotary=self.rotary).sum()
-
-    def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
-        with torch.enable_grad():
-            total = self.value(scale, gain)
-        leaves = list(self.leaves().values())
-        return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
-
-    def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
-        slopes = self.slopes(scale, gain)
-        for (name, leaf), by in zip(self.leaves().items(), slopes, strict=True):
-            move(leaf, by, rates, name)
-        return torch.stack([torch.isfinite(whole(by)).all() for by in slopes]).all()
-
-    def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
-        return sum_of_squares(gradients)
 
     def traces(self, gain: Gain) -> PerHead:
         return self.grams(gain).trace

@@ -105,6 +105,7 @@ class Looker(Stabiliser):
         return self.local.passes
 
     def detach(self) -> None:
+        super().detach()
         if self.slots is not None:
             self.slots.remove()
         while self.handles:

@@ -5,12 +5,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ...errors import refusal
 from ...head import Block
+from ...models.live.masters import current, write
 from ...positions import Rotary
+from ...projections import whole
 from ...spectra import Moments
 from ..base import Rates
 from ..penalty import Gain
@@ -18,6 +21,7 @@ from ..scales import Scale
 from .weights import Rows
 
 PerHead = Float[Tensor, "groups heads"]
+TINY = 1e-12  # where neither the loss nor the penalty has a gradient there is nothing to divide
 
 
 @dataclass(frozen=True)
@@ -72,17 +76,29 @@ class Pair(ABC):
     def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
         """The sum of a scale over all heads, as a scalar of the autograd graph."""
 
-    @abstractmethod
     def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
         """The gradient of that sum by each leaf."""
+        with torch.enable_grad():
+            total = self.value(scale, gain)
+        leaves = list(self.leaves().values())
+        return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
 
-    @abstractmethod
     def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
-        """One decoupled step on that sum; returns whether all was finite, as a tensor, without a wait for the GPU."""
+        """One decoupled step on that sum; returns whether all was finite, as a tensor, without a wait for the GPU.
 
-    @abstractmethod
+        In the optimiser's unit, here taken over each whole leaf.
+        """
+        slopes = self.slopes(scale, gain)
+        for (name, leaf), by in zip(self.leaves().items(), slopes, strict=True):
+            known = rates.second_moment(leaf)
+            unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
+            value = current(leaf)
+            write(leaf, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(leaf, name)))
+        return torch.stack([torch.isfinite(whole(by)).all() for by in slopes]).all()
+
     def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
         """Squared norms of gradients by the leaves, for each group of heads where these can be separated."""
+        return torch.stack([whole(one.square().sum()) for one in gradients]).sum()[None]
 
     @abstractmethod
     def traces(self, gain: Gain) -> PerHead:
