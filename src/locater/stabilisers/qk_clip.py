@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..attention.arguments import with_four_dimensions
-from ..attention.layers import logit_bounds
 from ..attention.calls import AttentionCall, in_backward
+from ..attention.layers import logit_bounds
 from ..errors import refusal
 from ..models import read_heads
 from ..models.live import ModuleTensors, at_work, sites
