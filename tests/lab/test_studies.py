@@ -337,17 +337,18 @@ def test_a_gain_that_depends_on_a_factor_is_told_from_one_that_does_not():
 
 
 def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
-    def found(follows: float) -> str:
+    def found(follows: float, seeds: int = 3) -> str:
         shuffled = {0: (1, 4, 2, 6, 3, 5), 1: (3, 2, 6, 1, 5, 4), 2: (4, 1, 5, 2, 6, 3)}
         rows = [
             {"condition": "text", "arm": f"window {n}", "kind": "window", "seed": seed, "near_mass": n / 10}
             | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed, "entropy": 1 - n / 10}
             for n in range(6)
-            for seed in range(3)
+            for seed in range(seeds)
         ]
         return localisation_helps.conclude(rows).findings[0].verdict
 
     assert found(0.99) == "rises" and found(0.0) == "no relation seen"
+    assert found(0.99, seeds=2).startswith("too few seeds"), "two seeds make no claim, of no relation either"
 
 
 def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):

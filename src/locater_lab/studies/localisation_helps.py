@@ -1,5 +1,6 @@
 """Intervene on localisation itself: windows, temperatures, and a mean or a scale held while the other varies."""
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from locater.records import Json
 from .floors import ARMS as FLOORS
 from .interventions import Held, Temperature, Window, far
 from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_text, result, train, trained
-from .statistics import Estimate, Finding, corrected, pooled, spearman, tally
+from .statistics import FEWEST, Estimate, Finding, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -42,9 +43,11 @@ def measure(point: Point, place: Path) -> Json:
 
 
 def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
-    """Spearman over arms of one quantity with another, seed by seed and then together."""
+    """Spearman over arms of one quantity with another, seed by seed and then together; of too few seeds nothing."""
     rows = [row for row in rows if x in row and y in row]
     by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
+    if len(by_seed) < FEWEST:
+        return Estimate(math.nan, -1.0, 1.0, 1.0, len(rows))
     return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
 
 

@@ -185,7 +185,7 @@ class Finding:
         one = self.estimate
         if self.kind == "relation":
             if math.isnan(one.value):
-                return "too few points, or no variation"
+                return "too few seeds or points, or no variation"
             return ("rises" if one.value > 0 else "falls") if one.is_seen else "no relation seen"
         if one.count < FEWEST:
             return "too few seeds"
