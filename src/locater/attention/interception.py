@@ -79,7 +79,7 @@ class Interception(TorchFunctionMode):
         if output is not None and func not in REPLACEABLE:
             raise refusal(f"{SDPA}, whose output can be replaced", f"a call of {call.through}", f"call {SDPA}")
         if output is None:
-            is_flex = func is torch.ops.higher_order.flex_attention and not _has_others()
+            is_flex = func is torch.ops.higher_order.flex_attention and not _others()
             output = run_compiled(func, args, kwargs) if is_flex else func(*args, **kwargs)
         if self.trails is not None and (call.logits is None or self.trails.expected is not None):
             self.trails.begin(output)
@@ -98,9 +98,8 @@ class Interception(TorchFunctionMode):
                 call = AttentionCall(nothing, nothing, nothing, through=kernel.name, unreadable=reason)
             modules, x, lengths = callers(None if call.unreadable else call.query)
             call = replace(call, modules=modules, x=x, lengths=lengths)
-            everyone = [self, *(one for one in _get_current_function_mode_stack() if isinstance(one, Interception))]
             with torch._C.DisableTorchFunction():
-                for one in everyone:
+                for one in (self, *_others()):
                     if one.handle(call) is not None:
                         found = f"a call of {call.through}"
                         raise refusal(f"{SDPA}, whose output can be replaced", found, f"call {SDPA}")
@@ -125,9 +124,9 @@ class Interception(TorchFunctionMode):
         return self._hand_over(func, args, kwargs)
 
 
-def _has_others() -> bool:
-    """Tell whether an interception further out waits for the call that this one has seen."""
-    return any(isinstance(mode, Interception) for mode in _get_current_function_mode_stack())
+def _others() -> list[Interception]:
+    """List the interceptions further out, which wait for the call that this one has seen."""
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Interception)]
 
 
 def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor | None, tuple[int, ...]]:

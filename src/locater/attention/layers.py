@@ -95,13 +95,11 @@ def queries_and_keys(
     counted = (torch.arange(x.shape[1], device=x.device)[None] for x in (x_query, x_key))
     query_positions, key_positions = positions or counted
     length = 1 + int(max(query_positions.max(), key_positions.max()))
-    turn = _turned_first if heads[0].turns_first else _turned
-    queries = turn(sides[0], x_query, rotary, query_positions, length)
-    return queries, turn(sides[1], x_key, rotary, key_positions, length)
-
-
-def _turned(side: Sequence[Projection], x: Tensor, rotary: Rotary, positions: Tensor, length: int) -> Tensor:
-    return rotary.rotate(project(side, x), positions[:, None], length=length)
+    if heads[0].turns_first:
+        queries = _turned_first(sides[0], x_query, rotary, query_positions, length)
+        return queries, _turned_first(sides[1], x_key, rotary, key_positions, length)
+    queries = rotary.rotate(project(sides[0], x_query), query_positions[:, None], length=length)
+    return queries, rotary.rotate(project(sides[1], x_key), key_positions[:, None], length=length)
 
 
 def _turned_first(side: Sequence[Projection], x: Tensor, rotary: Rotary, positions: Tensor, length: int) -> Tensor:

@@ -145,7 +145,8 @@ class Mask:
     def at(self, queries: Int[Tensor, " chosen"]) -> "Mask":
         """The mask of some of the queries."""
         names = ("query_positions", "query_valid", "query_segments", "begin", "last", "first")
-        chosen = {name: _columns(getattr(self, name), queries) for name in names}
+        known = {name: value for name in names if (value := getattr(self, name)) is not None}
+        chosen = {name: value[:, queries] for name, value in known.items()}
         dense, added = (None if one is None else one[..., queries, :] for one in (self.dense, self.added))
         rule = None if self.rule is None else replace(self.rule, queries=self.rule.queries[queries])
         return replace(self, **chosen, dense=dense, added=added, rule=rule)
@@ -214,7 +215,3 @@ def first_of_segment(
     first = torch.full((len(segments), int(numbers.max()) + 1), num_keys, device=segments.device)
     first = first.scatter_reduce(-1, of_keys, index, "amin").gather(-1, of_queries)
     return first.where(first < num_keys, -1)
-
-
-def _columns(values: Tensor | None, chosen: Tensor) -> Tensor | None:
-    return None if values is None else values[:, chosen]

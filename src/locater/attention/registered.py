@@ -103,11 +103,12 @@ def read_transformer_engine(given: Mapping[str, Any]) -> AttentionCall:
     order = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}.get(layout)
     sides = [given[name] for name in ("query_layer", "key_layer", "value_layer")]
     query, key, value = [one.permute(order) for one in sides] if order else [one.transpose(0, 1)[None] for one in sides]
-    scale = _engine_scale(module)
+    scale, sinks = _engine_scale(module), getattr(module, "softmax_offset", None)
     call = AttentionCall(query, key, value, scale=scale, is_causal="causal" in kind, tokens_first=True, through=ENGINE)
     ends, from_start = key.shape[-2] - query.shape[-2], kind in ("causal", "padding_causal")
     back, ahead = (None if bound < 0 else bound for bound in given.get("window_size") or module.window_size or (-1, -1))
-    call = call.changed(window=(back, ahead), offset=0 if from_start else ends, sinks=_engine_sinks(module))
+    sinks = None if sinks is None else sinks.flatten()
+    call = call.changed(window=(back, ahead), offset=0 if from_start else ends, sinks=sinks)
     if layout == "thd":
         call = _engine_packed(call, given, from_start)
     elif "padding" in kind or kind == "arbitrary":
@@ -119,11 +120,6 @@ def _engine_scale(module: Any) -> float | None:
     names = ("flash_attention", "fused_attention", "unfused_attention")
     parts: list[Any] = [module, *(getattr(module, name, None) for name in names)]
     return next((one.softmax_scale for one in parts if hasattr(one, "softmax_scale")), None)
-
-
-def _engine_sinks(module: Any) -> Tensor | None:
-    offset = getattr(module, "softmax_offset", None)
-    return None if offset is None else offset.flatten()
 
 
 def _engine_packed(call: AttentionCall, given: Mapping[str, Any], from_start: bool) -> AttentionCall:

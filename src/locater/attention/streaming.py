@@ -3,7 +3,7 @@
 Cost: one pass over the admitted blocks, about that of the attention itself; memory O(T) and a few blocks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +99,11 @@ def stream(
     blocks, scores = blocks or Blocks(), scores or Scores()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
-    whole, num_keys = _unfilled(grouped)
-    room = blocks.room()
-    for batch, groups in _parts(grouped.shape, keys.shape[2], blocks):
+    empty, room = widen(queries.new_empty(0)).new_empty, blocks.room()
+    whole = Running(empty(grouped.shape[:-1]), empty(6, *grouped.shape[:-1]))  # every query's sums
+    num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
+    one = grouped.shape[2] * min(queries.shape[2], blocks.queries) * min(keys.shape[2], blocks.keys)
+    for batch, groups in pieces(len(queries), num_key_heads, one=one, most=blocks.logits):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
         part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scores, near, blocks, room)
         for rows in slices(queries.shape[2], blocks.queries):
@@ -111,13 +113,6 @@ def stream(
             num_keys[batch, groups, :, rows] = admitted
     maximum, sums, num_keys = whole.maximum.flatten(1, 2), whole.sums.flatten(2, 3), num_keys.flatten(1, 2)
     return _statistics(maximum, sums, num_keys, mask, scores.sinks)
-
-
-def _unfilled(queries: Float[Tensor, "batch groups ratio queries d_head"]) -> tuple[Running, Tensor]:
-    """Room for every query's sums and its number of keys."""
-    empty = widen(queries.new_empty(0)).new_empty
-    whole = Running(empty(queries.shape[:-1]), empty(6, *queries.shape[:-1]))
-    return whole, torch.empty(queries.shape[:-1], dtype=torch.long, device=queries.device)
 
 
 @dataclass
@@ -208,10 +203,3 @@ def _statistics(maximum: Tensor, sums: Tensor, num_keys: Tensor, mask: Mask, sin
         participation=total.square() / sums[SQUARE],
         num_keys=num_keys,
     )
-
-
-def _parts(shape: tuple[int, ...], num_keys: int, blocks: Blocks) -> Iterator[tuple[slice, slice]]:
-    """Sequences and key heads so that one block stays within the bound, at least one of each."""
-    batch, groups, ratio, num_queries, _ = shape
-    one = ratio * min(num_queries, blocks.queries) * min(num_keys, blocks.keys)
-    return pieces(batch, groups, one=one, most=blocks.logits)

@@ -79,7 +79,9 @@ class FoundHeads:
                 heads = tuple(replace(head, softcap=call.softcap) for head in heads)
             words = difference(heads, *sides, call, masks=False) if heads else None  # no mask moves a bound
             norms = (heads[0].query.input_norm, heads[0].key.input_norm) if heads else ()
-            norms = () if self._drops() else norms  # what dropout leaves is longer than what the norm gave
+            modules = self.tensors.model.modules()
+            drops = any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in modules)
+            norms = () if drops else norms  # what dropout leaves is longer than what the norm gave
             if words is None and any(norm and not is_of_length(norm, x) for norm, x in zip(norms, sides, strict=False)):
                 words = "its input does not come from its input norm"
         except Refusal:  # a call over other tokens, or weights that cannot be read: the next one may tell
@@ -87,10 +89,6 @@ class FoundHeads:
         if words is None and call.softcap is not None:
             self.caps[place] = call.softcap
         self.differences[place] = words
-
-    def _drops(self) -> bool:
-        modules = self.tensors.model.modules()
-        return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in modules)
 
     def difference(self, site: AttentionModule) -> str | None:
         """Describe what a layer's heads do not reproduce of its calls; None where nothing is known to differ."""

@@ -115,7 +115,8 @@ def read_mask(
     """
     assert call.x_query is not None and call.x_key is not None
     batch, num_queries, num_keys = len(call.x_query), call.x_query.shape[1], call.x_key.shape[1]
-    given = next((call.given[name] for name in _names(block) if name in call.given), None)
+    names = CROSS_NAMES if block == "cross" else SELF_NAMES
+    given = next((call.given[name] for name in names if name in call.given), None)
     dense, key_valid = _dense(given, num_queries, num_keys)
     dense = ~dense if dense is not None and is_causal and _says_what_is_forbidden(dense) else dense
     dense = dense if dense is None or dense.shape[1] == 1 else dense[:, list(heads)]
@@ -147,10 +148,6 @@ def _rule(given: object, x_query: Tensor, heads: tuple[int, ...]) -> Rule | None
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one & other
-
-
-def _names(block: Block) -> tuple[str, ...]:
-    return CROSS_NAMES if block == "cross" else SELF_NAMES
 
 
 def _dense(given: object, num_queries: int, num_keys: int) -> tuple[Tensor | None, Tensor | None]:
