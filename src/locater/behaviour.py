@@ -33,7 +33,7 @@ def head_name(block: str, layer: int, head: int) -> str:
     return f"{block} {layer}.{head}"
 
 
-class Attention(NamedTuple):
+class MeanAttention(NamedTuple):
     """Mean attention of one head over queries: the numbers that the words are rules of.
 
     `first` is the mass on the first token; `near`, `itself` and `adjacent` are shares of the mass that is not on it, on
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
     adjacent: float
 
 
-NUMBERS = Attention._fields
+NUMBERS = MeanAttention._fields
 
 
 class Word(NamedTuple):
@@ -75,7 +75,7 @@ class Word(NamedTuple):
     def stricter(self, margin: float) -> "Word":
         return self._replace(limit=self.limit + (-margin if self.is_low else margin))
 
-    def holds(self, attention: Attention) -> bool:
+    def holds(self, attention: MeanAttention) -> bool:
         value = getattr(attention, self.number)
         is_met = value <= self.limit if self.is_low else value >= self.limit
         return is_met and not (self.is_apart and attention.first >= RESTS)
@@ -102,9 +102,9 @@ VOCABULARY = (
 )
 
 
-def numbers_of(numbers: Mapping[str, float], profile: Sequence[float]) -> Attention:
+def numbers_of(numbers: Mapping[str, float], profile: Sequence[float]) -> MeanAttention:
     """Take the numbers of a document of `predict` or of random ids; `profile` is by `distance_bins`: 0, 1, …"""
-    return Attention(
+    return MeanAttention(
         numbers["near_mass_beyond_first"], numbers["normalised_entropy"], numbers["sink_mass"], profile[0], profile[1]
     )
 
@@ -116,10 +116,10 @@ def spoken(text: str) -> list[Word]:
     return [word.stricter(word.margin) for word in VOCABULARY if word.margin is not None]
 
 
-def words_of(attention: Attention, text: str = "") -> list[Word]:
+def words_of(attention: MeanAttention, text: str = "") -> list[Word]:
     """List the words that hold for a head, the most telling first.
 
-    >>> [word.name for word in words_of(Attention(near=0.9, entropy=0.05, first=0.0, itself=0.97, adjacent=0.01))]
+    >>> [word.name for word in words_of(MeanAttention(near=0.9, entropy=0.05, first=0.0, itself=0.97, adjacent=0.01))]
     ['itself', 'one token', 'near']
     """
     return [word for word in spoken(text) if word.holds(attention)]
@@ -132,7 +132,7 @@ class Told(NamedTuple):
     heads: tuple[int, ...]
 
 
-def describe(places: Sequence[Place], attentions: Sequence[Attention], *, text: str) -> list[Told]:
+def describe(places: Sequence[Place], attentions: Sequence[MeanAttention], *, text: str) -> list[Told]:
     """Tell how many heads do what and in which layers, then which heads to look at first and why."""
     members = {
         word: heads for word in spoken(text) if (heads := [n for n, a in enumerate(attentions) if word.holds(a)])
@@ -196,7 +196,7 @@ def in_layers(places: Sequence[Place], heads: Sequence[int]) -> str:
 
 
 def _look_first(
-    places: Sequence[Place], attentions: Sequence[Attention], members: Mapping[Word, list[int]]
+    places: Sequence[Place], attentions: Sequence[MeanAttention], members: Mapping[Word, list[int]]
 ) -> list[Told]:
     """Choose the clearest head of each of the rarest words: what few heads do tells most about a model."""
     chosen: dict[int, Word] = {}
@@ -213,7 +213,7 @@ def _look_first(
     return [Told(f"Look first at {'; '.join(named)}.", tuple(chosen))]
 
 
-def _value(attention: Attention, word: Word) -> str:
+def _value(attention: MeanAttention, word: Word) -> str:
     value = getattr(attention, word.number)
     if word.number == "entropy":
         return f"entropy {value:.2g} of 1"
@@ -281,7 +281,7 @@ def describe_accuracy(ranks: Mapping[str, float | None]) -> list[str]:
     return [f"Rank correlation (Spearman) of prediction and measurement: {', '.join(known)}."] if known else []
 
 
-def describe_halves(halves: Sequence[tuple[Attention, Attention]], *, text: str) -> list[str]:
+def describe_halves(halves: Sequence[tuple[MeanAttention, MeanAttention]], *, text: str) -> list[str]:
     """State how many of the words that one half of the windows says hold on the other half."""
     said = [(word, other) for one, two in halves for a, other in ((one, two), (two, one)) for word in words_of(a, text)]
     share = sum(word.holds(other) for word, other in said) / max(1, len(said))

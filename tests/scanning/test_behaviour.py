@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from locater import reference
-from locater.behaviour import MOST_HEADS, VOCABULARY, Attention, describe, numbers_of, words_of
+from locater.behaviour import MOST_HEADS, VOCABULARY, MeanAttention, describe, numbers_of, words_of
 from locater.head import Head
 from locater.prediction.numbers import Gatherer
 from locater.prediction.result import HeadPrediction, Prediction
@@ -63,9 +63,9 @@ def test_every_word_has_a_case_and_the_rule_is_the_number():
     assert [word.name for word in VOCABULARY] == [*CASES]
     for word in VOCABULARY:
         for value in (0.0, word.limit, 1.0):
-            attention = Attention(**{n: 0.5 for n in Attention._fields} | {"first": 0.0} | {word.number: value})
+            attention = MeanAttention(**{n: 0.5 for n in MeanAttention._fields} | {"first": 0.0} | {word.number: value})
             assert word.holds(attention) == (value <= word.limit if word.is_low else value >= word.limit)
-    resting = Attention(near=0.5, entropy=0.5, first=0.6, itself=0.9, adjacent=0.0)
+    resting = MeanAttention(near=0.5, entropy=0.5, first=0.6, itself=0.9, adjacent=0.0)
     assert "itself" not in [word.name for word in words_of(resting)]
 
 
@@ -97,7 +97,7 @@ def test_random_ids_say_fewer_words_and_need_a_margin():
     sentences = [told.sentence for told in found.behaviour()]
     assert any("nearest tokens" in sentence and sentence.endswith("(on random ids).") for sentence in sentences)
     assert not any("first token" in sentence or "spreads" in sentence for sentence in sentences)
-    barely = Attention(near=0.72, entropy=0.5, first=0.0, itself=0.1, adjacent=0.1)
+    barely = MeanAttention(near=0.72, entropy=0.5, first=0.0, itself=0.1, adjacent=0.1)
     assert [word.name for word in words_of(barely)] == ["near"] and not words_of(barely, "random ids")
 
 
@@ -130,7 +130,7 @@ def test_the_page_of_evidence_has_the_tables_of_the_kept_rows():
 
 def test_precision_counts_what_was_planted():
     """Ten heads whose random ids say near; on text eight are, in two models that the others choose the margin for."""
-    near, far = Attention(0.9, 0.5, 0.0, 0.1, 0.1), Attention(0.1, 0.5, 0.0, 0.1, 0.1)
+    near, far = MeanAttention(0.9, 0.5, 0.0, 0.1, 0.1), MeanAttention(0.1, 0.5, 0.0, 0.1, 0.1)
     (word,) = [word for word in VOCABULARY if word.name == "near"]
     heads = [words.Measured((one, one), near, 1.0) for one in [near] * 8 + [far] * 2]
     judged = words.judge(word, heads, "random ids")
@@ -143,7 +143,7 @@ def test_precision_counts_what_was_planted():
 
 
 def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
-    attentions = [Attention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
+    attentions = [MeanAttention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
     told = describe([("decoder", n, 0) for n in range(4)], attentions, text="x")
     assert [one.sentence for one in told] == [
         "4 of 4 heads look mostly at the 16 nearest tokens (on the text measured)."
@@ -159,7 +159,7 @@ def test_results_and_heads_are_short_in_a_session():
 
 
 def test_what_no_reference_model_does_is_called_unusual_with_the_range():
-    resting = Attention(near=0.5, entropy=0.5, first=0.9, itself=0.0, adjacent=0.0)
+    resting = MeanAttention(near=0.5, entropy=0.5, first=0.9, itself=0.0, adjacent=0.0)
     places = [("decoder", layer, head) for layer in range(4) for head in range(5)]
     said = [one.sentence for one in describe(places, [resting] * 20, text="x")]
     assert "Unusual: 100% of the heads rest on the first token; in 6 reference decoders it is 0% to 28%." in said

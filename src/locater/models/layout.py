@@ -43,6 +43,7 @@ FLAGS = (
     "plus_one",
     "optional",
     "plain",
+    "single",
     "bidirectional",
 )
 EXAMPLE = "attention: [{block: decoder, query: 'layers.{layer}.wq', key: 'layers.{layer}.wk', layers: 2, heads: 4}]"

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from ..behaviour import ESTIMATED, RANDOM_IDS, VOCABULARY, Attention, looks, words_of
+from ..behaviour import ESTIMATED, RANDOM_IDS, VOCABULARY, MeanAttention, looks, words_of
 from ..errors import counted
 from .views import Document, View
 
@@ -49,11 +49,11 @@ def does(view: View) -> Does:
     return Does(words, ESTIMATED)
 
 
-def _words(attention: Attention, text: str) -> Words:
+def _words(attention: MeanAttention, text: str) -> Words:
     return tuple(word.name for word in words_of(attention, text)) or (UNCLEAR,)
 
 
-def attentions_of(view: View, frame: int) -> list[Attention | None]:
+def attentions_of(view: View, frame: int) -> list[MeanAttention | None]:
     """Measured attention of every head: with the shares at distance 0 and 1 where profiles have them.
 
     What is not known is NaN and meets no rule; None where nothing of a head is known.
@@ -77,7 +77,7 @@ def attentions_of(view: View, frame: int) -> list[Attention | None]:
             if isinstance(profile, dict) and len(profile.get("measured") or ()) > 1:
                 profiles[n] = profile["measured"]
     found = zip(near, entropy, first, profiles, strict=True)
-    every = [Attention(*three, *profile[:2]) for *three, profile in found]
+    every = [MeanAttention(*three, *profile[:2]) for *three, profile in found]
     return [one if any(value == value for value in one) else None for one in every]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from locater.behaviour import VOCABULARY, Attention, Word
+from locater.behaviour import VOCABULARY, MeanAttention, Word
 from locater.records import Json
 
 FEWEST_HEADS, FEWEST_MODELS = 20, 3
@@ -33,13 +33,13 @@ HOT, COLD = 5.0, 20.0  # times the median of η/λ, and its fraction, beyond whi
 class Measured:
     """One head: its attention on two halves of a text and on random ids, and its η/λ over the model's median."""
 
-    halves: tuple[Attention, Attention]
-    ids: Attention
+    halves: tuple[MeanAttention, MeanAttention]
+    ids: MeanAttention
     scale: float
 
     @property
-    def text(self) -> Attention:
-        return Attention(*((a + b) / 2 for a, b in zip(*self.halves, strict=True)))
+    def text(self) -> MeanAttention:
+        return MeanAttention(*((a + b) / 2 for a, b in zip(*self.halves, strict=True)))
 
 
 Models = Mapping[str, Sequence[Measured]]
@@ -76,7 +76,7 @@ def read(document: Json) -> dict[str, list[Measured]]:
     for name, kept in document["models"].items():
         usual = median(row[6] for row in kept["heads"])
         models[name] = [
-            Measured((Attention(*row[3]), Attention(*row[4])), Attention(*row[5]), row[6] / usual)
+            Measured((MeanAttention(*row[3]), MeanAttention(*row[4])), MeanAttention(*row[5]), row[6] / usual)
             for row in kept["heads"]
         ]
     return models

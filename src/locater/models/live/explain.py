@@ -3,8 +3,9 @@
 Functions of tensors. Every answer is a hypothesis that reproduces all numbers given, or None.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from ...positions import Given, Rotary
 from ...projections import Norm
 from ..module import module_of_row
 from ..schema import Attention, NormAt
-from .head_norms import HeadNorm, Made, Source, Vectors
+from .head_norms import HeadNorm, Kind, Made, Source, Vectors
 from .tensors import ModuleTensors
 from .watch import Normed, Product
 
@@ -182,13 +183,20 @@ def norm_over(*norms: HeadNorm | None) -> Literal["head", "projection"]:
 
 def read_norm_of(norm: Normed, allowed: float) -> NormAt | None:
     """A module's norm as the tables write it; None where its numbers are not those of a norm that they know."""
-    gain, bias = (getattr(norm.module, name, None) for name in ("weight", "bias"))
     stated = getattr(norm.module, "eps", getattr(norm.module, "variance_epsilon", None))
-    bias = None if bias is None else bias.detach().float()
-    for epsilon in (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps):
-        for plus_one in (False, True):
-            scaled = None if gain is None else gain.detach().float() + plus_one
-            for kind in ("rms", "layer"):
-                if alike(Norm(kind, scaled, bias, epsilon)(norm.x.float()), norm.y.float(), allowed):
-                    return NormAt(kind, norm.name, epsilon=epsilon, plus_one=plus_one, plain=gain is None)
+    epsilons = (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps)
+    x, y = norm.x.float(), norm.y.float()
+    found = explain_norm(norm.module, x, epsilons, ("rms", "layer"), lambda made: alike(made, y, allowed))
+    return None if found is None else replace(found, name=norm.name)
+
+
+def explain_norm(
+    module: object, x: Tensor, epsilons: Iterable[float], kinds: Iterable[Kind], fits: Callable[[Tensor], bool]
+) -> NormAt | None:
+    """The first kind of norm that makes of x what the module made of it, with the module's own gain and bias."""
+    parts = (getattr(module, name, None) for name in ("weight", "bias"))
+    gain, bias = (None if part is None else part.detach().float() for part in parts)
+    for epsilon, plus_one, kind in itertools.product(epsilons, (False, True), kinds):
+        if fits(Norm(kind, None if gain is None else gain + plus_one, bias, epsilon)(x)):
+            return NormAt(kind, "", epsilon=epsilon, plus_one=plus_one, plain=gain is None, biased=bias is not None)
     return None

@@ -5,9 +5,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import Config
+from ..live.explain import explain_norm
 from ..module import find_stack
 from ..registry import FAMILIES
 from .candidates import Recipe, masked, projections, rotaries, rows_of_module, scaled
@@ -198,24 +199,16 @@ def norm_at(calls: Calls, name: str) -> Recipe | None:
     given, made = (next(iter(side.get(name, ())), None) for side in (evidence.seen.inputs, evidence.seen.outputs))
     if given is None or made is None or given.shape != made.shape:
         return None
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
     epsilon = next((value for key in names if isinstance(value := getattr(module, key, None), float)), 1e-6)
+    weight = getattr(module, "weight", None)
     if weight is not None and weight.shape[-1] != given.shape[-1]:
         return None
-    for kind, plus_one in itertools.product(("rms", "layer", "l2"), (False, True)):
-        y = _normalised(given, kind, epsilon)
-        y = y if weight is None else y * (1 + weight if plus_one else weight)
-        if same(y if bias is None else y + bias, made, 1e-5):
-            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=weight is None, biased=bias is not None)
-            return dict(kind=kind, name=calls.pattern(name), **numbers)
-    return None
-
-
-def _normalised(x: Tensor, kind: str, epsilon: float) -> Tensor:
-    y = x - x.mean(-1, keepdim=True) if kind == "layer" else x
-    square = y.square().sum(-1, keepdim=True) if kind == "l2" else y.square().mean(-1, keepdim=True)
-    return y * (square + epsilon).rsqrt()
+    found = explain_norm(module, given, [epsilon], ("rms", "layer", "l2"), lambda own: same(own, made, 1e-5))
+    if found is None:
+        return None
+    numbers = ("kind", "epsilon", "plus_one", "plain", "biased")
+    return {column: getattr(found, column) for column in numbers} | dict(name=calls.pattern(name))
 
 
 def _input_norm(calls: Calls, pattern: str) -> Recipe | None:
