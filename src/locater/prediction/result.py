@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 
 from ..attention.statistics import NEAR
 from ..behaviour import (
-    Attention,
+    MeanAttention,
     Place,
     Told,
     describe,
@@ -184,7 +184,7 @@ class Prediction(Shown):
         return sorted(self.heads, key=lambda head: -abs(_near(head.predicted) - _near(head.measured)))[:count]
 
 
-def _attention(numbers: Numbers) -> Attention:
+def _attention(numbers: Numbers) -> MeanAttention:
     return numbers_of(numbers.to_json(), numbers.profile)
 
 
