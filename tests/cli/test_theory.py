@@ -121,7 +121,7 @@ MOMENTS = ("--moments", "3,4,5")
         (("--head", "words.npy"), 1, "real matrix"),
         (("--head", "A", "--plot", "picture.gif"), 1, ".png"),
         (("--head", "A", "--covariance", -1), 1, "variances of at least 0"),
-        (("--head", "A", "--json", "/proc/nowhere/x.json"), 1, "place to write"),
+        (("--head", "A", "--json", "/proc/nowhere/x.json"), 1, "cannot write"),
     ],
     ids=lambda value: None if isinstance(value, tuple | int) else value,
 )

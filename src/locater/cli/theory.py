@@ -186,7 +186,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     best = _best(document["profiles"])
     console.print(
         f"[bold]{document['regime']}[/bold]: {REGIME_WORDS[document['regime']].meaning}.\n"
-        f"T = {document['length']}, λ = {document['temperature']:.4g}, tr A = {document['trace']:.4g}, "
+        f"T = {document['length']}, λ = {document['temperature']:.4g}, trace {document['trace']:.4g}, "
         f"η = {document['eta']:.4g}, ξ = {document['xi']:.4g}, localisation {document['localisation']:.2f}\n"
     )
     drawn = draw(best, width=min(72, console.width - 6))

@@ -47,7 +47,7 @@ def profile(document: Json) -> "Figure":
     )
     axes.legend(frameon=False, loc="best")
     axes.set_title(
-        f"{document['regime']}   ξ = {document['xi']:.3g}   tr A/λ = {document['trace'] / document['temperature']:.3g}"
+        f"{document['regime']}   ξ = {document['xi']:.3g}   trace/λ = {document['trace'] / document['temperature']:.3g}"
         f"   localisation {document['localisation']:.2f}",
         loc="left",
         fontsize=10,
