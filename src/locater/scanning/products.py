@@ -20,7 +20,7 @@ from ..spectra import Grams, side_norms
 from .batch import HeadBatch
 
 ROWS_AT_ONCE = 256
-CACHE_BYTES = 2**20  # weights that are folded and multiplied at a time, unless one group has more
+CACHE_BYTES = 2**22  # weights that are folded and multiplied at a time, unless one group has more
 
 
 class Linear:
