@@ -202,7 +202,7 @@ def test_the_quick_one_needs_no_extra_and_draws_nothing(tiny, monkeypatch):
     monkeypatch.setattr(sys.modules["locater_lab.cli.demo"], "find_spec", absent)
     refused = locater("demo", "--out", tiny, columns=200)
     assert refused.code == 1 and not refused.out and not tiny.exists()
-    assert 'got no tokenizers and no matplotlib; install them with: pip install "locater[hf,plot]"' in refused.err
+    assert 'missing the packages tokenizers and matplotlib; pip install "locater[hf,plot]"' in refused.err
     shown = locater("demo", "--quick", "--out", tiny)
     assert shown.code == 0, shown.err
     assert "for 30 steps" in shown.out and "What was seen" in shown.out and "→" not in shown.out

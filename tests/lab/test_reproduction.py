@@ -74,7 +74,7 @@ def test_the_tables_hold_what_was_measured(command, rows, tmp_path, monkeypatch)
 
 
 def test_there_are_tables():
-    assert len(tables()) == 5 and all(rows for _, rows in tables())
+    assert len(tables()) == 6 and all(rows for _, rows in tables())
 
 
 def test_its_links_lead_somewhere():

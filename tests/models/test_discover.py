@@ -214,7 +214,7 @@ def test_adapters_are_part_of_the_weights(attention, dora, monkeypatch):
     assert any(p.grad is not None and p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
 
 
-@pytest.mark.parametrize("attention", [own.Fused, own.PerHead, own.Backwards, own.Grouped, own.Bare, own.Normed])
+@pytest.mark.parametrize("attention", [own.Fused, own.PerHead, own.Backwards, own.Grouped, own.Bare])
 def test_the_penalty_is_the_dense_sum(attention):
     model = decoder(attention)
     expected = 0.0

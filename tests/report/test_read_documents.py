@@ -210,8 +210,10 @@ def test_a_watched_run_shows_its_alarms(tmp_path):
     assert read(str(a_run(tmp_path)))["notes"] == ["step 15: logits grow"]
 
 
-# A value that was written a moment ago, a word of the command line, and a format whose header was read before.
+# A value that was written a moment ago, a word of the command line, a format whose header was read before, and a table
+# that comes with the package.
 PARSE_THEMSELVES = {
+    "locater/reference.py",
     "locater_lab/studies/sweep/folder.py",
     "locater_lab/cli/sweep.py",
     "locater/checkpoints/quantised/packed.py",
