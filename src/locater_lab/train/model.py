@@ -57,10 +57,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / len(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable  # a second derivative would be silently wrong
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         by_x, by_weight = ctx.saved_tensors
-        factor = gradients[0] / len(by_x)
+        factor = grad_outputs[0] / len(by_x)
         return by_x * factor, by_weight * factor, None, None
 
 
