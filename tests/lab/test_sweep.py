@@ -117,6 +117,11 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
 def wait_for(condition, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -134,11 +139,13 @@ def test_kill_9_of_a_worker_and_of_the_driver_loses_no_row(grid, tmp_path):
     workers = children(driver.pid)
     os.kill(workers[0], signal.SIGKILL)
     wait_for(lambda: any(folder.glob("rows/[!.]*.json")))
+    driver.send_signal(signal.SIGSTOP)  # so that it starts no other worker between the look and the kill
     workers = children(driver.pid)
     driver.kill()
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     driver.wait()
+    wait_for(lambda: not any(map(is_running, workers)))  # a large process holds its lock until it is gone
     before = {path.name: path.read_bytes() for path in folder.glob("rows/[!.]*.json")}
     assert before and all(json.loads(row) for row in before.values())
     resumed = locater("sweep", "--resume", folder, "--json", tmp_path / "rows.json")
