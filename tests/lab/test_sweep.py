@@ -118,8 +118,11 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def wait_for(condition, seconds: float = 240) -> None:
