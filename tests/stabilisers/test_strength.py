@@ -28,6 +28,24 @@ def loss_of(model) -> torch.Tensor:
     return model(input_ids=TOKENS, labels=TOKENS).loss
 
 
+@pytest.mark.parametrize("strength", ["auto", 1e-2])
+def test_autocast_around_attaching_and_stepping_changes_nothing(strength):
+    ends = []
+    for enabled in (False, True):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            locater = LocAteR(model, strength=strength, optimizer=optimizer)
+        for _ in range(STEPS + 2):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+                locater.step()
+        ends.append(model.transformer.h[0].attn.c_attn.weight.detach())
+    assert torch.equal(*ends)
+
+
 def wanted(model) -> float:
     """RATIO times the median over heads of ‖∇loss‖/‖∇η²‖, by autograd on the weights themselves."""
     weights = [block.attn.c_attn.weight for block in model.transformer.h]

@@ -139,9 +139,11 @@ def grams_of(shard: HeadShard, gain: Gain = None) -> Grams:
 
 def by_heads(shard: HeadShard, scale: Scale, gain: Gain) -> tuple[Grams, tuple[Tensor, Tensor]]:
     """Compute the Gram products of the local heads, and the gradient by their queries and keys."""
-    grams, pair = grams_of(shard, gain), shard.pair
-    slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
-    return grams, pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
+    # A stabiliser that is attached, or steps, inside of autocast computes with the weights as they are stored.
+    with torch.autocast(shard.query.device.type, enabled=False):
+        grams, pair = grams_of(shard, gain), shard.pair
+        slope = scale.on(shard.groups).slope(grams, d_model=pair.d_model, rotary=pair.rotary)
+        return grams, pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
 
 
 def _units(shard: HeadShard, gradients: tuple[Tensor, Tensor], rates: Rates) -> list[Tensor | None]:
