@@ -1,5 +1,5 @@
-"""What the runs of runs/settle.py say: writes "At the end of training" in docs/reproduction.md, its figure, and the
-README's sentence.
+"""What the runs of runs/settle.py say: writes "At the end of training" in docs/reproduction.md with its figure, the
+README's honest limit, and the advice at the top of docs/studies.md.
 
     python runs/settled.py [take OUT]
 
@@ -10,26 +10,25 @@ these; nothing is claimed of fewer than three seeds.
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
+from locater_lab.studies.page import BOX
 from locater_lab.studies.runs import Run, compare_all, read_runs
-from locater_lab.studies.statistics import FEWEST, Estimate, paired, together
+from locater_lab.studies.statistics import Estimate, holm, paired, together
 from locater_lab.train.metrics import read_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from settle import LENGTHS, STEPS_OF_AN_EPOCH  # noqa: E402
+from settled_said import ARMS, LIMIT, Ratio, advice, limit  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "measured" / "settle"
 STAGES = ("tune", "rates", "A", "B")
-PAGE, README = ROOT / "docs" / "reproduction.md", ROOT / "README.md"
+PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", ROOT / "docs" / "studies.md"
 PICTURE = "reproduction_end.png"
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
-SAID, SAID_END = "<!-- claim -->", "<!-- end of claim -->"
-ARMS = {"held": "κ held", "released": "κ released", "decay": "weight decay on queries and keys"}
 LOCATERS = ("held", "released")
 SEEDS = {"A": 5, "B": 3}
 ENDS = {"A": int(LENGTHS["A"]), "B": round(STEPS_OF_AN_EPOCH * LENGTHS["epochs"])}
@@ -75,27 +74,6 @@ def against_none(arms: Arms, arm: str, quantity: Callable[[Run], float]) -> Esti
     values = ({seed: quantity(run) for seed, run in arms.get(name, {}).items()} for name in (arm, "none"))
     ours, theirs = ({seed: one for seed, one in some.items() if math.isfinite(one)} for some in values)
     return paired(ours, theirs)
-
-
-class Ratio(NamedTuple):
-    """A ratio with its interval, from a paired difference of logarithms."""
-
-    estimate: Estimate
-
-    @property
-    def is_claimed(self) -> bool:
-        return self.estimate.count >= FEWEST
-
-    @property
-    def word(self) -> str:
-        return "" if not self.estimate.is_seen else "lower" if self.estimate.value < 0 else "higher"
-
-    def __str__(self) -> str:
-        one = self.estimate
-        if not self.is_claimed or math.isinf(one.low):
-            return "too few seeds" if one.count else "–"
-        value, low, high = (f"{math.exp(part):.3f}" for part in (one.value, one.low, one.high))
-        return f"{value} [{low}, {high}]"
 
 
 def end_ratio(arms: Arms, arm: str) -> Ratio:
@@ -147,25 +125,36 @@ def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
+def outcome(arms: Arms) -> tuple[str, dict[str, Ratio]]:
+    """Yes, only early or no, and the ratios at the end behind it; Holm's correction over the forms of LocAteR.
+
+    Empty where no form has three seeds.
+    """
+    ends = _together({arm: end_ratio(arms, arm) for arm in LOCATERS if arm in arms})
+    first = [_together({arm: steps_ratio(arms, arm, loss) for arm in ends}) for _, loss in levels(arms)[:1]]
+    if any(one.word == "lower" for one in ends.values()):
+        return "Yes", ends
+    is_early = any(one.word == "lower" for some in first for one in some.values())
+    return ("Only early" if is_early else "No") if ends else "", ends
+
+
+def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
+    """Those that are claimed, judged as several."""
+    known = {arm: ratio.estimate for arm, ratio in ratios.items() if ratio.is_claimed}
+    return {arm: Ratio(one) for arm, one in holm(known).items()}
+
+
 def answer(arms: Arms) -> str:
     """The claim in a sentence: yes, only early, or no; of no arm with fewer than three seeds."""
-    told = [arm for arm in LOCATERS if arm in arms and end_ratio(arms, arm).is_claimed]
-    if not told:
+    word, ends = outcome(arms)
+    if not word:
         return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
-    ends = {arm: end_ratio(arms, arm) for arm in told}
-    lower = [arm for arm in told if ends[arm].word == "lower"]
-    early = [arm for arm in told if _is_faster_at_first(arms, arm)]
-    word = "Yes" if lower else "Only early" if early else "No"
-    shown = together([f"{ends[arm]} with {ARMS[arm]}" for arm in told])
-    return f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(told, arms)})."
+    shown = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in ends.items()])
+    return f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends)})."
 
 
-def _is_faster_at_first(arms: Arms, arm: str) -> bool:
-    return any(steps_ratio(arms, arm, loss).word == "lower" for _, loss in levels(arms)[:1])
-
-
-def _judged(told: Sequence[str], arms: Arms) -> str:
-    counts = sorted({end_ratio(arms, arm).estimate.count for arm in told})
+def _judged(ends: Mapping[str, Ratio]) -> str:
+    counts = sorted({ratio.estimate.count for ratio in ends.values()})
     return f"{' and '.join(map(str, counts))} seeds, paired, each arm at its own best rate"
 
 
@@ -229,22 +218,12 @@ def _stage(stage: str, arms: Arms, rate: Mapping[str, float]) -> list[str]:
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
 
 
-def claim(kept: Path = KEPT) -> str:
-    """The README's sentence."""
-    arms = read("A", kept)
-    told = [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]
-    if not told:
-        return "Whether it still leads at the end of training is not settled."
-    best = min(told, key=lambda arm: end_ratio(arms, arm).estimate.value)
-    ratio = end_ratio(arms, best)
-    words = {"lower": "it still leads", "higher": "it is behind", "": "no lead is seen"}[ratio.word]
-    return f"At the end of training on WikiText-2 {words}: {ratio} of the perplexity ({ratio.estimate.count} seeds)."
-
-
 def between(text: str, begin: str, end: str, new: str) -> str:
     """The text with what stands between two marks exchanged."""
-    before, rest = text.split(begin)
-    return before + begin + new + end + rest.split(end)[1]
+    before, begin, rest = text.partition(begin)
+    _, end, after = rest.partition(end)
+    assert begin and end, "the marks are gone"
+    return before + begin + new + end + after
 
 
 def take(out: Path) -> None:
@@ -267,12 +246,16 @@ def draw(arms: Arms) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["take"]:
         take(Path(sys.argv[2]))
-    PAGE.write_text(between(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{section()}\n"), encoding="utf-8")
-    text = README.read_text(encoding="utf-8")
-    if SAID in text:
-        README.write_text(between(text, SAID, SAID_END, claim()), encoding="utf-8")
-    if "none" in (arms := read("A")):
+    arms = read("A")
+    exchange(PAGE, BEGIN, END, f"\n{section()}\n")
+    exchange(README, LIMIT, "\n\n", limit(*outcome(arms)).removeprefix(LIMIT))
+    exchange(STUDIES, BOX, "\n\n", advice(*outcome(arms)))
+    if "none" in arms:
         draw(arms)
+
+
+def exchange(path: Path, begin: str, end: str, new: str) -> None:
+    path.write_text(between(path.read_text(encoding="utf-8"), begin, end, new), encoding="utf-8")
 
 
 if __name__ == "__main__":

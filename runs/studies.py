@@ -24,6 +24,9 @@ from locater_lab.studies.sweep.folder import open_sweep
 from locater_lab.studies.words import page as words_tables
 from locater_lab.studies.words import reference, unsaid_table
 
+sys.path.insert(0, str(Path(__file__).parent))
+from settled import advice, outcome, read  # noqa: E402
+
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
 WORDS_BEGIN, WORDS_END = "<!-- words -->\n", "<!-- end of words -->"
@@ -56,7 +59,7 @@ def write_page() -> None:
     for name, found in documents(ROWS).items():
         if found["rows"]:
             figures.save(study_figure(found), pictures / f"{name}.png")
-    PAGE.write_text(page(ROWS, pictures=pictures.name), encoding="utf-8")
+    PAGE.write_text(page(ROWS, pictures=pictures.name, advice=advice(*outcome(read("A")))), encoding="utf-8")
 
 
 def write_evidence() -> None:

@@ -12,8 +12,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "runs"))
 import settled  # noqa: E402
+import settled_said  # noqa: E402
 
 STEPS = range(1000, 10_001, 1000)
+
+
+def said_claim(arms: settled.Arms) -> str:
+    return settled_said.claim(*settled.outcome(arms))
+
+
+def said_limit(arms: settled.Arms) -> str:
+    return settled_said.limit(*settled.outcome(arms))
+
+
+def said_advice(kept: Path = settled.KEPT) -> str:
+    return settled_said.advice(*settled.outcome(settled.read("A", kept)))
 
 
 def write(kept: Path, arm: str, seed: int, *, end: float, early: float = 0.0, last: int = 10_000, trace=1.0) -> None:
@@ -44,23 +57,58 @@ def test_a_planted_lead_is_found_with_its_size(tmp_path):
     arms = settled.read("A", planted(tmp_path, end=math.log(0.97)))
     ratio = settled.end_ratio(arms, "held")
     assert ratio.word == "lower" and math.exp(ratio.estimate.value) == pytest.approx(0.97, abs=0.002)
-    assert settled.answer(arms).startswith("**Yes.**") and "it still leads: 0.9" in settled.claim(tmp_path)
+    assert settled.answer(arms).startswith("**Yes.**") and "it leads: 0.9" in said_claim(arms)
+    assert said_advice(tmp_path).startswith("    Hold κ through the run: at [the end")
     assert "tr W ends at 2.50 λ without LocAteR and at 0.50 λ with κ held" in settled.section(tmp_path)
 
 
 def test_a_planted_null_is_no_lead_and_an_early_lead_is_told_as_one(tmp_path):
     null, early, behind = (tmp_path / name for name in ("null", "early", "behind"))
-    assert settled.answer(settled.read("A", planted(null, end=0.0))).startswith("**No.**")
-    assert "no lead is seen" in settled.claim(null)
-    assert settled.answer(settled.read("A", planted(early, end=0.0, early=0.1))).startswith("**Only early.**")
-    assert "it is behind: 1.0" in settled.claim(planted(behind, end=0.03))
+    arms = settled.read("A", planted(null, end=0.0))
+    assert settled.answer(arms).startswith("**No.**") and "no lead is seen: 1.0" in said_claim(arms)
+    assert said_advice(null).startswith("    None, in a long run that is stable")
+    arms = settled.read("A", planted(early, end=0.0, early=0.1))
+    assert settled.answer(arms).startswith("**Only early.**") and "Its lead is an early one" in said_claim(arms)
+    assert "in a run that is stopped early" in " ".join(said_advice(early).split())
+    arms = settled.read("A", planted(behind, end=0.03))
+    assert "it is behind: 1.0" in said_claim(arms) and "it is behind (1.0" in " ".join(said_advice(behind).split())
+
+
+def test_two_forms_of_locater_are_two_chances(tmp_path):
+    """A lead that one comparison would show is none among two; the better of two that lead is the one that is told."""
+    weak, strong = tmp_path / "weak", tmp_path / "strong"
+    for seed in range(5):
+        for kept, lead in ((weak, 0.0033), (strong, 0.03)):
+            write(kept, "none", seed, end=0.0)
+            write(kept, "held", seed, end=0.0)
+            write(kept, "released", seed, end=-lead + 0.0015 * (seed - 2))
+    arms = settled.read("A", weak)
+    assert settled.end_ratio(arms, "released").word == "lower" and settled.outcome(arms)[0] == "No"
+    told = settled.outcome(settled.read("A", strong))
+    assert told[0] == "Yes" and settled_said.best(told[1]) == "released"
+    assert said_advice(strong).startswith("    Let κ go to 0 by a quarter of the run")
+
+
+@pytest.mark.parametrize("end", [-0.03, 0.0, 0.03])
+@pytest.mark.parametrize("early", [0.0, 0.1])
+def test_the_readme_has_room_for_whatever_comes_out(tmp_path, end, early):
+    lines = said_limit(settled.read("A", planted(tmp_path, end=end, early=early))).splitlines()
+    assert len(lines) <= 3 and max(map(len, lines)) <= settled_said.COLUMNS
+    assert len(said_advice(tmp_path).splitlines()) <= 4
+
+
+def test_the_ratio_of_the_small_model_is_that_of_its_table():
+    (line,) = (line for line in settled.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| held |"))
+    value, low, high = (math.exp(float(part.strip("[],"))) for part in line.split("|")[5].split())
+    assert f"{value:.3f} [{low:.3f}, {high:.3f}]" == settled_said.SMALL_RATIO
 
 
 def test_fewer_than_three_seeds_claim_nothing(tmp_path):
     planted(tmp_path, end=-0.5, seeds=2)
     text = settled.section(tmp_path)
     assert "There is no answer yet" in text and "too few seeds" in text and "Yes" not in text
-    assert "is not settled" in settled.claim(tmp_path)
+    assert "is not settled" in said_claim(settled.read("A", tmp_path))
+    assert "no gain has been shown yet" in " ".join(said_advice(tmp_path).split())
     assert "Seeds that have not ended: `none` 3, `held` 3, `released` 5 and `decay` 5." in text
 
 
@@ -92,7 +140,10 @@ def test_a_deleted_row_is_seen(tmp_path):
     assert settled.section(tmp_path) != before
 
 
-def test_page_and_readme_say_what_the_kept_rows_do():
-    page, readme = (path.read_text(encoding="utf-8") for path in (settled.PAGE, settled.README))
+def test_pages_and_readme_say_what_the_kept_rows_do():
+    page, readme, studies = (
+        path.read_text(encoding="utf-8") for path in (settled.PAGE, settled.README, settled.STUDIES)
+    )
     assert settled.section() in page, "write it anew: python runs/settled.py"
-    assert settled.SAID not in readme or settled.claim() in readme, "write it anew: python runs/settled.py"
+    assert said_limit(settled.read("A")) in readme, "write it anew: python runs/settled.py"
+    assert settled.BOX + said_advice() + "\n\n" in studies, "write it anew: python runs/settled.py"

@@ -96,7 +96,7 @@ def test_a_held_spectrum_is_held_while_the_rest_learns():
 
 
 def test_every_rival_has_as_many_trials():
-    assert {len(rival.tried) for rival in rivals.RIVALS.values()} == {3}
+    assert {len(rival.tried) for rival in rivals.RIVALS.values()} == {5}
 
 
 def test_every_rival_trains_and_is_measured(monkeypatch):
@@ -163,7 +163,7 @@ def test_a_rival_is_tuned_on_other_seeds_than_it_is_judged_by(monkeypatch):
     monkeypatch.setattr(rivals, "_row", lambda rival, setting, rate, seed, steps: (setting, rate, seed))
     point = {"arm": "LocAteR", "seed": 2, "steps": 5, "rates": [1e-3, 1e-2]}
     assert rivals.measure(point, Path()) == [(1e-2, 1e-3, 2), (1e-2, 1e-2, 2)]
-    assert seen == [(setting, rivals.BASE, rivals.TUNING) for setting in (1e-3, 1e-2, 1e-1)]
+    assert seen == [(setting, rivals.BASE, rivals.TUNING) for setting in (1e-4, 1e-3, 1e-2, 1e-1, 1.0)]
     assert rivals.TUNING not in small.seeds(False)
     rivals.tuned.cache_clear()
 

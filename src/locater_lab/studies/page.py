@@ -21,11 +21,9 @@ What readers of the paper are left asking, Q1 to Q10, and some more: a question,
 What else was measured is folded. Code writes every answer from the rows in [runs/studies](../runs/studies); `make
 studies` writes this page anew.
 
-!!! note "Which LocAteR should I use today?"
-
-    Hold κ through the run, and try a rate 1.4 times yours: [in a small model](reproduction.md#where-attention-matters)
-    that ended at 0.949 [0.918, 0.981] of the perplexity, as QK-norm did; released or clipped forms gained less.
-    QK-Clip or QK-norm, if logits grow now. At the end of long training no gain has been shown yet.
+"""
+BOX = '!!! note "Which LocAteR should I use today?"\n\n'  # and what runs/settled.py makes of the long runs
+READ = """
 
 <details markdown="1">
 <summary>How to read it</summary>
@@ -106,9 +104,9 @@ def documents(folder: Path) -> dict[str, Json]:
     return found
 
 
-def page(folder: Path, *, pictures: str) -> str:
-    """The whole page."""
-    times, parts, shared = quick_times(folder), [HEAD], shared_runs(folder)
+def page(folder: Path, *, pictures: str, advice: str) -> str:
+    """The whole page; `advice` is what stands in its box."""
+    times, parts, shared = quick_times(folder), [HEAD, BOX, advice, READ], shared_runs(folder)
     for name, found in documents(folder).items():
         parts.append(_section(name, found | {"time": times.get(name), "shared": shared.get(name, {})}, pictures))
         parts += [_real_data(folder)] if name == BEFORE_REAL_DATA else []
