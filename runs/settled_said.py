@@ -56,7 +56,8 @@ def limit(word: str, ends: Ends) -> str:
     """The README's paragraph around it."""
     text = (
         f"{LIMIT}In a small model LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm does. "
-        f"{claim(word, ends)} [All of it](docs/reproduction.md). For a run that diverges now, take `RollBack`, QK-Clip or QK-norm first."
+        f"{claim(word, ends)} [All of it](docs/reproduction.md). "
+        "For a run that diverges now, take `RollBack`, QK-Clip or QK-norm first."
     )
     return _filled(text, COLUMNS)
 
