@@ -113,7 +113,9 @@ def test_a_norm_that_runs_in_chunks_is_found(case, tmp_path):
         torch.testing.assert_close(torch.cat(other), torch.cat(found[0]))
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_vl_text", "altclip_vision_model", "qwen2_vl", "llava"])
+@pytest.mark.parametrize(
+    "model_type", ["glm4_moe", "mistral4", "qwen3_vl_text", "altclip_vision_model", "qwen2_vl", "llava"]
+)
 def test_types_of_this_year_are_proven(model_type):
     proof = prove(model_type)
     assert proof.is_proven, proof.reason

@@ -216,6 +216,8 @@ class Functions:
         return self
 
     def _replace_in(self, names: dict[str, Any]) -> None:
+        if not (FORWARD in names or ENGINE in names or INTERFACES in names):
+            return  # at once: there are thousands of modules, and this runs before every pass
         function, engine, registry = (names.get(name) for name in (FORWARD, ENGINE, INTERFACES))
         if inspect.isfunction(function) and is_flash(FORWARD, defaults := _defaults(function)):
             put = partial(names.__setitem__, FORWARD)

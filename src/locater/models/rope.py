@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import refusal
 from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
-from .config import Config, count, optional_count, resolve
+from .config import Config, count, is_number, optional_count, resolve
 from .schema import RotaryAt
 
 PLAIN = ("default", "mrope")
@@ -26,9 +26,9 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
         raise refusal("rotary parameters as one table in the config", reprlib.repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
-    fraction = _fraction(row, entries, config, layer)
     start = count(row.start, config, "first rotated dimension", layer=layer, least=0)
     num_dims = optional_count(row.num_dims, config, "rotated dimensions", layer=layer)
+    fraction = _fraction(row, entries, config, layer, num_dims)
     kind = entries.get("rope_type|type", "default")
     if kind == "proportional":  # of the scaling itself, whichever family it is in
         fraction = entries.positive(FRACTION, fraction)
@@ -43,11 +43,14 @@ def rope_entries(config: Config) -> Any:
     return config.get("rope_scaling") or config.get("rope_parameters", {})
 
 
-def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int) -> float:
-    """Rotated fraction of a head; a family whose code does not ask must not be told."""
+def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int, num_dims: int | None) -> float:
+    """Rotated fraction of a head; a family whose code does not ask must not be told, but what its row says already."""
     if row.fraction is not None:
         return entries.positive(FRACTION, resolve(row.fraction, config, layer))
     stated = entries.get(FRACTION, config.get(FRACTION, 1.0))
+    size = config.get("head_dim")
+    if num_dims is not None and is_number(size) and is_number(stated) and num_dims <= size * stated < num_dims + 1:
+        return 1.0  # the row's own number of dimensions in other words, as Mistral 4's configs have it
     if stated != 1 and entries.get("rope_type|type") != "proportional":
         expected = f"no `{FRACTION}` beside 1 in a model whose own code turns whole heads"
         raise refusal(expected, reprlib.repr(stated), "describe the model with --layout, if its heads turn in part")
