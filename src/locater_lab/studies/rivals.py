@@ -10,10 +10,10 @@ from typing import NamedTuple
 from locater.records import Json
 from locater.stabilisers import LocAteR, QKClip, QKNorm, SigmaReparam, Stabiliser
 
-from .floors import FLOOR_SEEDS, NONE, UNIFORM
+from .floors import NONE, UNIFORM
 from .interventions import Temperature
 from .small import STEPS, TRAINED_SCALE, Attach, Ran, result, seeds, train, trained, validation_loss
-from .statistics import Finding, capital, corrected, paired, tally
+from .statistics import Finding, corrected, paired, tally, together
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 
@@ -51,7 +51,6 @@ def grid(quick: bool) -> list[Point]:
         {"name": f"{name}-seed{seed}", "arm": name, "seed": seed, "rates": list(rates), "steps": 60 if quick else STEPS}
         for seed in seeds(quick)
         for name in names
-        if seed < FLOOR_SEEDS or name != UNIFORM
     ]
 
 
@@ -129,9 +128,31 @@ QUANTITIES = {
 }
 
 
+def by_rate(rows: list[Json]) -> dict[float, list[Finding]]:
+    """Each arm against none at every learning rate, uniform attention too; corrected rate by rate."""
+    losses: dict[tuple[str, float], dict[int, float]] = {}
+    for row in rows:
+        losses.setdefault((row["arm"], row["learning_rate"]), {})[row["seed"]] = row["loss"]
+    found: dict[float, list[Finding]] = {}
+    for (arm, rate), values in losses.items():
+        if arm != NONE and (NONE, rate) in losses:
+            one = Finding(f"loss at a rate of {rate:g}", arm, paired(values, losses[NONE, rate]))
+            found.setdefault(rate, []).append(one)
+    return {rate: corrected(found[rate]) for rate in sorted(found)}
+
+
+def blamed_on_attention(found: dict[float, list[Finding]]) -> list[float]:
+    """Rates at which attention fails: QK-norm, which repairs it, is below none, and uniform attention is not."""
+    words = {rate: {one.of: one.verdict for one in some} for rate, some in found.items()}
+    return [rate for rate, said in words.items() if said.get(CONTROL) == "lower" and said.get(UNIFORM) in NOT_LOWER]
+
+
+CONTROL, NOT_LOWER = "QK-norm", ("higher", "no difference seen")
+
+
 def conclude(rows: list[Json]) -> Answer:
     """Each arm against none; corrected over the arms, quantity by quantity."""
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != UNIFORM]
     numbers = {arm: by_seed(rows, arm) for arm in arms}
     findings = {
         name: corrected(
@@ -140,15 +161,26 @@ def conclude(rows: list[Json]) -> Answer:
         for name, what in QUANTITIES.items()
     }
     means = {arm: {name: fmean(values.values()) for name, values in numbers[arm].items()} for arm in arms}
-    best, steadiest = (min(arms, key=lambda arm: means[arm][name]) for name in ("loss", "sensitivity"))
+    best, steadiest = (min(arms, key=lambda arm: means[arm][name]) for name in ("loss", "mean loss"))
     return Answer(
-        f"{capital(best)} has the lowest mean of the best validation loss ({means[best]['loss']:.3f}; none has "
-        f"{means[NONE]['loss']:.3f}); against none: {tally(findings['loss'])} (paired by seed, Holm).",
-        f"{capital(steadiest)} is the least sensitive to the learning rate on average "
-        f"({means[steadiest]['sensitivity']:.2f}; none has {means[NONE]['sensitivity']:.2f}); against none: "
-        f"{tally(findings['sensitivity'])}. Sensitivity is the mean loss over rates minus the best, so a better best "
-        f"raises it; that mean itself, against none: {tally(findings['mean loss'])}.",
-        [one for some in findings.values() for one in some],
+        f"Each at its best rate, {best} has the lowest validation loss ({means[best]['loss']:.3f}; none has "
+        f"{means[NONE]['loss']:.3f}); against none: {tally(findings['loss'])}. Over all rates {steadiest} has the "
+        f"lowest mean loss ({means[steadiest]['mean loss']:.3f}; none has {means[NONE]['mean loss']:.3f}); against "
+        f"none: {tally(findings['mean loss'])} (paired by seed, Holm).",
+        _where_it_fails(rates := by_rate(rows)),
+        [one for some in (*findings.values(), *rates.values()) for one in some],
+    )
+
+
+def _where_it_fails(found: dict[float, list[Finding]]) -> str:
+    blamed = blamed_on_attention(found)
+    if not blamed:
+        return f"At no rate is {CONTROL} below none while uniform attention is not: there is no failure to repair."
+    shown = together([f"{rate:g}" for rate in blamed])
+    told = tally([one for one in found[blamed[0]] if one.of != UNIFORM])
+    return (
+        f"At a rate of {shown} attention is what fails: {CONTROL} is below none there and uniform attention is not; "
+        f"at {blamed[0]:g}: {told}."
     )
 
 
@@ -160,7 +192,8 @@ STUDY = Study(
     figure=intervals("against none, and its interval"),
     drawn=("best validation loss", "mean loss over learning rates"),
     judged=at_best_rate,
-    budget=f"27 points of {len(RATES)} runs of {STEPS:,} steps, and 5 runs to tune each arm",
+    controls=(UNIFORM,),
+    budget=f"30 points of {len(RATES)} runs of {STEPS:,} steps, and 5 runs to tune each arm",
     setting=f"{TRAINED_SCALE}, at each of {len(RATES)} learning rates, AdamW",
     doubt="A larger model, in which logits have room to grow; more trials for each; overhead where kernels dominate.",
 )

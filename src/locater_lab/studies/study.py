@@ -102,6 +102,7 @@ class Study:
     shown: Callable[[list[Json]], list[Json]] = list  # what the figure draws, if not the rows themselves
     # Rows of losses by condition, arm and seed, where they are of trained models: `floors` judges them.
     judged: Callable[[list[Json]], list[Json]] | None = None
+    controls: Sequence[str] = ()  # arms of the floors that `conclude` is to see
 
 
 def find(name: str) -> Study:
@@ -127,7 +128,7 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     with as_written(f"the rows of {name}"):
         measured = flat(rows)
         below = floors(study.judged(measured)) if study.judged else []
-        told = _above_floors(measured, below) if study.judged else measured
+        told = _above_floors(measured, below, study.controls) if study.judged else measured
         found = study.conclude(told) if told else None
         table = found.behind() if found else None
     answer = [found.first, found.second] if found else [] if measured else ["Nothing has been measured yet."]
@@ -153,10 +154,11 @@ def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     }
 
 
-def _above_floors(rows: list[Json], below: Sequence[Floors]) -> list[Json]:
-    """Rows of the conditions in which attention matters, without the arms that showed it."""
+def _above_floors(rows: list[Json], below: Sequence[Floors], controls: Sequence[str]) -> list[Json]:
+    """Rows of the conditions in which attention matters, without the arms that showed it unless they are controls."""
     enough = {one.condition for one in below if not one.shortfall}
-    return [row for row in rows if row.get("condition", "") in enough and row["arm"] not in FLOORS]
+    floors = set(FLOORS) - set(controls)
+    return [row for row in rows if row.get("condition", "") in enough and row["arm"] not in floors]
 
 
 def _refused(below: Sequence[Floors]) -> list[str]:
