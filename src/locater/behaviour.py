@@ -22,6 +22,9 @@ MOST = 0.9  # of the heads of a word lie within the layers that a sentence names
 # right of more than four heads in five of all models together, if not of each (docs/evidence.md).
 MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
 ESTIMATED = "estimated from the weights"
+NOT_ESTIMATED = "The weights alone do not tell what these heads do."
+# Over the models of docs/evidence.md; a test counts them again.
+RECORD = "On ten other models such words were right for 154 of 160 heads (near) and 119 of 126 (far)."
 RANDOM_WEIGHTS = "The weights look random, not trained: no head's tr W is larger than chance makes it."
 
 
@@ -89,7 +92,7 @@ class Word(NamedTuple):
 
 RANDOM_IDS = "random ids"  # the name of the text where there is none
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
-RARE = "; too rare in the reference models to expect it of other texts"
+RARE = "too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
     Word("first token", "rest on the first token", "first", RESTS),
@@ -138,13 +141,13 @@ def describe(places: Sequence[Place], attentions: Sequence[MeanAttention], *, te
         word: heads for word in spoken(text) if (heads := [n for n, a in enumerate(attentions) if word.holds(a)])
     }
     source, total = "on random ids" if text == RANDOM_IDS else "on the text measured", _total(len(places))
-    counts = [
-        Told(
-            f"{_count(len(heads), total, word)}{in_layers(places, heads)} ({source}{RARE * word.is_rare}).",
-            tuple(heads),
+    counts = []
+    for word, heads in members.items():
+        brackets = "; ".join(filter(None, ("" if counts else source, RARE * word.is_rare)))  # the source is said once
+        sentence = f"{_count(len(heads), total, word)}{in_layers(places, heads)}" + (
+            f" ({brackets})" if brackets else ""
         )
-        for word, heads in members.items()
-    ]
+        counts.append(Told(f"{sentence}.", tuple(heads)))
     return [*counts, *_unusual(places, members, text), *_look_first(places, attentions, members)]
 
 
@@ -216,7 +219,7 @@ def _look_first(
 def _value(attention: MeanAttention, word: Word) -> str:
     value = getattr(attention, word.number)
     if word.number == "entropy":
-        return f"entropy {value:.2g} of 1"
+        return f"entropy {value:.2f} of 1"
     return f"{1 - value if word.is_low else value:.0%}"
 
 
@@ -239,14 +242,15 @@ def describe_estimates(
     """
     known = {n: mass for n, (mass, own) in enumerate(zip(masses, intervals, strict=True)) if own and mass is not None}
     words = {word.name: word for word in VOCABULARY}
-    told: list[Told] = []
+    told = [] if known else [Told(NOT_ESTIMATED, ())]
     for name in ("near", "far"):
         if heads := [n for n in known if looks(known[n]) == name]:
             count = _count(len(heads), _total(len(known)), words[name], probably="probably ")
-            told.append(Told(f"{count}{in_layers(places, heads)} ({ESTIMATED}).", tuple(heads)))
+            told.append(Told(f"{count}{in_layers(places, heads)}{'' if told else f' ({ESTIMATED})'}.", tuple(heads)))
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
         told.append(Told(f"Of {_total(len(unclear))} the estimate tells neither near nor far.", tuple(unclear)))
+    told += [Told(RECORD, ())] if len(unclear) < len(known) else []
     surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once
     chosen = [n for n in surest if n in different.values()][:MOST_HEADS]

@@ -1,4 +1,4 @@
-"""Every number of a head, once: symbol, heading, words, what high and low mean, digits, where health ends.
+"""Every number of a head, once: symbol, heading, words, what high and low mean, digits.
 
 Terminal, page, alarms and documentation take them from here; needs no torch.
 """
@@ -18,16 +18,6 @@ STEPS = "the weights at two reports"
 
 
 @dataclass(frozen=True)
-class Limit:
-    """Limit of health: beyond `value` on the side of `side`, times the model's median where `relative`."""
-
-    side: str  # "above" or "below"
-    value: float
-    words: str
-    relative: bool = False
-
-
-@dataclass(frozen=True)
 class Quantity:
     """One column; `scale` is "sequential", "diverging" around zero, or "share" for numbers from 0 to 1.
 
@@ -41,7 +31,6 @@ class Quantity:
     high: str
     scale: str = "sequential"
     basis: str = WEIGHTS
-    limits: tuple[Limit, ...] = ()
     short: str = ""
     digits: str = ".3g"
 
@@ -60,26 +49,22 @@ class Quantity:
         return {name: value for name, value in asdict(self).items() if name not in ("short", "digits")}
 
 
-COLLAPSED = Limit("below", 0.02, "entropy collapse: each query sees one key")
-DEAD = Limit("above", 0.9995, "dead: logits as good as equal")
-SINK = Limit("above", 0.99, "dead: the first token takes everything, whatever the text says")
-
 _ATTENTION = (
     Quantity(
         "normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike",
-        "share", MEASURED, (COLLAPSED, DEAD), "entropy", ".3f",
+        "share", MEASURED, "entropy", ".3f",
     ),
     Quantity(
         "near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near",
         "share", MEASURED, digits=".3f",
     ),
     Quantity(
-        "near_mass_beyond_first", "near", "share of attention, the first token's apart, on the 16 nearest tokens",
+        "near_mass_beyond_first", "near", "share of attention on the 16 nearest tokens, first token excluded",
         "looks far", "looks near", "share", MEASURED, digits=".3f",
     ),
     Quantity(
         "sink_mass", "sink", "share of attention on the first token", "no sink", "all on the first token",
-        "share", MEASURED, (SINK,), digits=".3f",
+        "share", MEASURED, digits=".3f",
     ),
     Quantity(
         "mean_distance", "distance", "mean distance of what is attended to, in tokens", "near", "far",
@@ -183,7 +168,7 @@ GLOSSARY = {
     "T, t": "number of tokens in the context; a token of it, counted from 1",
     "Δ": "distance: query position minus key position",
     "entropy": "how evenly attention is spread, 1 for all tokens alike, 0 for one token",
-    "near mass": "share of the attention, the first token's apart, on the 16 nearest tokens",
+    "near mass": "share of the attention on the 16 nearest tokens, the first token excluded",
     "sink": "the first token, on which many heads rest when they have nothing to say",
     "entropy collapse": "attention so peaked that learning stalls",
     "rank collapse": "attention so even that all tokens become alike",

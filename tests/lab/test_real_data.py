@@ -9,6 +9,7 @@ import pytest
 from command import locater
 from locater import heads as locater_heads
 from locater import scan
+from locater.behaviour import RECORD
 from locater.errors import Refusal
 from locater.prediction.windows import Effort, cut_lines
 from locater_lab.studies import real_data
@@ -101,6 +102,14 @@ def test_the_page_is_that_of_the_kept_rows():
     root = Path(__file__).parents[2]
     rows = json.loads((root / ROWS).read_text(encoding="utf-8"))["models"]
     assert page(rows) in (root / PAGE).read_text(encoding="utf-8"), f"write it anew: python runs/studies.py ({PAGE})"
+
+
+def test_the_record_that_a_scan_quotes_is_that_of_the_kept_rows():
+    rows = json.loads((Path(__file__).parents[2] / ROWS).read_text(encoding="utf-8"))["models"]
+    near, far = (
+        [sum(part) for part in zip(*(row["words"][word] for row in rows), strict=True)] for word in ("near", "far")
+    )
+    assert "for {} of {} heads (near) and {} of {} (far)".format(*near, *far) in RECORD and len(rows) == 10
 
 
 def test_words_are_right_of_four_in_five_of_every_kind():

@@ -19,7 +19,12 @@ ROOT = Path(__file__).parents[2]
 # Pages whose every block runs as it stands; the others are run by the tests of what they are about.
 RUN = ["README.md", *(f"docs/{name}.md" for name in ("index", "theory", "own_stabiliser", "stabilisers"))]
 RUN += [f"docs/tutorials/{name}.md" for name in ("student", "practitioner", "researcher")]
-PYTHON = [*RUN, "docs/prediction.md", "docs/reproduction.md"]  # whose commands take long, but not their Python
+PYTHON = [
+    *RUN,
+    "docs/families.md",
+    "docs/prediction.md",
+    "docs/reproduction.md",
+]  # whose commands take long, but not their Python
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 

@@ -73,8 +73,8 @@ def test_a_page_begins_with_what_heads_do():
     masses = [dict(estimated_near_mass=near, estimated_near_mass_interval=[0.0, 1.0]) for near in (0.9, 0.1, 0.8, 0.5)]
     views = views_of([scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))])
     assert verdict(views) == (
-        "4 heads in 1 layer: 2 look mostly at the 16 nearest tokens, 1 looks mostly beyond the 16 nearest tokens and "
-        "1 is unclear (estimated from the weights)."
+        "4 heads in 1 layer: 2 probably look mostly at the 16 nearest tokens, 1 probably looks mostly beyond the 16 "
+        "nearest tokens and 1 is unclear (estimated from the weights)."
     )
     assert does(views[0]).words == [[("near",), ("far",), ("near",), ("unclear",)]]
     seen = [dict(near_mass=0.9, normalised_entropy=0.05, sink_mass=first) for first in (0.0, 0.9)]

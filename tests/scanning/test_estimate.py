@@ -8,7 +8,7 @@ import transformers
 
 from locater import scan
 from locater.attention.statistics import FIRST_QUERY, NEAR
-from locater.behaviour import looks
+from locater.behaviour import NOT_ESTIMATED, RECORD, Told, looks
 from locater.head import Head
 from locater.models.config import SCALED
 from locater.positions import Rotary
@@ -268,14 +268,15 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     told = [one.sentence for one in replace(whole, heads=(near, far, unsure, unknown)).behaviour()]
     assert told == [
         "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights).",
-        "1 of 3 heads probably looks mostly beyond the 16 nearest tokens (estimated from the weights).",
+        "1 of 3 heads probably looks mostly beyond the 16 nearest tokens.",
         "Of 1 head the estimate tells neither near nor far.",
+        RECORD,
         "Look first at decoder 0.0, which probably looks mostly at the 16 nearest tokens (near mass 0.90, 0.00 to "
         "1.00); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (near mass 0.10, 0.00 to 1.00).",
     ]
-    assert replace(whole, heads=(unknown,)).behaviour() == []
+    assert replace(whole, heads=(unknown,)).behaviour() == [Told(NOT_ESTIMATED, ())]
     unjudged = replace(near, estimated_near_mass_interval=None)  # no model with such positions was measured
-    assert replace(whole, heads=(unjudged,)).behaviour() == []
+    assert replace(whole, heads=(unjudged,)).behaviour() == [Told(NOT_ESTIMATED, ())]
 
 
 def test_layers_that_share_their_weights_are_shown_once():

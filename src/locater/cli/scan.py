@@ -27,6 +27,7 @@ FAIL_ON_MET = 3
 MOST_FAILURES = 5
 COLUMNS = ("estimated_near_mass", "trace_over_temperature", "eta_over_temperature", "xi", "localisation")
 RANGE = "ξ range"
+MEASURE = "What heads do on text, measured: locater predict MODEL"
 MEDIANS = "medians of each layer's heads, and how many heads have each regime"
 
 Source = Annotated[
@@ -109,6 +110,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     console.print(HeatMap.of(found.to_json(), "estimated_near_mass" if known else "xi"))
     for sentence in describe_theory(row.regime for row in found.heads):
         console.print(sentence, highlight=False)
+    console.print(MEASURE, highlight=False)
     if found.normalised:
         console.print(NORMALISED)
     for sentence in found.refused:

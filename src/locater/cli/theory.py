@@ -200,7 +200,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     if "limit" in document:
         values = document["limit"]["closed"]
         console.print()
-        console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.6f}"] for n in range(11)]))
+        console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.4f}"] for n in range(11)]))
     if "depth" in document:
         from .theory_parts import depth_sentence, depth_table
 
@@ -218,9 +218,9 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
 
 def _softmax_sentence(found: Json, length: int) -> str:
     return (
-        f"True softmax over {length} independent tokens behind a norm: logits of variance ‖A‖²/λ² = "
-        f"{found['variance']:.3g}, mean entropy {found['normalised_entropy']:.2f} of ln T "
-        f"(long texts freeze beyond a variance of 2 ln T = {found['border']:.3g})."
+        f"True softmax over {length} independent tokens behind a norm: mean entropy "
+        f"{found['normalised_entropy']:.2f} of ln T, from logits of variance {found['variance']:.3g} "
+        f"(long texts freeze beyond 2 ln T = {found['border']:.3g})."
     )
 
 
@@ -239,6 +239,6 @@ def _profile_table(document: Json) -> FittedTable:
             if name == "monte-carlo":
                 cells.append(f"{profile['mean'][t - 1]:.4f} ± {profile['standard_error'][t - 1]:.4f}")
             else:
-                cells.append(f"{profile[t - 1]:.6f}")
+                cells.append(f"{profile[t - 1]:.4f}")
         rows.append(cells)
     return table(["t", *profiles], rows)

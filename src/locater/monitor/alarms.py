@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ..attention.calls import SDPA
 from ..head import Block
 from ..models import spans
-from ..quantities import COLLAPSED, DEAD, SINK
 from ..records import Json, State
 from .report import AHEAD, RESTING, SERIOUS, LayerReport
 from .tally import Mode
@@ -23,11 +22,11 @@ LEARNED = 0.95  # normalised entropy of the median head below: the model is not 
 class Thresholds:
     """Limits of the alarms. None switches an alarm off; what each means stands in docs/monitor.md."""
 
-    entropy_collapse: float | None = COLLAPSED.value  # normalised entropy below: n^0.02 keys hold the mass
+    entropy_collapse: float | None = 0.02  # normalised entropy below: n^0.02 keys hold the mass
     rank_collapse: float | None = 0.05  # residual below: 99.75 % of the squared norm is common to all tokens
     logit_explosion: float | None = 10.0  # largest logit above this many log n, each enough to outweigh n keys
-    dead_uniform: float | None = DEAD.value  # normalised entropy above: logits as good as equal
-    dead_sink: float | None = SINK.value  # mass on the first token above: whatever the text says
+    dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
+    dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
     steps_ahead: int | None = None  # an explosion this near by growth is forecast; off, for most do not come true
 

@@ -84,14 +84,15 @@ def attentions_of(view: View, frame: int) -> list[MeanAttention | None]:
 def verdict(view: View) -> str:
     """One sentence on what the heads of a model do: the commonest words, and the evidence."""
     found = does(view)
-    counts = Counter(word for words in found.words[-1] for word in words or (UNCLEAR,))
+    counts = Counter(word for words in found.words[-1] for word in words or ())
     unclear = counts.pop(UNCLEAR, 0)
     layers = len({key[:2] for key in view.heads})
     opening = f"{counted(len(view.heads), 'head')} in {counted(layers, 'layer')}"
     if not counts:
         return f"{opening}."
     phrases = {word.name: (word.singular, word.plural) for word in VOCABULARY}
-    named = [f"{number:,} {phrases[name][number > 1]}" for name, number in counts.most_common(3)]
+    probably = "probably " if found.source == ESTIMATED else ""
+    named = [f"{number:,} {probably}{phrases[name][number > 1]}" for name, number in counts.most_common(3)]
     named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} unclear"] if unclear else []
     listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
     return f"{opening}: {listed} ({found.source})."

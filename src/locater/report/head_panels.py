@@ -81,7 +81,7 @@ def _attention(axis: "Axes", view: View, record: Json) -> None:
     for number, (name, line) in enumerate(record["attention_profile"].items()):
         _line(axis, _middles(view), line, TEXT_WORDS.get(str(name), str(name)), number)
     _over_distance(axis, "share of attention")
-    _finish(axis, "Attention over distance, the first token apart")
+    _finish(axis, "Attention over distance, without the first token")
 
 
 PANELS: dict[str, Panel] = {

@@ -10,11 +10,9 @@ from pathlib import Path
 from statistics import median
 
 from ..behaviour import (
-    ESTIMATED,
     RANDOM_WEIGHTS,
     Told,
     describe,
-    describe_accuracy,
     describe_estimates,
     describe_theory,
     head_name,
@@ -23,7 +21,7 @@ from ..behaviour import (
 from ..errors import counted
 from ..quantities import quantity
 from ..records import Json
-from .does import MEASURED, MEASURED_SIDES, attentions_of
+from .does import MEASURED_SIDES, attentions_of
 from .does import verdict as summary
 from .stories import Sentence, of_runs, of_study
 from .views import View
@@ -146,11 +144,8 @@ def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence
         told = describe_estimates(view.heads, view.columns["estimated_near_mass"][-1], intervals)
     else:
         return
-    for n, one in enumerate(told):  # the source is said once
-        text = one.sentence.replace(" (on the text measured)", "").replace(f" ({ESTIMATED})", "") if n else one.sentence
-        yield Sentence(text, number, one.heads)
-    ranks = {name: view.accuracy.get(name) for name in MEASURED}
-    yield from (Sentence(text, number) for text in describe_accuracy(ranks))
+    yield from (Sentence(one.sentence, number, one.heads) for one in told)
+    yield from (Sentence(text, number) for text in view.accuracy)
 
 
 def _next(number: int, view: View) -> Iterable[Sentence]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..behaviour import describe_accuracy
 from ..errors import refusal, shown
 from ..records import Json
 from .stories import MONITOR, steps_of
@@ -34,7 +35,7 @@ class View:
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
-    accuracy: dict[str, float | None] = field(default_factory=dict)  # rank correlations of a prediction, by number
+    accuracy: list[str] = field(default_factory=list)  # sentences on how far to trust words and prediction
     is_pair: bool = False  # two models side by side
     length: int | None = None
     bins: list[list[int]] | None = None
@@ -192,7 +193,7 @@ def _of_predict(document: Document) -> View:
         regimes=[[None] * len(records)],
         records=records,
         refused=list(document.get("left_out", ())),
-        accuracy=document.get("spearman", {}),
+        accuracy=document.get("accuracy") or describe_accuracy(document.get("spearman", {})),
         bins=document["distance_bins"],
     )
 

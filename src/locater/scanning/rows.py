@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ..behaviour import Place
+from ..behaviour import Place, head_name
 from ..errors import BadArguments
 from ..quantities import REGIMES
 from ..records import Json
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 ON_REQUEST = ("eigenvalues", "spread")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadRow:
     """The moments of W = W_K^T W_Q, where `variance` may be negative and `spread` may not; `temperature` is λ.
 
     `spread` and `eigenvalues` are there where eigenvalues were asked for: they take as long as all else.
     `sigma` is the largest singular value of W, `logit_bound` what no logit can exceed (None where nothing bounds it).
-    `localisation` and `regime` are of the random-walk theory; what a head does is estimated: the share of its mass, the
-    first token apart, on keys nearer than 16 in texts of 256 tokens, None where no estimate holds.
+    `localisation` and `regime` are of the random-walk theory; what a head does is estimated: the share of its mass on
+    keys nearer than 16 in texts of 256 tokens, the first token excluded; None where no estimate holds.
     """
 
     block: str
@@ -53,11 +53,16 @@ class HeadRow:
     estimated_near_mass: float | None = None
     estimated_near_mass_interval: tuple[float, float] | None = None
     eigenvalues: tuple[tuple[float, float], ...] | None = None
-    curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False, repr=False)
+    curves: dict[str, dict[str, list[float]]] | None = field(default=None, compare=False)
 
     @property
     def place(self) -> Place:
         return self.block, self.layer, self.head
+
+    def __repr__(self) -> str:
+        """Name the head with the numbers that are asked for first: all fields would fill a session."""
+        numbers = f"tr W {self.trace:.3g}, η {self.eta:.3g}, ξ {self.xi:.3g}, λ {self.temperature:.3g}"
+        return f"HeadRow({head_name(*self.place)}: {numbers}, {self.regime})"
 
     def to_record(self) -> Json:
         """All columns, for tables; those on request only where they were asked for."""

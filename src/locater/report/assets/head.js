@@ -19,12 +19,13 @@ function sentenceOn(app) {
   const { view, frame, selected } = app;
   const parts = [];
   const does = app.data.behaviours[view.wordOf("does", frame, selected)];
-  if (does) parts.push(`It ${does.meaning} (${view.source}).`);
-  for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate from the weights"]]) {
+  const estimated = view.source.startsWith("estimated");
+  if (does) parts.push(`It ${estimated && does.name !== "unclear" ? "probably " : ""}${does.meaning} (${view.source}).`);
+  for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate"]]) {
     const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
     const near = name && view.value(name, frame, selected);
     if (!Number.isFinite(near)) continue;
-    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens${does ? "" : ` (${source})`}.`);
+    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
     break;
   }
   const regime = app.data.regimes[view.wordOf("regime", frame, selected)];
@@ -33,16 +34,7 @@ function sentenceOn(app) {
     const symmetry = view.value("symmetry", frame, selected);
     parts.push(symmetry > 0.5 ? "W is nearly symmetric." : symmetry < -0.2 ? "W mostly rotates." : "W is neither symmetric nor a rotation.");
   }
-  // Where attention was measured, a prediction of the same number says nothing more.
-  const telling = app.shownQuantities().filter(({ name }) => !view.columns[name.replace("predicted_", "measured_")] || !name.startsWith("predicted_"));
-  for (const quantity of telling) parts.push(...unhealthy(app, quantity).map((words) => `Its ${quantity.symbol.split(" ")[0]} ${words}.`));
   return parts.join(" ");
-}
-
-// Which limits of health this head is beyond, in words.
-function unhealthy(app, quantity) {
-  const value = app.view.value(quantity.name, app.frame, app.selected);
-  return app.limitsOf(quantity).filter((limit) => (limit.side === "above" ? value > limit.value : value < limit.value)).map((limit) => `is ${limit.side} ${shownNumber(limit.value)}: ${limit.words}`);
 }
 
 // Each number with a strip: the grey hill is the model's distribution, the line is this head.
@@ -53,7 +45,7 @@ function numbersOf(app) {
     const value = view.value(quantity.name, frame, selected);
     if (!Number.isFinite(value)) continue;
     const sorted = app.sorted(quantity.name);
-    body.append(html("tr", { class: unhealthy(app, quantity).length ? "beyond" : "" }, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
+    body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
       html("td", { "data-quantity": quantity.name }, shownNumber(value)), html("td", {}, ...(sorted.length > 1 ? [strip(sorted, value), html("small", {}, rankOf(sorted, value))] : []))));
   }
   const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, view.count > 1 ? "among all heads" : "")));
@@ -151,6 +143,6 @@ function attentionFigure(app, box) {
     points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) }));
   if (!series.length) return null;
   const furthest = Math.max(...series[0].points.map((point) => point[0]));
-  return figure("Attention over distance, the first token apart", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
+  return figure("Attention over distance, without the first token", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },
     y: { range: [0, Math.max(...series.flatMap((one) => one.points.map((point) => point[1])), 0.1)], label: "share of attention" } });
 }

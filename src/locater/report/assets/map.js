@@ -214,7 +214,7 @@ function wordKey(app) {
   return drawn;
 }
 
-// The scale, with the heads' distribution over it, what its ends mean, and where health ends.
+// The scale, with the heads' distribution over it and what its ends mean.
 function drawLegend(app, width) {
   const { low, high, values } = app.range;
   const x = axis([low, high], [10, width - 10], { count: 5 });
@@ -232,12 +232,5 @@ function drawLegend(app, width) {
   for (const mark of x.marks) drawn.append(text(shownNumber(mark), x.place(mark), 58, { "text-anchor": "middle", fill: look("soft") }));
   drawn.append(text(`◂ ${app.difference ? "fell" : app.quantity.low}`, 10, 74, { fill: look("ink") }));
   drawn.append(text(`${app.difference ? "rose" : app.quantity.high} ▸`, width - 10, 74, { "text-anchor": "end", fill: look("ink") }));
-  app.limits().forEach((limit, n) => {
-    const inside = limit.value > low && limit.value < high;
-    if (inside) drawn.append(svg("line", { x1: x.place(limit.value), x2: x.place(limit.value), y1: 2, y2: 47, stroke: look("warn"), "stroke-width": 2 }));
-    const words = `${limit.side} ${shownNumber(limit.value)}: ${limit.words}`;
-    drawn.append(text(words, 10, 90 + n * 14, { fill: look("warn"), ...(words.length * 5.4 > width - 20 ? { textLength: width - 20, lengthAdjust: "spacingAndGlyphs" } : {}) }));
-    drawn.setAttribute("viewBox", `0 0 ${width} ${96 + n * 14}`);
-  });
   return drawn;
 }

@@ -48,7 +48,7 @@ class App {
     return this.difference ? value - this.view.value(this.quantity.name, 0, head) : value;
   }
 
-  // All known values of a column in order, kept: every strip and limit asks for them.
+  // All known values of a column in order, kept: every strip asks for them.
   sorted(name) {
     const key = `${this.number} ${this.frame} ${name}`;
     this.orders ??= new Map();
@@ -70,19 +70,9 @@ class App {
 
   choose(name) {
     const kind = WORD_KINDS[name];
-    this.quantity = kind ? { name, symbol: name, words: kind[0], low: "", high: "", scale: "words", limits: [], basis: "" } : this.data.quantities.find((one) => one.name === name);
+    this.quantity = kind ? { name, symbol: name, words: kind[0], low: "", high: "", scale: "words", basis: "" } : this.data.quantities.find((one) => one.name === name);
     if (kind) this.difference = false;
     else this.range = rangeOf(this.views, this.quantity, this.difference);
-  }
-
-  // The limits of health in the quantity's own unit: some are multiples of the model's median.
-  limits() { return this.difference ? [] : this.limitsOf(this.quantity); }
-
-  limitsOf(quantity) {
-    if (!quantity.limits.length) return [];
-    const middle = quantile(this.sorted(quantity.name), 0.5);
-    return quantity.limits.map((limit) => ({ ...limit, value: limit.relative ? limit.value * middle : limit.value,
-      words: limit.words + (limit.relative ? ` (${shownNumber(limit.value)} × the model's median)` : "") }));
   }
 
   describe(head) {
