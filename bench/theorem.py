@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from gaussian_tokens import HeadInputs, expected_attention, profile
 
 from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
@@ -22,7 +23,7 @@ from locater.prediction.running import run, self_attention
 from locater.prediction.sampling import effective, interpolate
 from locater.prediction.windows import cut
 from locater.texts import embedded_text
-from locater.theory.gaussian_tokens import HeadInputs, Turns, expected_attention, profile
+from locater.theory.random_walk import Turns
 from prediction import minilm
 
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)

@@ -1,13 +1,18 @@
 """ρ over Gaussian tokens with a mean and lags: the closed form against drawn texts whose keys are turned one by one."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from locater.errors import Refusal
-from locater.theory import gaussian_tokens
-from locater.theory.gaussian_tokens import HeadInputs, Turns
+from locater.theory.random_walk import Turns
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import gaussian_tokens
+from gaussian_tokens import HeadInputs
 
 LENGTH, WIDTH, D_HEAD = 12, 10, 6
 PAIRS = torch.tensor([[0, 3], [1, 4]])

@@ -42,7 +42,7 @@ def test_without_turning_it_is_the_plain_profile():
     plain = closed_form.profile(query, key, length=20, covariance=1.5)
     torch.testing.assert_close(rotary.profile(query, key, **still), plain)
     walks = {"num_walks": 2000}
-    turned = rotary.monte_carlo(query, key, generator=torch.Generator().manual_seed(1), **walks, **still)
+    turned = monte_carlo.profile(query, key, generator=torch.Generator().manual_seed(1), **walks, **still)
     straight = monte_carlo.profile(
         query, key, length=20, covariance=1.5, generator=torch.Generator().manual_seed(1), **walks
     )
@@ -63,7 +63,7 @@ def test_simulation_agrees(kind):
     settings = {"turns": Turns(pairs, 10.0 ** (-torch.arange(24) / 8), 1.1), "length": 48}
     found = rotary.profile(query, key, **settings)
     generator = torch.Generator().manual_seed(4)
-    simulated = rotary.monte_carlo(query, key, num_walks=3000, generator=generator, **settings)
+    simulated = monte_carlo.profile(query, key, num_walks=3000, generator=generator, **settings)
     # The second term is the Gaussian approximation's own error at this d_h.
     assert ((found - simulated.mean).abs() <= 4 * simulated.standard_error + 0.02).all()
     assert (closed_form.profile(query, key, length=48) - found).abs().max() > 0.04

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..spectra import Covariance
-from .random_walk import Estimate, Problem, logits, prepare
+from .random_walk import Estimate, Problem, Turns, logits, prepare
 
 
 def profile(
@@ -17,6 +17,7 @@ def profile(
     generator: torch.Generator,
     temperature: float | None = None,
     covariance: Covariance = 1.0,
+    turns: Turns | None = None,
 ) -> Estimate:
     """The share of walks on which token t is on the sloped piece, with its binomial standard error √(ρ(1−ρ)/n).
 
@@ -24,20 +25,12 @@ def profile(
     agree, which is then no bound: ρ may still be about 3/n away.
     """
     problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
-    shares = [_share(head, num_walks=num_walks, generator=generator) for head in problem.heads()]
-    return binomial(torch.stack(shares).reshape(*problem.batch, length), num_walks)
-
-
-def binomial(mean: Float[Tensor, "*shape"], num_walks: int) -> Estimate:
-    """The estimate of a probability from the share of independent walks."""
+    shares = []
+    for head in problem.heads():
+        parts = logits(head, turns, num_walks=num_walks, generator=generator)
+        shares.append(sum(on_slope(part, temperature=head.temperature).sum(0) for part in parts) / num_walks)
+    mean = torch.stack(shares).reshape(*problem.batch, length).double()
     return Estimate(mean, (mean * (1 - mean) / num_walks).sqrt())
-
-
-def _share(head: Problem, *, num_walks: int, generator: torch.Generator) -> Float[Tensor, " {head.length}"]:
-    count = torch.zeros(head.length, dtype=torch.float64, device=head.query.device)
-    for part in logits(head, num_walks=num_walks, generator=generator):
-        count += on_slope(part, temperature=head.temperature).sum(0)
-    return count / num_walks
 
 
 def clipped_linear(logits: Float[Tensor, "*batch length"]) -> Float[Tensor, "*batch length"]:

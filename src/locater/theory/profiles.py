@@ -54,13 +54,12 @@ def profile(
     walks: dict[str, Any] = dict(num_walks=num_walks, generator=torch.Generator().manual_seed(seed))
     if head.rotary is not None:
         settings["turns"] = Turns(head.rotary.pairs, head.rotary.frequencies(length), head.rotary.amplitude)
-        if method == "closed":
-            return rotary.profile(query, key, **settings)
-        return rotary.monte_carlo(query, key, **settings, **walks).mean
-    if method == "exact":
-        return exact.profile(query, key, **settings)
     if method == "monte-carlo":
         return monte_carlo.profile(query, key, **settings, **walks).mean
+    if head.rotary is not None:
+        return rotary.profile(query, key, **settings)
+    if method == "exact":
+        return exact.profile(query, key, **settings)
     return closed_form.from_moments(moments(query, key), bias=_bias(head, length), **settings)
 
 

@@ -31,11 +31,6 @@ def border(num_keys: int) -> float:
     return 2 * math.log(_check_keys(num_keys))
 
 
-def annealed_entropy(variance: Float[Tensor, "*shape"], num_keys: int) -> Float[Tensor, "*shape"]:
-    """Return ln n − V/2, and 0 beyond the border: the law as n → ∞, in nats per ln n."""
-    return (math.log(_check_keys(num_keys)) - variance / 2).clamp_min(0)
-
-
 def mean_entropy(variance: Float[Tensor, "*shape"], num_keys: int) -> Float[Tensor, "*shape"]:
     """Return the mean entropy, in nats, of the softmax of n independent Gaussian logits of variance V.
 

@@ -96,23 +96,38 @@ class Estimate(NamedTuple):
 
 
 def logits(
-    head: Problem, *, num_walks: int, generator: torch.Generator
+    head: Problem, turns: Turns | None = None, *, num_walks: int, generator: torch.Generator
 ) -> Iterator[Float[Tensor, "walks {head.length}"]]:
-    """λ·ω_t = x_t^T W x_T of independent walks, some walks at a time, num_walks in all.
+    """λ·ω_t = x_t^T W x_T of independent walks, some walks at a time, num_walks in all; `turns` turn queries and keys.
 
-    The tokens x_t are never stored: the increments of the logit are ε_s·(W x_T), so the steps suffice. Refuses
-    weights whose logits overflow.
+    Without them the tokens x_t are never stored: the increments of the logit are ε_s·(W x_T), so the steps suffice.
+    Refuses weights whose logits overflow.
     """
-    query, key = reduced(head.query, head.key)
-    for steps in normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
-        direction = steps.sum(1) @ query.mT @ key
-        values = (steps @ direction[..., None])[..., 0].cumsum(-1)
+    query, key = _reduced(head.query, head.key)
+    for steps in _normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
+        if turns is None:
+            direction = steps.sum(1) @ query.mT @ key
+            values = (steps @ direction[..., None])[..., 0].cumsum(-1)
+        else:
+            tokens = steps.cumsum(1)
+            keys, last = _turned(tokens @ key.mT, turns), _turned(tokens[:, -1:] @ query.mT, turns, first=head.length)
+            values = (keys @ last.mT)[..., 0]
         if not bool(torch.isfinite(values).all()):
             raise refusal("weights whose logits are finite", "an overflow", "scale the weights down or use float64")
         yield values
 
 
-def normal_steps(
+def _turned(vectors: Float[Tensor, "walks length d_head"], turns: Turns, first: int = 1) -> Tensor:
+    """Turn the vectors of positions `first` … one by one, in place."""
+    angles = torch.arange(first, first + vectors.shape[1])[:, None] * turns.frequencies.double().cpu()
+    phases = torch.polar(torch.full_like(angles, turns.amplitude), angles).to(vectors.device)
+    real, imaginary = turns.pairs.to(vectors.device).unbind(-1)
+    turned = torch.complex(vectors[..., real].double(), vectors[..., imaginary].double()) * phases
+    vectors[..., real], vectors[..., imaginary] = turned.real.to(vectors), turned.imag.to(vectors)
+    return vectors
+
+
+def _normal_steps(
     num_walks: int, shape: tuple[int, int], *, like: Tensor, generator: torch.Generator
 ) -> Iterator[Float[Tensor, "walks length d_model"]]:
     """Standard normal steps in blocks of bounded memory."""
@@ -124,7 +139,7 @@ def normal_steps(
         yield torch.randn(walks, *shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
-def reduced(
+def _reduced(
     query: Float[Tensor, "d_head d_model"], key: Float[Tensor, "d_head d_model"]
 ) -> tuple[Float[Tensor, "d_head span"], Float[Tensor, "d_head span"]]:
     """The weights in an orthonormal basis of all their rows: standard normal steps stay standard normal there."""

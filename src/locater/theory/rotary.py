@@ -1,4 +1,4 @@
-"""ρ_t of a head with rotary positions: the closed form, and its Monte Carlo check."""
+"""ρ_t of a head with rotary positions, in closed form."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,8 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
-from . import random_walk
 from .closed_form import between
-from .monte_carlo import binomial, on_slope
-from .random_walk import Estimate, Problem, Turns, prepare
+from .random_walk import Turns, prepare
 
 # Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.
 ENTRIES_AT_ONCE = 2**17
@@ -77,44 +75,3 @@ def _in_parts(products: Grams) -> Iterator[Grams]:
     at_once = max(1, ENTRIES_AT_ONCE // size**2)
     for part in zip(*(product.split(at_once) for product in flat), strict=True):
         yield Grams(*part)
-
-
-def monte_carlo(
-    query: Float[Tensor, "*#batch d_head d_model"],
-    key: Float[Tensor, "*#batch d_head d_model"],
-    *,
-    length: int,
-    turns: Turns,
-    num_walks: int,
-    generator: torch.Generator,
-    temperature: float | None = None,
-    covariance: Covariance = 1.0,
-) -> Estimate:
-    """The share of simulated walks on which token t is on the sloped piece; every query and key is turned itself."""
-    problem = prepare(query, key, length=length, temperature=temperature, covariance=covariance)
-    counts = []
-    for head in problem.heads():
-        count = torch.zeros(length, dtype=torch.float64, device=head.query.device)
-        for logits in _turned_logits(head, turns, num_walks=num_walks, generator=generator):
-            count += on_slope(logits, temperature=head.temperature).sum(0)
-        counts.append(count / num_walks)
-    return binomial(torch.stack(counts).reshape(*problem.batch, length), num_walks)
-
-
-def _turned_logits(
-    head: Problem, turns: Turns, *, num_walks: int, generator: torch.Generator
-) -> Iterator[Float[Tensor, "walks {head.length}"]]:
-    query, key = random_walk.reduced(head.query, head.key)
-    first, second = turns.pairs.to(query.device).unbind(-1)
-    angles = torch.arange(1, head.length + 1)[:, None] * turns.frequencies.double().cpu()
-    phases = torch.polar(torch.full_like(angles, turns.amplitude), angles).to(query.device)
-
-    def turn(vectors: Tensor, by: Tensor) -> Tensor:
-        turned = torch.complex(vectors[..., first].double(), vectors[..., second].double()) * by
-        vectors[..., first], vectors[..., second] = turned.real.to(vectors), turned.imag.to(vectors)
-        return vectors
-
-    for steps in random_walk.normal_steps(num_walks, (head.length, query.shape[-1]), like=query, generator=generator):
-        tokens = steps.cumsum(1)
-        keys, last = turn(tokens @ key.mT, phases), turn(tokens[:, -1] @ query.mT, phases[-1])
-        yield (keys @ last[..., None])[..., 0]

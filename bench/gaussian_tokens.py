@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from ..errors import refusal
-from .closed_form import between
-from .random_walk import Turns, check_temperature
+from locater.errors import refusal
+from locater.theory.closed_form import between
+from locater.theory.random_walk import Turns, check_temperature
 
 
 class HeadInputs(NamedTuple):
