@@ -9,6 +9,7 @@ A case is the name of a format and a number: the same everywhere. Exit 1 if anyt
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -32,15 +33,18 @@ def environment() -> dict[str, str]:
 
 def run_stretch(name: str, first: int, last: int, seeds: Path, scratch: Path) -> dict[str, Any]:
     """In a process of its own; where that dies or does not end, the case under way is to blame and the rest go on."""
+    import campaign  # once, with the settings of `main`: the processes are forked from this one and start at once
+
     scratch.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(HERE / "campaign.py"), name, str(first), str(last), str(seeds), str(scratch)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment(), check=False)
-        if done.returncode == 0:
-            return json.loads(done.stdout.splitlines()[-1])
-        reason = f"the process ended with {done.returncode}: {done.stderr[-300:]}"
-    except subprocess.TimeoutExpired:
-        reason = f"no end after {PATIENCE} s"
+    given = (name, first, last, seeds, scratch)
+    process = multiprocessing.get_context("fork").Process(target=campaign.main, args=given)
+    process.start()
+    process.join(PATIENCE)
+    if process.exitcode == 0:
+        return json.loads((scratch / "found.json").read_text())
+    reason = f"no end after {PATIENCE} s" if process.exitcode is None else f"the process ended with {process.exitcode}"
+    process.kill()
+    process.join()
     at = int((scratch / "progress").read_text()) if (scratch / "progress").exists() else first
     blamed = {"counts": {"failed": 1}, "failures": [{"case": f"{name}/{at}", "what": reason, "told": ""}], "peak": 0}
     parts = [run_stretch(name, *span, seeds, scratch) for span in ((first, at), (at + 1, last)) if span[0] < span[1]]
@@ -125,6 +129,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="kept results; without it a temporary folder")
     parser.add_argument("--case", help="FORMAT/NUMBER")
     options = parser.parse_args()
+    os.environ |= environment()
+    sys.path.insert(0, str(HERE.parents[1] / "src"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
         if options.case:

@@ -122,8 +122,10 @@ def main(name: str, first: int, last: int, seeds: Path, scratch: Path) -> None:
     parts = [work(one, range(first, last), scratch, scratch / "progress") for one in name.split(",")]
     counts = sum((part["counts"] for part in parts), Counter())
     failures = [failure for part in parts for failure in part["failures"]]
-    print(json.dumps({"counts": counts, "failures": failures, "peak": max(part["peak"] for part in parts)}))
+    found = {"counts": counts, "failures": failures, "peak": max(part["peak"] for part in parts)}
+    (scratch / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
+    print((Path(sys.argv[5]) / "found.json").read_text())

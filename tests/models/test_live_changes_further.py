@@ -6,8 +6,9 @@
 import peft
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from test_cells import FIRST
-from test_live_changes import CHANGES, Change, assert_said_or_right, attention, eager, edit, patch
+from test_live_changes import CHANGES, Change, assert_said_or_right, attention, changed_model, eager, edit, patch, say
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
@@ -136,7 +137,53 @@ def add_second(model, stack):
     model.base_model.set_adapter(["default", "second"])
 
 
+class Offload(AlignDevicesHook):
+    """Looks like one of accelerate's, and doubles."""
+
+    def post_forward(self, module, output):
+        return 2 * output
+
+
+def two_hooks():
+    return SequentialHook(ModelHook(), Offload())
+
+
+class Doubler:
+    def __call__(self, q, k, *rest, **options):
+        return 2 * q, k
+
+
+class OwnWeight(torch.Tensor):
+    """A kind of tensor whose products are others."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        output = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * output.as_subclass(torch.Tensor) if func is functional.linear else output
+
+
+def own_kind(module):
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(OwnWeight))
+
+
+def replace_parts(name, part):
+    """In every adapter."""
+
+    def apply(model, stack):
+        for module in model.modules():
+            if "default" in getattr(module, name, ()):
+                getattr(module, name)["default"] = part(getattr(module, name)["default"])
+
+    return apply
+
+
 FURTHER = [
+    Change("a hook by accelerate", to_queries(lambda one: add_hook_to_module(one, Offload()))),
+    Change("two hooks by accelerate", to_queries(lambda one: add_hook_to_module(one, two_hooks()))),
+    Change("rotation by an object", patch(modeling_llama, "apply_rotary_pos_emb", lambda old: Doubler())),
+    Change("an own kind of weight", to_queries(own_kind)),
+    Change("factors replaced", adapted(lora(), replace_parts("lora_B", lambda one: nn.Sequential(one, nn.Tanh())))),
+    Change("dropout replaced", adapted(lora(), replace_parts("lora_dropout", lambda one: nn.ReLU()))),
     Change("weights through a function", to_queries(wave), acts=False),
     Change("orthogonal weights", to_queries(parametrizations.orthogonal), acts=False),
     Change("spectral norm", to_queries(parametrizations.spectral_norm), acts=False),
@@ -264,3 +311,13 @@ def test_whatever_a_module_holds_is_right_or_said_when_changed(case):
                 faults += [f"{key} = {other!s:.40}: {words}" for words in found if words]
             table[key] = before
     assert not faults
+
+
+def test_a_model_that_was_compiled_leaves_no_trace_in_others():
+    """torch.compile puts functions of its own into the module whose code it has compiled."""
+    with changed_model(Change("none", lambda model, stack: None)) as (model, inputs):
+        modeling_llama.__dict__["__compiled_fn_0_test"] = lambda *args: None
+        try:
+            assert say(model, inputs, None)[0] == "by the table, not run"
+        finally:
+            del modeling_llama.__dict__["__compiled_fn_0_test"]

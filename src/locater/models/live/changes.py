@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ HARMLESS += ("max_seq_len_cached", "inplace")
 LENGTHENED = ("dynamic", "longrope")  # rotary kinds whose frequencies follow the longest text so far
 TURNS = re.compile(r"rotary|rope", re.IGNORECASE)
 MOST_NUMBERS = 2**20
+COMPILED = ("__compiled_fn", "__resume_at")  # names that torch.compile adds to a module
 
 
 def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> list[str]:
@@ -99,9 +100,14 @@ def _acting(name: str, module: nn.Module) -> Iterator[str]:
     kind = _own_class(module)
     if not _is_known(kind.__module__, KNOWN):
         yield f"`{name}` is of the class {kind.__module__}.{kind.__qualname__}, which was not looked at"
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    of_accelerate = vars(module).get("_hf_hook")  # its wrapper is known, the hook may be the user's
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    for hook in hooks + ([] if of_accelerate is None else [*getattr(of_accelerate, "hooks", (of_accelerate,))]):
         if not _is_known(_home(hook), HOOKS):
             yield f"a hook on `{name}` ({_called(hook)})"
+    for key, tensor in module._parameters.items():
+        if not _is_known(type(tensor).__module__, (*KNOWN, "builtins")):
+            yield f"`{name}.{key}` is a {type(tensor).__module__}.{type(tensor).__qualname__}, which was not looked at"
     for attribute, value in vars(module).items():
         shadows = callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), attribute)
         if shadows and not all(_is_known(_home(part), KNOWN) for part in _chain(value)):
@@ -114,13 +120,13 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
     for kind in sorted(classes, key=str):
         if not _is_known(kind.__module__, KNOWN):
             continue
-        for name, value in vars(kind).items():
-            if isinstance(value, FunctionType | functools.partial) and not _is_all_known(value):
+        for name, value in _functions(kind):
+            if not _is_all_known(value):
                 yield f"{kind.__qualname__}.{name} was replaced by {_called(value)}"
     homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models")}
     for home in sorted({*homes, "torch.nn.functional"}):
-        for name, value in vars(sys.modules.get(home)).items():
-            if isinstance(value, FunctionType | functools.partial) and not _is_all_known(value):
+        for name, value in _functions(sys.modules[home]):
+            if not _is_all_known(value):
                 yield f"{home}.{name} was replaced by {_called(value)}"
     if not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield "torch.nn.functional.scaled_dot_product_attention was replaced"
@@ -131,6 +137,14 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
         if not _is_known(_home(hook), HOOKS):
             yield f"a hook on all modules ({_called(hook)})"
     yield from _own_attention(modules)
+
+
+def _functions(home: type | ModuleType) -> Iterator[tuple[str, object]]:
+    """Whatever can be called in a class or module, by its name, without what the compiler leaves there for itself."""
+    for name, value in vars(home).items():
+        value = value.fget if isinstance(value, property) else value
+        if callable(value) and not isinstance(value, type) and not name.startswith(COMPILED):
+            yield name, value
 
 
 def active_modes() -> list[str]:

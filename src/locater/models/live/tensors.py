@@ -141,10 +141,14 @@ def adapted(weight: Tensor, adapter: Any) -> Tensor:
 
 
 def _check_plain(adapter: Any, name: str) -> None:
-    """Refuse LoRA that does more than add to a weight: in other variants than DoRA, or with a bias of its own."""
+    """Refuse LoRA that does more than add to a weight: other variants than DoRA, other parts, a bias of its own."""
     variant = type(dict(getattr(adapter, "lora_variant", {})).get(name)).__name__
     if not variant.startswith(("Dora", "NoneType")):
         raise refusal("an adapter of the kinds LoRA and DoRA", variant, "merge it first")
+    drop = dict(adapter.lora_dropout).get(name)
+    kinds = {type(adapter.lora_A[name]), type(adapter.lora_B[name])} - {nn.Linear, nn.Conv1d, nn.Conv2d}
+    if other := {kind.__qualname__ for kind in kinds | {type(drop)} - {nn.Dropout, nn.Identity, type(None)}}:
+        raise refusal("an adapter of two linear maps", ", ".join(sorted(other)), "merge it first")
     if getattr(adapter.lora_B[name], "bias", None) is not None:
         raise refusal("an adapter that changes a weight alone", "one with lora_bias", "merge it first")
 
