@@ -21,7 +21,7 @@ from locater_lab.train.metrics import read_rows
 
 sys.path.insert(0, str(Path(__file__).parent))
 from settle import LENGTHS, STEPS_OF_AN_EPOCH  # noqa: E402
-from settled_said import ARMS, LIMIT, Ratio, advice, limit  # noqa: E402
+from settled_said import ARMS, LIMIT, Outcome, Ratio, advice, limit  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "measured" / "settle"
@@ -125,17 +125,14 @@ def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def outcome(arms: Arms) -> tuple[str, dict[str, Ratio]]:
-    """Yes, only early or no, and the ratios at the end behind it; Holm's correction over the forms of LocAteR.
-
-    Empty where no form has three seeds.
-    """
+def outcome(arms: Arms) -> Outcome:
+    """Judge the forms of LocAteR that have three seeds, with Holm's correction over them."""
     ends = _together({arm: end_ratio(arms, arm) for arm in LOCATERS if arm in arms})
-    first = [_together({arm: steps_ratio(arms, arm, loss) for arm in ends}) for _, loss in levels(arms)[:1]]
-    if any(one.word == "lower" for one in ends.values()):
-        return "Yes", ends
-    is_early = any(one.word == "lower" for some in first for one in some.values())
-    return ("Only early" if is_early else "No") if ends else "", ends
+    if not ends:
+        return Outcome()
+    early = _together({arm: steps_ratio(arms, arm, levels(arms)[0][1]) for arm in ends})
+    leads, led = (any(one.word == "lower" for one in some.values()) for some in (ends, early))
+    return Outcome("Yes" if leads else "Only early" if led else "No", ends, early)
 
 
 def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
@@ -146,11 +143,16 @@ def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
 
 def answer(arms: Arms) -> str:
     """The claim in a sentence: yes, only early, or no; of no arm with fewer than three seeds."""
-    word, ends = outcome(arms)
+    word, ends, early = outcome(arms)
     if not word:
         return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
     shown = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in ends.items()])
-    return f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends)})."
+    sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
+    step = levels(arms)[0][0]
+    return (
+        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends)}). "
+        f"The loss that `none` has at step {step:,} is reached in {sooner}, of its steps."
+    )
 
 
 def _judged(ends: Mapping[str, Ratio]) -> str:
@@ -159,16 +161,19 @@ def _judged(ends: Mapping[str, Ratio]) -> str:
 
 
 def localises(arms: Arms) -> str:
-    """Compare tr W/λ of free and held heads at the end."""
+    """Compare tr W/λ and L of free and held heads at the end."""
+    told = [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]
     parts = []
-    for arm in [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]:
-        change = against_none(arms, arm, lambda run: run.validations[max(run.validations)]["trace_over_temperature"])
-        ours, free = (
-            fmean(run.validations[max(run.validations)]["trace_over_temperature"] for run in arms[name].values())
-            for name in (arm, "none")
-        )
-        parts.append(f"tr W ends at {free:.2f} λ without LocAteR and at {ours:.2f} λ with {ARMS[arm]} ({change})")
-    return "; ".join(parts) + "." if parts else ""
+    for name, symbol, unit in (("trace_over_temperature", "tr W", " λ"), ("localisation", "L", "")):
+        means = {arm: fmean(_at_end(run, name) for run in arms[arm].values()) for arm in ("none", *told)}
+        changes = {arm: against_none(arms, arm, lambda run, name=name: _at_end(run, name)) for arm in told}
+        others = together([f"{means[arm]:.2f}{unit} with {ARMS[arm]} ({changes[arm]})" for arm in told])
+        parts.append(f"{symbol} ends at {means['none']:.2f}{unit} without LocAteR, and at {others}")
+    return "; ".join(parts) + "." if told else ""
+
+
+def _at_end(run: Run, name: str) -> float:
+    return run.validations[max(run.validations)][name]
 
 
 def turns(arms: Arms) -> str:
@@ -248,8 +253,8 @@ def main() -> None:
         take(Path(sys.argv[2]))
     arms = read("A")
     exchange(PAGE, BEGIN, END, f"\n{section()}\n")
-    exchange(README, LIMIT, "\n\n", limit(*outcome(arms)).removeprefix(LIMIT))
-    exchange(STUDIES, BOX, "\n\n", advice(*outcome(arms)))
+    exchange(README, LIMIT, "\n\n", limit(outcome(arms)).removeprefix(LIMIT))
+    exchange(STUDIES, BOX, "\n\n", advice(outcome(arms)))
     if "none" in arms:
         draw(arms)
 

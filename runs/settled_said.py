@@ -30,34 +30,45 @@ class Ratio(NamedTuple):
         one = self.estimate
         if not self.is_claimed or math.isinf(one.low):
             return "too few seeds" if one.count else "–"
-        value, low, high = (f"{math.exp(part):.3f}" for part in (one.value, one.low, one.high))
+        ends = [math.exp(part) for part in (one.value, one.low, one.high)]
+        places = 3 if all(abs(part - 1) > 0.0005 for part in ends[1:]) else 4  # on which side of 1 it is, is to be seen
+        value, low, high = (f"{part:.{places}f}" for part in ends)
         return f"{value} [{low}, {high}]"
 
 
-Ends = Mapping[str, Ratio]  # of the forms of LocAteR, at the end of training
+class Outcome(NamedTuple):
+    """Yes, only early or no; empty where no form of LocAteR has three seeds. By form, the ratios that it rests on."""
+
+    word: str = ""
+    ends: Mapping[str, Ratio] = {}  # of perplexities at the end
+    early: Mapping[str, Ratio] = {}  # of steps to an early loss of `none`
+
+    @property
+    def best(self) -> str:
+        return min(self.ends, key=lambda arm: self.ends[arm].estimate.value)
+
+    @property
+    def fastest(self) -> str:
+        return min(self.early, key=lambda arm: self.early[arm].estimate.value)
 
 
-def best(ends: Ends) -> str:
-    return min(ends, key=lambda arm: ends[arm].estimate.value)
-
-
-def claim(word: str, ends: Ends) -> str:
+def claim(found: Outcome) -> str:
     """The README's sentence."""
-    if not word:
+    if not found.word:
         return "Whether it still leads at the end of training is not settled."
-    ratio = ends[arm := best(ends)]
+    ratio = found.ends[found.best]
     words = {"lower": "it leads", "higher": "it is behind", "": "no lead is seen"}[ratio.word]
-    early = "Its lead is an early one; at" if word == "Only early" else "At"
-    count = f"{ratio.estimate.count} seeds"
-    return f"{early} the end of training on WikiText-2 {words}: {ratio} with {ARMS[arm]} ({count})."
+    end = f"the end of training on WikiText-2 {words}: {ratio} with {ARMS[found.best]} ({ratio.estimate.count} seeds)."
+    if found.word != "Only early":
+        return f"At {end}"
+    return f"It leads only early ({found.early[found.fastest]} of the steps); at {end}"
 
 
-def limit(word: str, ends: Ends) -> str:
+def limit(found: Outcome) -> str:
     """The README's paragraph around it."""
     text = (
-        f"{LIMIT}In a small model LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm does. "
-        f"{claim(word, ends)} [All of it](docs/reproduction.md). "
-        "For a run that diverges now, take `RollBack`, QK-Clip or QK-norm first."
+        f"{LIMIT}In [a small model](docs/reproduction.md) LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm "
+        f"does. {claim(found)} For a run that diverges now, take `RollBack`, QK-Clip or QK-norm."
     )
     return _filled(text, COLUMNS)
 
@@ -67,19 +78,19 @@ END_LINK = "[the end of training](reproduction.md#at-the-end-of-training)"
 FORMS = {"held": "Hold κ through the run", "released": "Let κ go to 0 by a quarter of the run"}
 
 
-def advice(word: str, ends: Ends) -> str:
+def advice(found: Outcome) -> str:
     """Which LocAteR to use today, as far as the runs have settled it."""
     at_small = f"{SMALL} that ended at {SMALL_RATIO} of the perplexity, as QK-norm did"
     hold = f"Hold κ, and try a rate 1.4 times yours: {at_small}"
     now = "QK-Clip or QK-norm, if logits grow now."
-    if not word:
+    if not found.word:
         return _box(f"{hold}. {now} At {END_LINK} no gain has been shown yet.")
-    ratio, form = ends[best(ends)], FORMS[best(ends)]
+    ratio, form = found.ends[found.best], FORMS[found.best]
     shown = f"{ratio} of the perplexity over {ratio.estimate.count} seeds"
-    if word == "Yes":
+    if found.word == "Yes":
         return _box(f"{form}: at {END_LINK} {shown}. A high rate gains more from it: {at_small}. {now}")
     nothing = "it is behind" if ratio.word == "higher" else "no lead is seen"
-    if word == "Only early":
+    if found.word == "Only early":
         return _box(f"{hold}, in a run that is stopped early: at {END_LINK} {nothing} ({shown}). {now}")
     return _box(f"None, in a long run that is stable: at {END_LINK} {nothing} ({shown}). In a short one: {hold}. {now}")
 

@@ -59,7 +59,7 @@ def write_page() -> None:
     for name, found in documents(ROWS).items():
         if found["rows"]:
             figures.save(study_figure(found), pictures / f"{name}.png")
-    PAGE.write_text(page(ROWS, pictures=pictures.name, advice=advice(*outcome(read("A")))), encoding="utf-8")
+    PAGE.write_text(page(ROWS, pictures=pictures.name, advice=advice(outcome(read("A")))), encoding="utf-8")
 
 
 def write_evidence() -> None:

@@ -18,15 +18,15 @@ STEPS = range(1000, 10_001, 1000)
 
 
 def said_claim(arms: settled.Arms) -> str:
-    return settled_said.claim(*settled.outcome(arms))
+    return settled_said.claim(settled.outcome(arms))
 
 
 def said_limit(arms: settled.Arms) -> str:
-    return settled_said.limit(*settled.outcome(arms))
+    return settled_said.limit(settled.outcome(arms))
 
 
 def said_advice(kept: Path = settled.KEPT) -> str:
-    return settled_said.advice(*settled.outcome(settled.read("A", kept)))
+    return settled_said.advice(settled.outcome(settled.read("A", kept)))
 
 
 def write(kept: Path, arm: str, seed: int, *, end: float, early: float = 0.0, last: int = 10_000, trace=1.0) -> None:
@@ -59,7 +59,7 @@ def test_a_planted_lead_is_found_with_its_size(tmp_path):
     assert ratio.word == "lower" and math.exp(ratio.estimate.value) == pytest.approx(0.97, abs=0.002)
     assert settled.answer(arms).startswith("**Yes.**") and "it leads: 0.9" in said_claim(arms)
     assert said_advice(tmp_path).startswith("    Hold κ through the run: at [the end")
-    assert "tr W ends at 2.50 λ without LocAteR and at 0.50 λ with κ held" in settled.section(tmp_path)
+    assert "tr W ends at 2.50 λ without LocAteR, and at 0.50 λ with κ held" in settled.section(tmp_path)
 
 
 def test_a_planted_null_is_no_lead_and_an_early_lead_is_told_as_one(tmp_path):
@@ -68,7 +68,7 @@ def test_a_planted_null_is_no_lead_and_an_early_lead_is_told_as_one(tmp_path):
     assert settled.answer(arms).startswith("**No.**") and "no lead is seen: 1.0" in said_claim(arms)
     assert said_advice(null).startswith("    None, in a long run that is stable")
     arms = settled.read("A", planted(early, end=0.0, early=0.1))
-    assert settled.answer(arms).startswith("**Only early.**") and "Its lead is an early one" in said_claim(arms)
+    assert settled.answer(arms).startswith("**Only early.**") and "It leads only early (0." in said_claim(arms)
     assert "in a run that is stopped early" in " ".join(said_advice(early).split())
     arms = settled.read("A", planted(behind, end=0.03))
     assert "it is behind: 1.0" in said_claim(arms) and "it is behind (1.0" in " ".join(said_advice(behind).split())
@@ -83,9 +83,9 @@ def test_two_forms_of_locater_are_two_chances(tmp_path):
             write(kept, "held", seed, end=0.0)
             write(kept, "released", seed, end=-lead + 0.0015 * (seed - 2))
     arms = settled.read("A", weak)
-    assert settled.end_ratio(arms, "released").word == "lower" and settled.outcome(arms)[0] == "No"
+    assert settled.end_ratio(arms, "released").word == "lower" and settled.outcome(arms).word == "No"
     told = settled.outcome(settled.read("A", strong))
-    assert told[0] == "Yes" and settled_said.best(told[1]) == "released"
+    assert (told.word, told.best) == ("Yes", "released")
     assert said_advice(strong).startswith("    Let κ go to 0 by a quarter of the run")
 
 
@@ -101,6 +101,11 @@ def test_the_ratio_of_the_small_model_is_that_of_its_table():
     (line,) = (line for line in settled.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| held |"))
     value, low, high = (math.exp(float(part.strip("[],"))) for part in line.split("|")[5].split())
     assert f"{value:.3f} [{low:.3f}, {high:.3f}]" == settled_said.SMALL_RATIO
+
+
+def test_an_interval_shows_on_which_side_of_one_it_ends():
+    ratio = settled_said.Ratio(settled.Estimate(-0.003, -0.0062, 0.0001, 0.06, 5))
+    assert str(ratio) == "0.9970 [0.9938, 1.0001]" and ratio.word == ""
 
 
 def test_fewer_than_three_seeds_claim_nothing(tmp_path):
