@@ -290,7 +290,8 @@ def test_trying_changes_nothing_and_is_not_watched():
     plain, tried = Run(None).run(3), Run(Attach(QKNorm)).run(3)
     for one, other in zip(plain.model.parameters(), tried.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert not any(report.evaluation for report in tried.reports)
+    attached = Run(Attach(QKNorm)).run(6, explode_at=2)  # which finds the heads again, at the alarm
+    assert attached.lines() and not any(report.evaluation for report in (*tried.reports, *attached.reports))
     assert [layer.statistics for layer in plain.reports[0].training] == [
         layer.statistics for layer in tried.reports[0].training
     ]

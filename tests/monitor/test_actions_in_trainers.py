@@ -112,15 +112,16 @@ TRAINERS = {"transformers": by_transformers, "Lightning": by_lightning}
 @each_way
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.filterwarnings("ignore")
-def test_an_action_is_done_said_and_resumed_to_the_bit(action, schedule, trainer, tmp_path, capsys):
+def test_an_action_is_done_said_and_resumed_to_the_bit(action, schedule, trainer, tmp_path, caplog):
     whole, _, steps = TRAINERS[trainer](action, schedule, tmp_path)
-    said = [line for line in capsys.readouterr().out.splitlines() if SAID[action] in line]
+    said = [line for line in caplog.messages if SAID[action] in line]
+    caplog.clear()
     assert len(said) == 1 and said[0].startswith(f"step {BAD}: ") and "because of logit explosion" in said[0]
     if action == "stop":
         assert steps == BAD + 1
         return
     assert steps == STEPS
     resumed, _, steps = TRAINERS[trainer](action, schedule, tmp_path, resume=True)
-    assert steps == STEPS and SAID[action] not in capsys.readouterr().out, "it was done before the state was saved"
+    assert steps == STEPS and SAID[action] not in caplog.text, "it was done before the state was saved"
     for (name, one), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(one, other), name

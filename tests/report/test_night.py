@@ -30,8 +30,12 @@ def test_five_sentences_of_a_night_that_was_saved(tmp_path):
     assert len(story) == 5 and story[0] == "5 reports over steps 0 to 4, 1 with a serious alarm."
     assert story[1].startswith("It began at step 2: logit explosion in decoder layer 1, largest ")
     assert story[2].startswith("Most often in 1.0 (1), 1.1 (1), 1.2 (1)")
-    assert story[3].startswith("Tried: step 2: rolled back to the state after step 0, because of logit explosion")
-    assert story[4].startswith("It helped: 0 of 2 later reports have a serious alarm, and the largest logit went from ")
+    assert (
+        story[3] == "Tried: step 2: rolled back to the state after step 0 with 0.5 times the scheduled learning rate."
+    )
+    assert story[4].startswith(
+        "It helped: 0 of 2 reports after step 2 have a serious alarm, and the largest logit went from "
+    )
     result = locater("report", tmp_path / "log.jsonl", "--out", tmp_path / "page.html")
     shown = " ".join((result.out + result.err).split())
     assert result.code == 0 and all(sentence in shown for sentence in story)

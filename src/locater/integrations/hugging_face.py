@@ -133,8 +133,8 @@ class AttentionCallback(TrainerCallback):
         if (trainer := _trainer()) is not None:
             _log(trainer, report)
         if state.is_world_process_zero:
-            for line in (*(f"step {report.step}: {alarm}" for alarm in report.alarms), *report.actions):
-                print(line, flush=True)
+            for words in report.told():  # actions are in Python's log, which prints them
+                print(f"step {report.step}: {words}", flush=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.monitor is not None and state.is_world_process_zero and (folder := _folder(args, state)).exists():

@@ -127,9 +127,10 @@ class AttentionCallback(Callback):
         self.report = report
         for logger in trainer.loggers:
             logger.log_metrics(report.metrics(), step=report.step)
+        pl_module.log_dict(report.headline(), prog_bar=True, logger=False)
         if trainer.is_global_zero:
-            for line in (*(f"step {report.step}: {alarm}" for alarm in report.alarms), *report.actions):
-                print(line, flush=True)
+            for words in report.told():  # actions are in Python's log, which prints them
+                print(f"step {report.step}: {words}", flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.monitor is not None:

@@ -50,7 +50,8 @@ class Alarm:
     @property
     def place(self) -> str:
         heads = f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}" if self.heads else ""
-        return f"{self.block} layer {self.layer}{heads}"
+        mode = {"evaluation": ", in evaluation", "no_grad": ", without gradients"}.get(self.mode, "")
+        return f"{self.block} layer {self.layer}{heads}{mode}"
 
     def __str__(self) -> str:
         """In full the first time; then that it is still so."""
@@ -68,7 +69,7 @@ class Alarm:
 Remedies = tuple[tuple[str, str], ...]
 # What saved most runs of the fleet (docs/monitor.md): a lower rate alone, in the middle of a divergence, saved none.
 BACK = "RollBack: the last good state with a lower learning rate"
-SMALLER = f"{BACK}, or a longer warm-up"  # where growth is so fast that the steps are what is wrong
+SLOWLY = "a longer warm-up"  # too, where growth is so fast that the steps are what is wrong
 SHRINK: Remedies = (
     ("RollBack", BACK),
     ("QKNorm", "QKNorm"),
@@ -76,7 +77,7 @@ SHRINK: Remedies = (
     ("SoftCap", "SoftCap"),
     ("", "a lower learning rate"),
 )
-SHARPEN: Remedies = (("RollBack", BACK), ("QKNorm", "QKNorm"), ("", "a longer warm-up"))
+SHARPEN: Remedies = (("RollBack", BACK), ("QKNorm", "QKNorm"), ("", SLOWLY))
 REVIVE: Remedies = (("", "less weight decay on queries and keys"),)
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
 SPREAD: Remedies = (("", "larger residual branches or pre-LN"),)
@@ -206,7 +207,7 @@ class Alarms:
         explodes, trend = condition.kind == "logit explosion", ""
         if wrong and explodes:
             trend = trends.words(layer, "max_logit", list(wrong))
-            remedy = SMALLER if trends.is_fast(layer, "max_logit", wrong) else remedy
+            remedy = f"{remedy}, or {SLOWLY}" if trends.is_fast(layer, "max_logit", wrong) else remedy
         if wrong:
             yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
         if explodes and self.thresholds.steps_ahead is not None and not {*BOUNDS} & {*attached}:

@@ -1,6 +1,7 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -72,7 +73,7 @@ class AttentionMonitor:
         self.responses.check_forecast(self.alarms.thresholds.steps_ahead)
         self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
-        self.first_call, self.is_trying = None, False
+        self.first_call, self.is_acting = None, False
         self.attach()
 
     def attach(self) -> "AttentionMonitor":
@@ -86,12 +87,18 @@ class AttentionMonitor:
         """Let every action find and try what it will need, at the model's first call: what cannot be is refused now."""
         if self.first_call is not None:
             self.first_call.close()
-        self.is_trying = True
-        try:
+        with self._unwatched():
             self.responses.begin(self.seen.model, self.host, sample if self.sample is None else self.sample)
-        finally:
-            self.is_trying = False
         self.stabilisers += [one for one in self.responses.attached() if one not in self.stabilisers]
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Leave passes unseen in which actions find heads: they are not the training's."""
+        self.is_acting = True
+        try:
+            yield
+        finally:
+            self.is_acting = False
 
     def detach(self) -> None:
         """Take the hooks off: nothing of the monitor and its actions stays in the model but attached stabilisers."""
@@ -112,7 +119,7 @@ class AttentionMonitor:
 
     def is_due(self) -> bool:
         """Tell whether the step under way is one to watch."""
-        return self.num_steps % self.every == 0 and not self.is_trying
+        return self.num_steps % self.every == 0 and not self.is_acting
 
     def step(self, number: int | None = None) -> Report | None:
         """One optimiser step is done, however many passes it took; `number` says how many are done, if not one more."""
@@ -143,7 +150,8 @@ class AttentionMonitor:
         notes = self._notes((*training, *no_grad, *evaluation))
         report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.scope.per_head)
         self._begin()
-        report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
+        with self._unwatched():
+            report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
             for line in report.actions:
                 LOG.warning(line)

@@ -202,7 +202,15 @@ class Report(Shown):
 
     def summary(self) -> str:
         """The alarms, what was done about them, and notes, in plain words."""
-        return "\n".join([*map(str, self.alarms), *self.actions, *self.notes]) or "nothing to report"
+        return "\n".join([*self.told(), *self.actions, *self.notes]) or "nothing to report"
+
+    def told(self) -> Iterator[str]:
+        """A sentence for each alarm; advice that several share stands in the first of them."""
+        said = set[str]()
+        for alarm in self.alarms:
+            words, advice = str(alarm), f"; try {alarm.remedy}"
+            yield words.removesuffix(advice) if advice in said else words
+            said |= {advice} if words.endswith(advice) else set()
 
 
 def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> Iterator[tuple[str, float]]:

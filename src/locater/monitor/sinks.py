@@ -59,7 +59,7 @@ class TensorBoard:
         for name, value in report.metrics().items():
             self.writer.add_scalar(name, value, report.step)
         if report.alarms:
-            self.writer.add_text("attn/alarms", "\n\n".join(map(str, report.alarms)), report.step)
+            self.writer.add_text("attn/alarms", "\n\n".join(report.told()), report.step)
         if report.actions:
             self.writer.add_text("attn/actions", "\n\n".join(report.actions), report.step)
 
@@ -143,8 +143,8 @@ class Terminal:
         for mode, title in titles.items():
             if layers := getattr(report, mode):
                 self.console.print(_table(layers, f"attention in {title}, step {report.step}"))
-        for alarm in report.alarms:
-            self.console.print(f"[bold red]alarm[/] {escape(str(alarm))}")
+        for words in report.told():
+            self.console.print(f"[bold red]alarm[/] {escape(words)}")
         for line in report.actions:
             self.console.print(f"[bold]action[/] {escape(line)}")
         for note in report.notes:

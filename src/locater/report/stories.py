@@ -67,7 +67,7 @@ def tell(reports: Sequence[Json]) -> list[str]:
         f"{counted}, {len(wrong)} with a serious alarm.",
         _beginning(wrong[0]),
         _worst(wrong),
-        f"Tried: {'; '.join(line.rstrip('.') for line in lines)}." if lines else "Nothing was tried.",
+        _tried(lines),
         _outcome(reports, lines),
     ]
 
@@ -97,6 +97,15 @@ def _worst(wrong: Sequence[Json]) -> str:
     return f"Most often in {', '.join(named)}{further}, as layer.head (reports)."
 
 
+def _tried(lines: Sequence[str]) -> str:
+    """List what was done, without the reasons, which are in the alarms; of many lines the first and the last."""
+    short = [re.sub(r", because of [^;]*(; the weights.*)?| from now on \(.*", "", line).rstrip(".") for line in lines]
+    short = [re.sub(r"; (?=[\d.]+ times)", " with ", line) for line in short]
+    if (further := len(short) - MOST_NAMED) > 0:
+        short[MOST_NAMED - 1 : -1] = [f"{further} more"]
+    return f"Tried: {'; '.join(short)}." if short else "Nothing was tried."
+
+
 def _largest(report: Json) -> float | None:
     layers = report.get("training") or report.get("evaluation") or []
     known = [value for layer in layers for value in layer["statistics"].get("max_logit", ()) if value is not None]
@@ -112,20 +121,20 @@ def _extreme(reports: Sequence[Json]) -> str:
 
 
 def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
-    """Compare the reports after the last action with the one that led to it."""
-    found = [int(match[1]) for line in lines if (match := re.match(r"step (\d+):", line))]
+    """Compare the reports after the last action that has any with the one that led to it."""
+    found = [int(match[1]) for line in lines if (match := re.match(r"step (\d+): (?:rolled|attached)", line))]
     if not found:
         ended = "goes on to the last report" if _serious(reports[-1]) else "was gone by the last report"
         return f"It {ended}. {_extreme(reports)}"
-    since = max(found)
+    since = max((step for step in found if step < reports[-1]["step"]), default=max(found))
     after, at = [report for report in reports if report["step"] > since], [r for r in reports if r["step"] <= since]
     if not after:
-        return f"No report came after the last of these, at step {since:,}."
+        return f"No report came after step {since:,}."
     still = sum(bool(_serious(report)) for report in after)
     sizes = [size for report in (*at[-1:], after[-1]) if (size := _largest(report)) is not None]
     change = f", and the largest logit went from {sizes[0]:.4g} to {sizes[1]:.4g}" if len(sizes) == 2 else ""
     verdict = "It helped" if still == 0 else "It did not help" if still == len(after) else "It helped in part"
-    return f"{verdict}: {still} of {len(after)} later reports have a serious alarm{change}."
+    return f"{verdict}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
 
 
 def of_study(document: Json) -> Iterable[Sentence]:

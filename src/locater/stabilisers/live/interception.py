@@ -132,8 +132,10 @@ class _Replacing:
 
     def end(self) -> None:
         if not self.number:
-            way = f"{', '.join(sorted(self.others))} in {self.name}" if self.others else f"another way in {self.name}"
-            raise refusal("attention through scaled_dot_product_attention", way, WAY_OUT)
+            way, remedy = f"{', '.join(sorted(self.others)) or 'another way'} in {self.name}", WAY_OUT
+            if self.others and not hasattr(self.module, "config"):  # a model of one's own has no such options
+                remedy = "take QKClip, which acts behind any kernel that can be read"
+            raise refusal("attention through scaled_dot_product_attention", way, remedy)
 
 
 def _attach(module: nn.Module, name: str, handler: Handler | Looking) -> Callable[[], None]:
