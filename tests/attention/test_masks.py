@@ -12,11 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from locater import Live
 from locater.attention import materialised
-from locater.attention.arguments import read
-from locater.attention.call_statistics import read_mask, statistics_of_call
+from locater.attention.arguments import read_arguments
+from locater.attention.call_statistics import mask_of_call, statistics_of_call
 from locater.attention.compilation import Eagerly
 from locater.attention.interception import Interception
-from locater.attention.masks import plain, read_given
+from locater.attention.masks import plain_mask, read_given
 from locater.errors import Refusal
 from locater.models.live.masks import reach
 from locater.monitor import AttentionMonitor
@@ -106,7 +106,7 @@ def test_who_is_admitted_is_the_mask_and_the_statistics_are_those_of_a_softmax(n
         case = draw_case(seed)
         call = call_of(case)
         _, _, num_queries, num_keys = case.admitted.shape
-        ours = read_mask(call, read(call)).block(slice(0, num_queries), slice(0, num_keys))
+        ours = mask_of_call(call, read_arguments(call)).block(slice(0, num_queries), slice(0, num_keys))
         assert torch.equal(ours.expand_as(case.admitted), case.admitted), (seed, case.name)
         assert torch.equal(call.admitted().expand_as(case.admitted), case.admitted), (seed, case.name)
         logits = logits_of(case, case.query, case.key) + case.added.masked_fill(~case.admitted, 0.0)
@@ -278,7 +278,7 @@ def test_kinds_of_masks():
     assert read_given(mask) == (mask, False, 0) and read_given(nn.Parameter(mask.float())).tensor is not None
     assert read_given(causal_upper_left(3, 5)) == (None, True, 0)
     assert read_given(causal_lower_right(3, 5)) == (None, True, 2)
-    assert torch.equal(plain(causal_lower_right(3, 5)), mask.tril(2))
+    assert torch.equal(plain_mask(causal_lower_right(3, 5)), mask.tril(2))
     for other in (mask.as_subclass(OwnMask), mask.to_sparse(), torch.nested.nested_tensor([mask]), [[True]]):
         with pytest.raises(
             Refusal, match="a mask that is a plain tensor, a Parameter, a DTensor or torch's CausalBias"
@@ -292,7 +292,7 @@ def test_sharded_masks_are_gathered(one_process):
 
     mask = torch.rand(4, 6) < 0.5
     spread = distribute_tensor(mask, init_device_mesh("cpu", (1,)), [Shard(0)])
-    assert read_given(spread).tensor is spread and torch.equal(plain(spread), mask)
+    assert read_given(spread).tensor is spread and torch.equal(plain_mask(spread), mask)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_a_block_mask_is_obeyed():
     """FlexAttention's masks are rules; the kernel itself is not needed to read one."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from locater.monitor.inputs import Inputs, read_mask
+    from locater.monitor.inputs import ModuleInputs, read_mask
 
     x = torch.randn(2, 16, 32)
     documents = torch.arange(16) // 5
@@ -73,7 +73,7 @@ def test_a_block_mask_is_obeyed():
         return (documents[query] == documents[key]) & (query >= key) & ((head + batch) % 2 <= query)
 
     block_mask = create_block_mask(rule, 2, 4, 16, 16, device="cpu")
-    call = Inputs({"attention_mask": block_mask}, x_query=x, x_key=x)
+    call = ModuleInputs({"attention_mask": block_mask}, x_query=x, x_key=x)
     mask, positions = read_mask(call, {}, "decoder", (0, 3), is_causal=True)
     assert positions is None
     found = observe([next(layers(llama())).heads[i] for i in (0, 3)], x, x, mask=mask)

@@ -3,7 +3,7 @@
 from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
-from .statistics import NAMES, NEAR, Mean, Rank, Statistics, materialised, mean_over_queries, rank, residual
+from .statistics import NAMES, NEAR, QueryMean, Rank, Statistics, materialised, mean_over_queries, rank, residual
 from .streaming import Blocks, Scores, compiled, stream
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "Blocks",
     "InputMoments",
     "Mask",
-    "Mean",
+    "QueryMean",
     "MomentsCollector",
     "Rank",
     "Rule",

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import refusal
 from ..projections import whole
 from .calls import AttentionCall
-from .masks import plain
+from .masks import plain_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def num_heads_of(call: AttentionCall) -> int:
     raise refusal("a call with dimensions of its own for texts and heads", shapes)
 
 
-def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
+def read_arguments(call: AttentionCall, num_heads: int | None = None) -> Arguments:
     """Folded or spread to four dimensions; `num_heads` tells heads from texts where a call has them in one.
 
     Under autocast the kernel computes in its type, and so does this.
@@ -75,7 +75,7 @@ def read(call: AttentionCall, num_heads: int | None = None) -> Arguments:
         key = key.view(len(query), -1, *key.shape[-2:])
     mask = call.attn_mask
     if mask is not None:
-        mask = plain(mask)
+        mask = plain_mask(mask)
         mask = mask[(None,) * (leading + 2 - mask.dim())]
         mask = mask.expand(*mask.shape[:-2], query.shape[2], key.shape[2])
         mask = _four_mask(mask, query.shape[:2], num_heads) if leading != 2 else mask
@@ -135,5 +135,5 @@ def with_four_dimensions(call: AttentionCall) -> AttentionCall:
     """The same call with one dimension of texts and one of heads."""
     if call.unreadable is None and (call.logits is not None or call.query.dim() == 4):
         return call
-    given = read(call, num_heads_of(call))
+    given = read_arguments(call, num_heads_of(call))
     return call.changed(query=given.query, key=given.key, value=given.key, attn_mask=given.mask, enable_gqa=True)

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..projections import widen
-from .arguments import Arguments, read
+from .arguments import Arguments, read_arguments
 from .calls import AttentionCall
-from .fold import slices
+from .fold import cut
 from .masks import Mask, Rule, admits, first_of_segment
 from .statistics import NEAR, Statistics, materialised
 from .streaming import Bias, Blocks, Scores, stream
@@ -40,11 +40,11 @@ def statistics_of_call(
     Distances are between indices: of a causal mask, a query stands where its last key does; else queries and keys end
     together. The first token is the first key that any query of the text (or packed text) may see.
     """
-    given = read(call, num_heads)
+    given = read_arguments(call, num_heads)
     with torch.autocast(given.query.device.type, enabled=False):
         if given.logits is not None:
             return _written_out(given.logits, heads, sample, query_valid, near)
-        mask = replace(read_mask(call, given, query_valid), query_valid=query_valid)
+        mask = replace(mask_of_call(call, given, query_valid), query_valid=query_valid)
         query, key, sinks, slopes = given.query, given.key, call.sinks, call.slopes
         if heads is not None:
             ratio = query.shape[1] // key.shape[1]
@@ -101,7 +101,7 @@ def is_shifted(logits: Float[Tensor, "batch heads queries keys"]) -> bool:
     return bool((logits.detach().amax(-1) == 0).all())
 
 
-def read_mask(call: AttentionCall, given: Arguments, query_valid: Tensor | None = None) -> Mask:
+def mask_of_call(call: AttentionCall, given: Arguments, query_valid: Tensor | None = None) -> Mask:
     """Read who may see whom; `query_valid` leaves queries out of the guess about texts."""
     num_texts, num_heads, num_queries, num_keys = given.shape
     device = given.query.device
@@ -166,7 +166,7 @@ class Seen:
         """Look at `block(rows)`, keys that some head of these queries sees; `shape` is texts, heads, queries, keys."""
         num_texts, _, num_queries, num_keys = shape
         found: Seen | None = None
-        for rows in slices(num_queries, step):
+        for rows in cut(num_queries, step):
             seen = block(rows)
             if found is None:
                 # All of it before the loop: small tensors that stay, made between large ones that go, leave the

@@ -72,16 +72,16 @@ def pieces(batch: int, groups: int, *, one: int, most: int) -> Iterator[tuple[sl
     """Texts and key heads, `one` number each, so that a piece stays within `most`, if it has more than one of each."""
     num_groups = max(1, min(groups, most // one))
     num_texts = max(1, most // (one * num_groups)) if num_groups == groups else 1
-    for texts in slices(batch, num_texts):
-        for some in slices(groups, num_groups):
+    for texts in cut(batch, num_texts):
+        for some in cut(groups, num_groups):
             yield texts, some
 
 
-def slices(length: int, step: int) -> Iterator[slice]:
+def cut(length: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-def start(queries: Grouped) -> Running:
+def nothing_seen(queries: Grouped) -> Running:
     """Nothing seen yet."""
     shape = queries.shape[:-1]
     return Running(queries.new_full(shape, MASKED), queries.new_zeros(6, *shape))
@@ -103,7 +103,7 @@ def absorb_far(
 
     found = _sums(queries, keys, block, softcap, measure)
     found.sums[DISTANCE].addcmul_(found.sums[TOTAL], offset[:, None, None])
-    return merge(running, found)
+    return _merge(running, found)
 
 
 def _weighted(e: Tensor, inner: Float[Tensor, "#batch keys"]) -> Tensor:
@@ -133,7 +133,7 @@ def absorb_near(
     def fused(e: Tensor, free: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
         return (e * distance).sum(-1), (e * is_near).sum(-1)
 
-    return merge(running, _sums(queries, keys, block, softcap, fused if block.room is None else measure))
+    return _merge(running, _sums(queries, keys, block, softcap, fused if block.room is None else measure))
 
 
 # From exponentials, memory that is free, and whose they are: Σ e · (a part of the distance), Σ e of near keys if any.
@@ -143,7 +143,7 @@ Measure = Callable[[Tensor, Tensor, slice], tuple[Tensor, Tensor | None]]
 def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure) -> Running:
     """The sums of one block by itself, a few heads after the others where that keeps them in the cache."""
     batch, groups, ratio, num_queries, _ = queries.shape
-    found = start(queries)
+    found = nothing_seen(queries)
     if block.room is None:
         return _of_piece(queries, keys, block, softcap, measure, slice(None), found)
     one = max(1, ratio * num_queries * keys.shape[-2])
@@ -198,7 +198,7 @@ def _product(queries: Tensor, keys: Tensor, room: Room | None) -> Tensor:
     return out
 
 
-def merge(running: Running, found: Running) -> Running:
+def _merge(running: Running, found: Running) -> Running:
     """Both, relative to the larger maximum of the two."""
     maximum = torch.maximum(running.maximum, found.maximum)
     return Running(maximum, _relative(running, maximum).add_(_relative(found, maximum)))

@@ -154,7 +154,7 @@ def observe(
 
     `positions` turn rotary heads only; `sample` names the queries to look at, all if None.
     """
-    head = check(heads)
+    head = _check(heads)
     mask = replace(mask or Mask(), lookback=head.lookback, lookahead=head.lookahead)
     mask = mask.counted(x_query.shape[1], x_key.shape[1], x_query.device)
     if sample is not None:
@@ -167,7 +167,7 @@ def observe(
     return stream(queries, keys, mask=mask, scores=scores, near=near, blocks=blocks)
 
 
-def check(heads: Sequence[Head]) -> Head:
+def _check(heads: Sequence[Head]) -> Head:
     """The first head, which speaks for all: heads of one layer differ in weights, slopes and tables only."""
     if not heads:
         raise missing("at least one head")
@@ -185,7 +185,7 @@ def sample_queries(num_queries: int, num_wanted: int, generator: torch.Generator
 
 
 @torch.no_grad()
-def logit_bounds(heads: Sequence[Head]) -> Float[Tensor, " heads"]:
+def bounds_by_weights(heads: Sequence[Head]) -> Float[Tensor, " heads"]:
     """No logit of a head can exceed its bound; NaN where nothing is known to bound it, or weights are products."""
     if any(side.low_rank is not None for head in heads for side in (head.query, head.key)):
         return torch.full((len(heads),), torch.nan)

@@ -24,7 +24,7 @@ FORBIDDEN = -9_000.0  # this or less masks: the customary −10,000 with a bias 
 KINDS = "a mask that is a plain tensor, a Parameter, a DTensor or torch's CausalBias"
 
 
-class Given(NamedTuple):
+class MaskArgument(NamedTuple):
     """A mask argument: a tensor of every pair, or causality alone, which admits key ≤ query + offset."""
 
     tensor: Tensor | None
@@ -32,24 +32,24 @@ class Given(NamedTuple):
     offset: int = 0
 
 
-def read_given(mask: object, *, is_causal: bool = False) -> Given:
+def read_given(mask: object, *, is_causal: bool = False) -> MaskArgument:
     """Read the mask argument of a kernel. The memory of other subclasses than torch's own may hold anything: refused.
 
-    Parameters and sharded tensors stay what they are, as the kernel is given them; `plain` unwraps these.
+    Parameters and sharded tensors stay what they are, as the kernel is given them; `plain_mask` unwraps these.
     """
     if mask is None:
-        return Given(None, is_causal)
+        return MaskArgument(None, is_causal)
     if _is_causal_bias(mask):
         is_square = mask.seq_len_q == mask.seq_len_kv or mask.variant.name == "UPPER_LEFT"
-        return Given(None, True, 0 if is_square else mask.seq_len_kv - mask.seq_len_q)
+        return MaskArgument(None, True, 0 if is_square else mask.seq_len_kv - mask.seq_len_q)
     if not isinstance(mask, Tensor) or (type(mask) not in (Tensor, nn.Parameter) and not _is_sharded(mask)):
         raise refusal(KINDS, f"{type(mask).__module__}.{type(mask).__qualname__}")
     if mask.is_nested or mask.layout != torch.strided:
         raise refusal(KINDS, "a nested one" if mask.is_nested else f"one of layout {mask.layout}")
-    return Given(mask, is_causal)
+    return MaskArgument(mask, is_causal)
 
 
-def plain(mask: Tensor) -> Shaped[Tensor, "..."]:
+def plain_mask(mask: Tensor) -> Shaped[Tensor, "..."]:
     """Return any readable mask as one plain tensor, outside of the graph; causality is spelled out."""
     given = read_given(mask)
     if _is_causal_bias(mask):

@@ -48,7 +48,7 @@ NAMES: tuple[str, ...] = tuple(field.name for field in fields(Statistics) if fie
 
 
 @dataclass(frozen=True)
-class Mean:
+class QueryMean:
     """The mean over a head's queries, over how many, and the standard error of having seen only a sample of them."""
 
     value: Float[Tensor, " heads"]
@@ -56,7 +56,7 @@ class Mean:
     standard_error: Float[Tensor, " heads"]
 
 
-def mean_over_queries(numbers: PerQuery, *, seen: float = 1.0) -> Mean:
+def mean_over_queries(numbers: PerQuery, *, seen: float = 1.0) -> QueryMean:
     """The mean of the entries that are not NaN per head; `seen` is the share of the queries that these are a sample of.
 
     The texts of a batch share the draw, so a draw counts once: with the sum s_i and the count c_i of query i over the
@@ -68,7 +68,7 @@ def mean_over_queries(numbers: PerQuery, *, seen: float = 1.0) -> Mean:
     value = sums.sum(-1) / count
     num_queries = numbers.shape[-1]
     square = (sums - counts * value[:, None]).square().sum(-1) * num_queries / max(1, num_queries - 1)
-    return Mean(value, count, (square * max(0.0, 1 - seen)).sqrt() / count)
+    return QueryMean(value, count, (square * max(0.0, 1 - seen)).sqrt() / count)
 
 
 Probabilities = Float[Tensor, "*batch queries keys"]
@@ -185,7 +185,7 @@ def rank(
     count = valid.sum(-1)
     directions = torch.nn.functional.normalize(x, dim=-1)
     pairs = directions.sum(-2).square().sum(-1) - directions.square().sum((-2, -1))
-    singular = singular_values(_thinned(x, valid, most))
+    singular = _singular_values(_thinned(x, valid, most))
     share = singular / singular.sum(-1, keepdim=True)
     several = count > 1
     return Rank(
@@ -196,7 +196,7 @@ def rank(
     )
 
 
-def singular_values(x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch least"]:
+def _singular_values(x: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch least"]:
     """Through the smaller Gram matrix, in float64."""
     x = x.double()
     gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x

@@ -26,9 +26,9 @@ from .fold import (
     Running,
     absorb_far,
     absorb_near,
+    cut,
+    nothing_seen,
     pieces,
-    slices,
-    start,
     with_sinks,
 )
 from .masks import Mask
@@ -106,7 +106,7 @@ def stream(
     for batch, groups in pieces(len(queries), num_key_heads, one=one, most=blocks.logits):
         heads = slice(groups.start * grouped.shape[2], groups.stop * grouped.shape[2])
         part = _Part(grouped[batch, groups], keys[batch, groups], mask.part(batch, heads), scores, near, blocks, room)
-        for rows in slices(queries.shape[2], blocks.queries):
+        for rows in cut(queries.shape[2], blocks.queries):
             found, admitted = part.rows(rows, heads)
             whole.maximum[batch, groups, :, rows] = found.maximum
             whole.sums[:, batch, groups, :, rows] = found.sums
@@ -137,7 +137,7 @@ class _Part:
     def rows(self, rows: slice, heads: slice) -> tuple[Running, Tensor]:
         """The sums of one block of queries over all its keys, and how many keys each query has."""
         queries = widen(self.queries[..., rows, :]) * (self.scores.scale / UNIT)
-        running = start(queries)
+        running = nothing_seen(queries)
         num_keys = torch.zeros((), dtype=torch.long, device=queries.device)
         for block in self.plan.key_blocks(rows):
             keys = widen(self.keys[..., block.keys, :])

@@ -99,7 +99,7 @@ def choose_remedy(remedies: Remedies, layer: LayerReport, attached: Collection[s
     return next(words for name, words in remedies if name not in unfit)
 
 
-class Condition(NamedTuple):
+class _Condition(NamedTuple):
     """One kind of alarm: figures of a layer by head, a limit, which side of it is wrong, and words."""
 
     kind: str
@@ -127,21 +127,21 @@ def _resting(layer: LayerReport, limits: Thresholds) -> float | None:
 
 # The worst first.
 CONDITIONS = (
-    Condition(
+    _Condition(
         "not finite", lambda layer: {None: layer.rows_not_finite / max(1, layer.num_queries)},
         lambda layer, limits: limits.not_finite, True, "share of queries with NaN or infinite logits", RESTART,
     ),
-    Condition("logit explosion", _of_heads("max_logit"), _explosion, True, "largest", SHRINK),
-    Condition(
+    _Condition("logit explosion", _of_heads("max_logit"), _explosion, True, "largest", SHRINK),
+    _Condition(
         "entropy collapse", _of_heads("normalised_entropy"),
         lambda layer, limits: limits.entropy_collapse, False, "lowest normalised entropy", SHARPEN,
     ),
-    Condition(
+    _Condition(
         "rank collapse", lambda layer: {None: layer.ranks.get("residual", math.nan)},
         lambda layer, limits: limits.rank_collapse, False, "residual", SPREAD,
     ),
-    Condition(RESTING[0], _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
-    Condition(
+    _Condition(RESTING[0], _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
+    _Condition(
         RESTING[1], _of_heads("normalised_entropy"),
         lambda layer, limits: limits.dead_uniform, True, "normalised entropy", REVIVE,
     ),
@@ -195,7 +195,7 @@ class Alarms:
             self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
     def _of_layer(
-        self, layer: LayerReport, condition: Condition, attached: Collection[str], trends: Trends
+        self, layer: LayerReport, condition: _Condition, attached: Collection[str], trends: Trends
     ) -> Iterator[Alarm]:
         limit, figures = condition.limit(layer, self.thresholds), condition.figures(layer)
         if limit is None:
@@ -247,7 +247,7 @@ class Alarms:
 
 
 def _alarm(
-    layer: LayerReport, condition: Condition, wrong: dict[Any, float], limit: float, *, remedy: str, trend: str
+    layer: LayerReport, condition: _Condition, wrong: dict[Any, float], limit: float, *, remedy: str, trend: str
 ) -> Alarm:
     worst = (max if condition.above else min)(wrong.values())
     heads = tuple(head for head in wrong if head is not None)
@@ -255,6 +255,6 @@ def _alarm(
     return Alarm(condition.kind, layer.block, layer.layer, heads, worst, limit, meaning, remedy, trend)
 
 
-def _distance(condition: Condition, alarm: Alarm) -> float:
+def _distance(condition: _Condition, alarm: Alarm) -> float:
     """Distance beyond the threshold."""
     return (alarm.figure - alarm.threshold) * (1 if condition.above else -1) / max(1e-12, abs(alarm.threshold))

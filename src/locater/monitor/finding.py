@@ -13,9 +13,10 @@ from ..head import Head
 from ..models import AttentionModule, read_heads
 from ..models.live import Sample
 from ..models.live.discover import Finder
+from ..models.live.tensors import WholeTensors
 from ..models.live.trial import difference, is_of_length
 from ..models.module import refused_module
-from .inputs import Inputs, WholeTensors
+from .inputs import ModuleInputs
 from .places import call_name
 
 TRIES = 3  # passes, of which the first may show too little: over zeros, or a single token
@@ -68,7 +69,7 @@ class FoundHeads:
         if found is not None:
             self.rows[site.query_name] = found
 
-    def check(self, site: AttentionModule, call: AttentionCall, inputs: Inputs | None) -> None:
+    def check(self, site: AttentionModule, call: AttentionCall, inputs: ModuleInputs | None) -> None:
         """Once for every layer that was read and not found: do its heads give the logits of its call?"""
         place = site.block, site.number
         if place in self.differences or inputs is None or inputs.x_query is None or inputs.x_key is None:

@@ -21,7 +21,7 @@ from ..attention.outside import OutsideHook
 from ..errors import missing
 from ..models.module import PACKED, AttentionModule
 from ..projections import whole
-from .inputs import Inputs, Pass
+from .inputs import ModuleInputs, WatchedPass
 from .observation import Observation
 
 
@@ -102,7 +102,7 @@ class Hooks:
             handle.remove()
         self.handles.clear()
 
-    def _passes(self) -> list[Pass | None]:
+    def _passes(self) -> list[WatchedPass | None]:
         if not hasattr(self.local, "passes"):
             self.local.passes = []
         return self.local.passes
@@ -114,7 +114,7 @@ class Hooks:
         if passes and module is not self.entry:  # an encoder within its model's own pass
             run = passes[-1]
         elif not any(passes) and not in_backward() and self.seen.is_due() and not self._is_left_out():
-            run = Pass.of(module, args, kwargs)
+            run = WatchedPass.of(module, args, kwargs)
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
             run.modes.enter_context(self.seen.found.recording())
             seeing = Interception(partial(self._call, run), written_out=True, trails=run.trails)
@@ -137,11 +137,11 @@ class Hooks:
             run.modes.close()
             run.trails.close()
 
-    def _begin(self, name: str, run: Pass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        run.running[name] = Inputs.of(module, args, kwargs)
+    def _begin(self, name: str, run: WatchedPass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
+        run.running[name] = ModuleInputs.of(module, args, kwargs)
 
     def _capture(
-        self, name: str, attributes: dict[str, list[AttentionModule]], run: Pass, module: nn.Module, *given: Any
+        self, name: str, attributes: dict[str, list[AttentionModule]], run: WatchedPass, module: nn.Module, *given: Any
     ) -> None:
         x, served = first_argument(*given), {id(site): site for sites in attributes.values() for site in sites}
         if name not in run.running or not isinstance(x, Tensor):
@@ -151,19 +151,19 @@ class Hooks:
             before = run.current.get(name)
             if before is not None and before is not site:  # a module with several layers' projections goes on
                 self._finish(run, before, run.running[name])
-                run.running[name] = Inputs(run.running[name].given, run.running[name].is_flash)
+                run.running[name] = ModuleInputs(run.running[name].given, run.running[name].is_flash)
             run.current[name] = site
         for attribute in attributes:
             setattr(run.running[name], attribute, whole(x.detach()))
 
-    def _end(self, name: str, run: Pass, module: nn.Module, args: tuple, output: object) -> None:
+    def _end(self, name: str, run: WatchedPass, module: nn.Module, args: tuple, output: object) -> None:
         inputs, site = run.running.pop(name, None), self._site(run, name)
         run.num_runs[name] += 1
         run.current.pop(name, None)
         if inputs is not None:
             self._finish(run, site, inputs)
 
-    def _finish(self, run: Pass, site: AttentionModule, inputs: Inputs) -> None:
+    def _finish(self, run: WatchedPass, site: AttentionModule, inputs: ModuleInputs) -> None:
         """Reconstruct the attention that no kernel was seen to compute."""
         if inputs.was_seen or inputs.x_query is None or inputs.x_key is None:
             return
@@ -172,12 +172,12 @@ class Hooks:
         else:
             self.seen.by_inputs(site, inputs, run)
 
-    def _site(self, run: Pass, name: str) -> AttentionModule:
+    def _site(self, run: WatchedPass, name: str) -> AttentionModule:
         """Name the layer: where several share a module and its projections, by the index of this call."""
         sites = self.owners[name]
         return run.current.get(name) or sites[run.num_runs[name] % len(sites)]
 
-    def _call(self, run: Pass, call: AttentionCall) -> None:
+    def _call(self, run: WatchedPass, call: AttentionCall) -> None:
         """A kernel was called: whose layer is it, and was that not seen already?"""
         name = next((self.owner_names[id(one)] for one in call.modules if id(one) in self.owner_names), None)
         if name is None:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ..attention import Mask, Rule
 from ..attention.gates import Trails
-from ..attention.masks import admits, first_of_segment, plain
+from ..attention.masks import admits, first_of_segment, plain_mask
 from ..head import Block
-from ..models.live import ModuleTensors
 from ..models.module import AttentionModule
 from ..projections import whole
 from .tally import Mode
@@ -36,7 +35,7 @@ def arguments(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> d
 
 
 @dataclass
-class Inputs:
+class ModuleInputs:
     """One run of an attention module: the inputs of its query and key projections as they come by."""
 
     given: dict[str, Any]
@@ -47,7 +46,7 @@ class Inputs:
     was_seen: bool = False  # by its kernel's call, so that nothing is left to reconstruct
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "Inputs":
+    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "ModuleInputs":
         """A run that begins; torch's own module is given its queries and keys, texts first or tokens first."""
         is_flash = "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
         inputs = cls(arguments(module, args, kwargs), is_flash)
@@ -63,13 +62,13 @@ class Inputs:
 
 
 @dataclass
-class Pass:
+class WatchedPass:
     """A forward pass under way: the model's own arguments, the modules that are running, how often each has run."""
 
     given: dict[str, Any]
     has_cached_keys: bool
     mode: Mode = "training"
-    running: dict[str, Inputs] = field(default_factory=dict)
+    running: dict[str, ModuleInputs] = field(default_factory=dict)
     num_runs: Counter[str] = field(default_factory=Counter)
     current: dict[str, AttentionModule] = field(default_factory=dict)  # of an owner of several, whose projection ran
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
@@ -77,26 +76,11 @@ class Pass:
     trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
 
     @classmethod
-    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "Pass":
+    def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "WatchedPass":
         """A pass that begins. It is classified now: within, recomputation of activations may switch gradients off."""
         given = arguments(module, args, kwargs)
         mode: Mode = "evaluation" if not module.training else "training" if torch.is_grad_enabled() else "no_grad"
         return cls(given, has_cached_keys(given), mode)
-
-
-class WholeTensors(ModuleTensors):
-    """A live model's tensors for looking at: never part of the graph, and gathered where they are sharded.
-
-    FSDP gathers a block's own before it runs; tensor parallelism does not. Gathering is a collective call: all
-    processes come by here alike, since all run the same layers.
-    """
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(super().read(name).shape)
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        tensor = whole(super().read(name).detach())
-        return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
 def has_cached_keys(run: Mapping[str, object]) -> bool:
@@ -106,7 +90,7 @@ def has_cached_keys(run: Mapping[str, object]) -> bool:
 
 
 def read_mask(
-    call: Inputs, run: Mapping[str, object], block: Block, heads: tuple[int, ...], *, is_causal: bool
+    call: ModuleInputs, run: Mapping[str, object], block: Block, heads: tuple[int, ...], *, is_causal: bool
 ) -> tuple[Mask, Positions | None]:
     """Everything but causality and window, which the heads know. `run` are the arguments of the model's own call.
 
@@ -154,7 +138,7 @@ def _dense(given: object, num_queries: int, num_keys: int) -> tuple[Tensor | Non
     """A mask per pair of tokens, or one per key, in whatever form the kernel takes it."""
     if not isinstance(given, Tensor):
         return None, None
-    admitted = admits(plain(given))[..., :num_keys].to(given.device)
+    admitted = admits(plain_mask(given))[..., :num_keys].to(given.device)
     if admitted.dim() == 2:
         return None, (admitted if admitted.shape[-1] == num_keys else None)
     admitted = admitted[:, None] if admitted.dim() == 3 else admitted
@@ -188,7 +172,7 @@ def fitting(padding: object, batch: int, num_tokens: int) -> Tensor | None:
     return padding.bool()
 
 
-def _positions(call: Inputs, run: Mapping[str, object], block: Block) -> Tensor | None:
+def _positions(call: ModuleInputs, run: Mapping[str, object], block: Block) -> Tensor | None:
     """Position ids that were given; the models count from 0 where none are."""
     given = call.given.get("position_ids", run.get("position_ids"))
     if block == "cross" or not isinstance(given, Tensor):

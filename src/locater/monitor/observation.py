@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention import observe, sample_queries
-from ..attention.arguments import read
+from ..attention.arguments import read_arguments
 from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
 from ..attention.gates import Trail
@@ -18,13 +18,23 @@ from ..errors import Refusal, missing, refusal
 from ..head import Block
 from ..models import read_heads, read_layout, spans
 from ..models.live import AttentionModule, sites
-from ..models.live.tensors import named_modules, unwrap
+from ..models.live.tensors import WholeTensors, named_modules, unwrap
 from ..models.sources import Live
 from .finding import FoundHeads
-from .inputs import Inputs, Pass, WholeTensors, fitting, padding, read_mask
-from .places import RENAMED, Agreement, discovered, has_others, module_name, repeated, silent, whole_call, written_out
+from .inputs import ModuleInputs, WatchedPass, fitting, padding, read_mask
+from .places import (
+    RENAMED,
+    Agreement,
+    discovered,
+    has_others,
+    module_name,
+    repeated,
+    silent_modules,
+    whole_call,
+    written_out,
+)
 from .report import MODULE_INPUTS, LayerReport
-from .tally import MODES, Budget, Mode, Scope, Tally, merge
+from .tally import MODES, LogitBudget, Mode, Scope, Tally, merge
 
 Key = tuple[int, Mode]  # a site's index, and what the pass was for
 
@@ -58,7 +68,7 @@ class Observation:
         self.tallies: dict[Key, Tally] = {}
         for index in range(len(self.sites)):
             self._add_tallies(index)
-        self.spending = Budget(self.scope.budget, len(self.sites))
+        self.spending = LogitBudget(self.scope.budget, len(self.sites))
         self.refused = set(self.left_out)
         self.through: dict[int, str] = {}
         self.calling: set[str] = set()  # modules whose calls were seen, where nothing else is known
@@ -97,7 +107,9 @@ class Observation:
         every = range(site.num_heads)
         return tuple(every if self.head_numbers is None else (head for head in self.head_numbers if head in every))
 
-    def by_call(self, site: AttentionModule | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+    def by_call(
+        self, site: AttentionModule | None, call: AttentionCall, inputs: ModuleInputs | None, run: WatchedPass
+    ) -> bool:
         """One call of a kernel; False where it is not this layer's attention. What cannot be read is noted."""
         with self.lock:
             try:
@@ -108,12 +120,14 @@ class Observation:
                     self.refused.add(f"a call of {call.through} in `{name}` could not be read: {reason}")
                 return False
 
-    def _by_call(self, site: AttentionModule | None, call: AttentionCall, inputs: Inputs | None, run: Pass) -> bool:
+    def _by_call(
+        self, site: AttentionModule | None, call: AttentionCall, inputs: ModuleInputs | None, run: WatchedPass
+    ) -> bool:
         call = packed(call)
         if site is None and (site := self._discover(call, run)) is None:
             return False
         call, own = whole_call(call, site, self.modules)
-        given = read(call, site.num_heads)
+        given = read_arguments(call, site.num_heads)
         num_texts, num_heads, num_queries, num_keys = given.shape
         if given.logits is not None and not (num_heads == site.num_heads and _fits(given.logits, inputs)):
             return False
@@ -154,7 +168,7 @@ class Observation:
 
         return Trail(shape, not call.tokens_first, found, is_weights=call.logits is not None)
 
-    def by_inputs(self, site: AttentionModule, inputs: Inputs, run: Pass) -> None:
+    def by_inputs(self, site: AttentionModule, inputs: ModuleInputs, run: WatchedPass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""
         with self.lock:
             try:
@@ -162,7 +176,7 @@ class Observation:
             except Exception as reason:  # whatever it is, to be watched must not end a run
                 self.refused.add(f"what `{site.query_name}` was given could not be read: {reason}")
 
-    def _by_inputs(self, site: AttentionModule, inputs: Inputs, run: Pass) -> None:
+    def _by_inputs(self, site: AttentionModule, inputs: ModuleInputs, run: WatchedPass) -> None:
         indices, causal = self.indices(site), self.live.causal
         if self.live.heads and causal is None:
             self.refused.add(
@@ -199,7 +213,7 @@ class Observation:
         num_there = num_texts * num_queries
         self.tallies[key].add(statistics, num_there=num_there, x=inputs.x_query, valid=mask.query_valid)
 
-    def _discover(self, call: AttentionCall, run: Pass) -> AttentionModule | None:
+    def _discover(self, call: AttentionCall, run: WatchedPass) -> AttentionModule | None:
         """The layer of a module that no table names: by its name, and the index of this call."""
         known = [site for index, site in enumerate(self.sites) if self.agreement.may_be(index, site)]
         site = discovered(call, run, self.modules, known)
@@ -256,7 +270,7 @@ class Observation:
             )
         if seen:
             own = [site for index, site in enumerate(self.sites) if index not in self.agreement.foreign]
-            self.refused.update(silent(self.modules, self.softmaxes, self.calling))
+            self.refused.update(silent_modules(self.modules, self.softmaxes, self.calling))
             self.refused.update(repeated(own))
             self.refused.update(self.found.unexplained())
 
@@ -281,7 +295,7 @@ class Observation:
         return None if sample is None else sample.to(device)
 
 
-def _fits(logits: Tensor, inputs: Inputs | None) -> bool:
+def _fits(logits: Tensor, inputs: ModuleInputs | None) -> bool:
     """Tell whether a softmax is the module's attention: as many queries and keys as it was given, and not shifted."""
     if inputs is None or inputs.x_query is None or inputs.x_key is None or is_shifted(logits):
         return False

@@ -16,7 +16,7 @@ from ..attention.calls import AttentionCall
 from ..head import Block
 from ..models.live.tensors import entries_of
 from ..models.module import PACKED, AttentionModule, refused_module
-from .inputs import Pass
+from .inputs import WatchedPass
 from .report import LayerReport
 
 AGAIN = "#"  # between a module's name and the number of its call, from the second on
@@ -34,7 +34,7 @@ def module_name(call: AttentionCall, modules: dict[str, nn.Module]) -> str | Non
 
 
 def discovered(
-    call: AttentionCall, run: Pass, modules: dict[str, nn.Module], known: Sequence[AttentionModule]
+    call: AttentionCall, run: WatchedPass, modules: dict[str, nn.Module], known: Sequence[AttentionModule]
 ) -> AttentionModule | None:
     """The site of a call: its innermost module's, or a further one if that calls more than once in a pass."""
     name = module_name(call, modules)
@@ -87,7 +87,7 @@ def _block(call: AttentionCall) -> Block:
     return "encoder" if num_queries == num_keys else "cross"
 
 
-def silent(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]) -> Iterator[str]:
+def silent_modules(modules: dict[str, nn.Module], softmaxes: set[str], calling: set[str]) -> Iterator[str]:
     """Modules that look like attention and called no kernel, in a model of which nothing else is known."""
     names, written = {name.split(AGAIN)[0] for name in calling}, written_out(modules, softmaxes, calling)
     if written:
@@ -142,7 +142,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, 1)
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """One layer as a process knows it; `mark` holds some of its weights, and is empty where these are spread."""
 
     block: Block
@@ -167,7 +167,7 @@ class Agreement:
         self.modules, self.group = modules, group
         self.settled: list[int] | None = None
         self.numbers: dict[int, int] = {}  # a site's index to its layer's number over all processes
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, _Place] = {}
         self.known: dict[Identity, int] = {}
         self.foreign: set[int] = set()  # sites of other processes alone
         self.is_spread = False  # whether no process has all layers
@@ -176,7 +176,7 @@ class Agreement:
     def agree(self, sites: Sequence[AttentionModule], append: Callable[[AttentionModule], None]) -> None:
         """Exchange layers with all processes; those that are new to this one are appended to its sites."""
         own = [self._place(index, site) for index, site in enumerate(sites) if index not in self.foreign]
-        lists: list[list[Place]] = gather(own, self.group)
+        lists: list[list[_Place]] = gather_objects(own, self.group)
         everyone = {place.identity: place for places in lists for place in places}
         self.is_spread = len(everyone) > max(map(len, lists))
         self.is_renamed = len({(place.block, place.name) for place in everyone.values()}) < len(everyone)
@@ -188,14 +188,14 @@ class Agreement:
         self.settled = [self.known[identity] for identity in everyone]
         self._number(list(everyone.values()), self.settled)
 
-    def _place(self, index: int, site: AttentionModule) -> Place:
+    def _place(self, index: int, site: AttentionModule) -> _Place:
         if index not in self.places:
             mark = mark_of(site, self.modules)
-            self.places[index] = Place(site.block, site.number, site.num_heads, site.query_name, mark)
+            self.places[index] = _Place(site.block, site.number, site.num_heads, site.query_name, mark)
             self.known[self.places[index].identity] = index
         return self.places[index]
 
-    def _number(self, places: Sequence[Place], indices: Sequence[int]) -> None:
+    def _number(self, places: Sequence[_Place], indices: Sequence[int]) -> None:
         """Keep the numbers of layers where they are unique; else count layers in the order of processes."""
         is_unique = len({(place.block, place.number) for place in places}) == len(places)
         counts: Counter[Block] = Counter()
@@ -220,7 +220,7 @@ def mark_of(site: AttentionModule, modules: dict[str, nn.Module]) -> tuple[float
     return entries_of(next(iter(module.parameters()), None) if module is not None else None)
 
 
-def gather(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_objects(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """One object of every process, in their order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
@@ -231,7 +231,7 @@ def exchange(layers: Sequence[LayerReport], group: dist.ProcessGroup | None) -> 
     """The same layers with what only the process that holds them knows: their kernel, and their weights' numbers."""
     own = {(layer.block, layer.layer): (layer.through, layer.weights) for layer in layers if layer.through}
     everyone: dict[Any, Any] = {}
-    for part in gather(own, group):
+    for part in gather_objects(own, group):
         everyone |= part
     told = [everyone.get((layer.block, layer.layer), (layer.through, layer.weights)) for layer in layers]
     return tuple(

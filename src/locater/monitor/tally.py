@@ -148,7 +148,7 @@ class Scope:
 
 
 @dataclass
-class Budget:
+class LogitBudget:
     """`total` logits for all layers together; each pass of a layer may spend half of what the layer has left.
 
     A count and not a time, so that all processes thin alike and a run can be repeated.

@@ -120,7 +120,7 @@ class Trends:
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class WeightNumbers:
     """The weights of a layer's heads at one moment, the input norm's gain folded in."""
 
     query: Float[Tensor, "heads d_head d_model"]
@@ -129,7 +129,7 @@ class Weights:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, heads: Sequence[Head]) -> "Weights | None":
+    def of(cls, heads: Sequence[Head]) -> "WeightNumbers | None":
         """None for projections that are products themselves, whose weight is not one matrix."""
         if not heads or any(side.low_rank is not None for head in heads for side in (head.query, head.key)):
             return None
@@ -137,7 +137,7 @@ class Weights:
         return cls(with_gain(query, heads[0].query), with_gain(key, heads[0].key), tuple(heads))
 
     @torch.no_grad()
-    def numbers(self, before: "Weights | None") -> dict[str, Float[Tensor, " heads"]]:
+    def numbers(self, before: "WeightNumbers | None") -> dict[str, Float[Tensor, " heads"]]:
         """η, σ₁(W), the bound on logits, symmetry tr W²/‖W‖²; and of ΔW its size, stable rank and spectral entropy."""
         products = gram_products(self.query, self.key)
         sigma = singular_values_of_grams(products.query, products.key)
@@ -163,7 +163,7 @@ class WeightsOfHeads:
 
     def __init__(self, seen: Observation) -> None:
         self.seen = seen
-        self.before: dict[int, Weights] = {}
+        self.before: dict[int, WeightNumbers] = {}
 
     def measured(self, layer: LayerReport, evaluation: Sequence[LayerReport]) -> LayerReport:
         """Add the numbers of a layer's weights to its report, where its heads are known."""
@@ -172,7 +172,7 @@ class WeightsOfHeads:
         site = self.seen.sites[index]
         heads = self.seen.found.heads(site)
         self.seen.shown |= {"QKNorm"} if any(head.query.norm is not None for head in heads) else set()
-        now = Weights.of([head for head in heads if head.index in layer.heads])
+        now = WeightNumbers.of([head for head in heads if head.index in layer.heads])
         if now is None or len(now.query) != len(layer.heads):
             return layer
         before, self.before[index] = self.before.get(index), replace(now, heads=())

@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..attention.arguments import with_four_dimensions
 from ..attention.calls import AttentionCall, in_backward
-from ..attention.layers import logit_bounds
+from ..attention.layers import bounds_by_weights
 from ..errors import refusal
 from ..models import read_heads
-from ..models.live import ModuleTensors, at_work, sites
+from ..models.live import at_work, sites
 from ..models.live.explicit import Explicit
-from ..models.live.tensors import entries_of
+from ..models.live.tensors import WholeTensors, entries_of
 from ..models.live.watch import Sample
 from ..models.live.write_check import WriteCheck
-from ..projections import whole
 from ..records import State, head_key, layer_key
 from .live.find import find_pairs
 from .live.looking import Looker
@@ -168,13 +167,6 @@ def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     return torch.stack(blocks).amax(0)
 
 
-class WholeTensors(ModuleTensors):
-    """Sharded weights gathered."""
-
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        return whole(super().read(name, rows))
-
-
 class Bounds:
     """The bounds of all heads of each pair's module; refused where no norm before attention bounds its inputs."""
 
@@ -196,7 +188,7 @@ class Bounds:
     @torch.no_grad()
     def read(self) -> dict[str, Tensor]:
         """The bounds at this moment, by the names of pairs."""
-        return {name: logit_bounds(read_heads(site).heads).float() for name, site in self.sites.items()}
+        return {name: bounds_by_weights(read_heads(site).heads).float() for name, site in self.sites.items()}
 
 
 Identity = tuple[str, tuple[float, ...]]  # a module's name and some of its weights, which stages do not share

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...attention.calls import AttentionCall
-from ...attention.masks import plain
+from ...attention.masks import plain_mask
 from ...errors import refusal
 
 ROWS = 32  # queries whose masks are looked at together
@@ -57,7 +57,7 @@ def _mask(call: AttentionCall, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the keys that each query of each head may see, and the bias on its logits."""
     admitted, added = call.admitted().cpu(), torch.zeros(shape)
     if call.attn_mask is not None and call.attn_mask.is_floating_point():
-        added = added + plain(call.attn_mask).float().cpu()
+        added = added + plain_mask(call.attn_mask).float().cpu()
     if call.slopes is not None:
         added = added - call.slopes.float().cpu().reshape(-1, shape[1], 1, 1) * call.distance().cpu().abs()
     return admitted.expand(shape), added

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...errors import refusal
+from ...projections import whole
 from ...records import Json
 
 NUM_ENTRIES = 64  # of a weight by which it is recognised
@@ -68,6 +69,21 @@ class ModuleTensors:
         if name not in self.owners:
             raise refusal(f"the name of a tensor in {type(self.model).__name__}", name)
         return self.owners[name]
+
+
+class WholeTensors(ModuleTensors):
+    """A live model's tensors for looking at: never part of the graph, and gathered where they are sharded.
+
+    FSDP gathers a block's own before it runs; tensor parallelism does not. Gathering is a collective call: all
+    processes come by here alike, since all run the same layers.
+    """
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(super().read(name).shape)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        tensor = whole(super().read(name).detach())
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ...attention.arguments import Arguments, read
-from ...attention.call_statistics import read_mask
+from ...attention.arguments import Arguments, read_arguments
+from ...attention.call_statistics import mask_of_call
 from ...attention.calls import AttentionCall
 from ...attention.compilation import Eagerly
 from ...attention.interception import Interception
@@ -161,7 +161,7 @@ def difference(
     may change its rotation. Refused where the call and the inputs are not of the same tokens.
     """
     with torch.autocast(call.query.device.type, enabled=False):
-        given = read(call, len(heads))
+        given = read_arguments(call, len(heads))
         texts, num_heads, num_queries, num_keys = given.shape
         if num_heads != len(heads):
             return f"{num_heads} heads, where {len(heads)} were read"
@@ -244,7 +244,7 @@ def _logits(
     logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
     logits = logits if call.softcap is None else torch.tanh(logits / call.softcap) * call.softcap
     texts, heads, some, every = (slice(0, size) for size in (len(query), query.shape[1], len(rows), given.shape[3]))
-    mask = read_mask(call, given, None).part(texts, heads).at(rows)
+    mask = mask_of_call(call, given, None).part(texts, heads).at(rows)
     if mask.added is not None:
         logits = logits + mask.added[..., columns]
     if call.slopes is not None:
