@@ -19,7 +19,7 @@ HEAD = """# Studies
 
 What readers of the paper are left asking, Q1 to Q10, and some more: a question, its answer, a figure, a small table.
 What else was measured is folded. Code writes every answer from the rows in [runs/studies](../runs/studies); `make
-studies` writes this page anew.
+studies` writes this page anew. Of Q7, layers that are not trained have [a theory](theory.md#depth).
 
 """
 BOX = '!!! note "Which LocAteR should I use today?"\n\n'  # and what runs/settled.py makes of the long runs

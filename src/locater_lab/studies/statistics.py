@@ -44,6 +44,8 @@ class Estimate:
 
     def __str__(self) -> str:
         """Three digits of the largest, and as many places of the others."""
+        if math.isnan(self.value):
+            return "–"
         parts = [value for value in (self.value, self.low, self.high) if math.isfinite(value)]
         largest = max(map(abs, parts), default=0.0)
         places = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
