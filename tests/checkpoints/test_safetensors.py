@@ -97,7 +97,7 @@ def test_shards_without_index(sharded):
         ({"a": "/etc/passwd"}, "names of files beside"),
         ({"a": 3}, "names of files beside"),
         ({"c": "model-00001-of-00002.safetensors"}, "'c' in model-00001-of-00002.safetensors"),
-        ({"a": "model-00009-of-00002.safetensors"}, "missing the shard"),
+        ({"a": "model-00009-of-00002.safetensors"}, "missing the file"),
         ({}, "a weight_map of names"),
         ([1], "a weight_map of names"),
     ],

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable
 
-from ..errors import Refusal, missing, refusal, within
+from ..errors import Refusal, refusal, within
 from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_settings
 from .base import Checkpoint, Entry
-from .bytes import ByteSource, Folder, LocalFolder, read_config
+from .bytes import ByteSource, Folder, LocalFolder, find_file, read_config
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
 from .quantised import dequantised
 from .safetensors import SafetensorsFile
@@ -61,9 +61,7 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
     config = read_config(folder)
-    first = folder.find(files[0])
-    if first is None:
-        raise missing(f"the file {files[0]} in {folder.place}")
+    first = find_file(folder, files[0])
     # Formats are imported when a file has them: `locater scan` should start soon.
     if files[0].endswith(METADATA):
         from .distributed import Distributed

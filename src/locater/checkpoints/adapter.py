@@ -54,7 +54,7 @@ class Adapted(Checkpoint):
         entries = dict(base.entries) | {name: adapter.entries[stored] for name, stored in self.replaced.items()}
         self.pairs = {name: _pair(entries[name], adapter, settings, *factor) for name, factor in factors.items()}
         _check_orientation(entries, self.pairs)
-        super().__init__(entries, config=base.config, place=base.place)
+        super().__init__(entries, config=base.config, place=base.place, parts=[base, adapter])
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         weight = self.adapter.read(self.replaced[name], rows) if name in self.replaced else self.base.read(name, rows)
@@ -69,10 +69,6 @@ class Adapted(Checkpoint):
         down, up = (factor.to(torch.promote_types(down.dtype, up.dtype)) for factor in (down, up))
         left, right = (down.T, up.T) if pair.is_flipped else (up, down)
         return pair.scale * (left if rows is None else left[rows[0] : rows[1]]) @ right
-
-    def close(self) -> None:
-        self.base.close()
-        self.adapter.close()
 
 
 def read_settings(folder: Folder) -> Json | None:

@@ -4,8 +4,9 @@ import difflib
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy
 import torch
@@ -21,6 +22,13 @@ Rows = tuple[int, int]
 MOST_DIMENSIONS, MOST_NUMBERS = 32, 2**60
 
 
+def are_counts(values: object) -> TypeGuard[Sequence[int]]:
+    """Tell whether these are whole numbers, as few and as small as shapes, strides and places in a file are."""
+    if not isinstance(values, list | tuple) or len(values) > MOST_DIMENSIONS:
+        return False
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One stored tensor, as `read` will give it."""
@@ -30,8 +38,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         """Refuse what no tensor can be: a file can write any size down, beside a zero that makes it cost nothing."""
-        fits = len(self.shape) <= MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in self.shape)
-        if not fits or math.prod(max(size, 1) for size in self.shape) >= MOST_NUMBERS:
+        if not are_counts(self.shape) or math.prod(max(size, 1) for size in self.shape) >= MOST_NUMBERS:
             raise refusal("the shape of a tensor", reprlib.repr(list(self.shape)), "the file is damaged")
 
 
@@ -44,12 +51,14 @@ class Checkpoint(ABC):
     format: str
     metadata: Mapping[str, str] = {}  # what the header of a safetensors file says beside its tensors
 
-    def __init__(self, entries: Mapping[str, Entry], *, config: Json, place: str) -> None:
+    def __init__(
+        self, entries: Mapping[str, Entry], *, config: Json, place: str, parts: Iterable["Checkpoint | ByteSource"] = ()
+    ) -> None:
+        """`parts` are the files and checkpoints that this one reads from, and closes."""
         with within(place):
             _check_names(entries)
-        self.entries = entries
-        self.config = config
-        self.place = place
+        self.entries, self.config, self.place = entries, config, place
+        self.parts = list({id(part): part for part in parts}.values())
 
     @property
     def names(self) -> KeysView[str]:
@@ -78,8 +87,10 @@ class Checkpoint(ABC):
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         """Read a tensor or some of its rows; name and rows were checked by `read`."""
 
-    def close(self) -> None:  # noqa: B027  (most readers hold nothing open)
+    def close(self) -> None:
         """Close connections and files."""
+        for part in self.parts:
+            part.close()
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..budget import budget
 from ..documents import check_object, parse_json
-from ..errors import Refusal, failed, refusal, within
+from ..errors import Refusal, failed, missing, refusal, within
 from ..records import Json
 
 
@@ -49,6 +49,14 @@ class Folder(Protocol):
         ...
 
     def find(self, name: str) -> ByteSource | None: ...
+
+
+def find_file(folder: Folder, name: str, named: str = "") -> ByteSource:
+    """A file that must be there; `named` says by whose word."""
+    source = folder.find(name)
+    if source is None:
+        raise missing(f"the file {name[:120]} in {folder.place}{named}", "fetch it again")
+    return source
 
 
 class LocalBytes(ByteSource):

@@ -16,8 +16,8 @@ from ..budget import budget, check_memory
 from ..documents import check_beside
 from ..errors import missing, refusal
 from ..records import Json
-from .base import Checkpoint, Entry, Rows
-from .bytes import ByteSource, Folder, LocalFolder, Part, check_range
+from .base import Checkpoint, Entry, Rows, are_counts
+from .bytes import ByteSource, Folder, LocalFolder, Part, check_range, find_file
 from .torch.archive import open_archive
 from .torch.file import find_weights
 from .torch.pickles import ADMITTED, CodeRefusal, Record, View, load_pickle
@@ -43,6 +43,7 @@ def member(kind: object, name: object) -> MemoryFormat:
 
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+NAMED = ", which .metadata names"
 PLAIN = ("Metadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
 PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 NAMES = {
@@ -83,17 +84,14 @@ class Distributed(Checkpoint):
 
     def __init__(self, folder: Folder, metadata: ByteSource, *, config: Json) -> None:
         self.tensors = find_weights(read_metadata(metadata), Chunked)
-        self.sources = {file: _open_file(folder, file) for file in sorted(self._files())}
-        for tensor in self.tensors.values():
-            for chunk in tensor.chunks:
-                check_range(self.sources[chunk.file], chunk.start, chunk.length)
+        chunks = [chunk for tensor in self.tensors.values() for chunk in tensor.chunks]
+        self.sources = {file: find_file(folder, file, NAMED) for file in sorted({chunk.file for chunk in chunks})}
+        for chunk in chunks:
+            check_range(self.sources[chunk.file], chunk.start, chunk.length)
         if not self.tensors:
             raise missing(f"tensors in {folder.place}", "name the directory of a model's checkpoint")
         entries = {name: tensor.entry for name, tensor in self.tensors.items()}
-        super().__init__(entries, config=config, place=folder.place)
-
-    def _files(self) -> set[str]:
-        return {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks}
+        super().__init__(entries, config=config, place=folder.place, parts=self.sources.values())
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         tensor = self.tensors[name]
@@ -121,10 +119,6 @@ class Distributed(Checkpoint):
             )
         return archive.read(archive.tree, rows)
 
-    def close(self) -> None:
-        for source in self.sources.values():
-            source.close()
-
 
 def check_harmless(folder: Path) -> None:
     """Refuse a directory that torch's own loader could not load without running code: it unpickles what it finds.
@@ -142,7 +136,7 @@ def check_harmless(folder: Path) -> None:
             if not isinstance(info, Record):
                 raise missing(f"the place of {name[:80]!r} in .metadata", "do not load this checkpoint")
             start, length = _counts((info.get("offset"), info.get("length")), "the place of an object")
-            file = _open_file(place, check_beside(info.get("relative_path"), ".metadata"))
+            file = find_file(place, check_beside(info.get("relative_path"), ".metadata"), NAMED)
             open_archive(Part(file, start, length))
 
 
@@ -239,14 +233,6 @@ def _parse_chunk(name: str, record: object, entry: Entry, places: Mapping[Any, A
 
 
 def _counts(values: Any, what: str) -> tuple[int, ...]:
-    fine = isinstance(values, tuple | list) and len(values) <= 32
-    if not fine or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+    if not are_counts(values):
         raise refusal(f"whole numbers as {what} in .metadata", reprlib.repr(values))
     return tuple(values)
-
-
-def _open_file(folder: Folder, file: str) -> ByteSource:
-    source = folder.find(file)
-    if source is None:
-        raise missing(f"the file {file[:120]} in {folder.place}, which .metadata names", "fetch it again")
-    return source

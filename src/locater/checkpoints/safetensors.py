@@ -11,7 +11,7 @@ from torch import Tensor
 from ..budget import budget
 from ..errors import refusal
 from ..records import Json
-from .base import Checkpoint, Entry, Rows, read_tensor, row_span
+from .base import Checkpoint, Entry, Rows, are_counts, read_tensor, row_span
 from .bytes import ByteSource, check_range, parse_object
 
 DTYPES: dict[str, torch.dtype] = {
@@ -57,15 +57,13 @@ class SafetensorsFile(Checkpoint):
         self.source = source
         items, self.metadata = read_header(source)
         self.stored = {item.name: item for item in items}
-        super().__init__({name: item.entry for name, item in self.stored.items()}, config=config, place=source.name)
+        entries = {name: item.entry for name, item in self.stored.items()}
+        super().__init__(entries, config=config, place=source.name, parts=[source])
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         item = self.stored[name]
         start, shape = row_span(item.entry.shape, item.entry.dtype.itemsize, rows)
         return read_tensor(self.source, item.start + start, item.entry.dtype, shape)
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def read_header(source: ByteSource) -> tuple[list[Stored], dict[str, str]]:
@@ -92,7 +90,7 @@ def _parse_item(name: str, value: object, *, base: int) -> Stored:
     if not isinstance(value["dtype"], str) or value["dtype"] not in DTYPES:
         raise refusal(f"a known dtype for {label}", f"{value['dtype']!r:.40}", f"known are {', '.join(DTYPES)}")
     shape, offsets = value["shape"], value["data_offsets"]
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+    if not are_counts(shape) or not are_counts(offsets) or len(offsets) != 2:
         raise refusal(f"whole numbers as shape and two offsets of {label}", f"{shape!r:.80} and {offsets!r:.80}")
     dtype = DTYPES[value["dtype"]]
     needed = math.prod(shape) * dtype.itemsize
@@ -116,11 +114,3 @@ def _check_cover(source: ByteSource, items: list[Stored], *, base: int) -> None:
     if position != source.size:
         remedy = "it is damaged; fetch it again"
         raise refusal(f"{source.name} to end at byte {position}", f"{source.size} bytes", remedy)
-
-
-def _are_counts(values: object) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) <= 32
-        and all(type(value) is int and 0 <= value < 2**63 for value in values)
-    )

@@ -6,10 +6,10 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..documents import check_beside
-from ..errors import Refusal, missing, refusal
+from ..errors import missing, refusal, within
 from ..records import Json
 from .base import Checkpoint, Entry, Rows
-from .bytes import ByteSource, Folder, read_object
+from .bytes import ByteSource, Folder, find_file, read_object
 
 OpenShard = Callable[[ByteSource], Checkpoint]
 
@@ -20,17 +20,13 @@ class Sharded(Checkpoint):
     def __init__(self, shards: Mapping[str, Checkpoint], *, config: Json, place: str) -> None:
         self.shards = shards
         self.format = next(iter(shards.values())).format
-        distinct = {id(shard): shard for shard in shards.values()}.values()
-        self.metadata = {key: value for shard in distinct for key, value in shard.metadata.items()}
         entries: dict[str, Entry] = {name: shard.entries[name] for name, shard in shards.items()}
-        super().__init__(entries, config=config, place=place)
+        super().__init__(entries, config=config, place=place, parts=shards.values())
+        distinct = dict.fromkeys(shards.values())
+        self.metadata = {key: value for shard in distinct for key, value in shard.metadata.items()}
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         return self.shards[name].read(name, rows)
-
-    def close(self) -> None:
-        for shard in {id(shard): shard for shard in self.shards.values()}.values():
-            shard.close()
 
 
 def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, config: Json) -> Sharded:
@@ -38,7 +34,8 @@ def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, conf
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise refusal(f"a weight_map of names to files in {index.name}", f"{weight_map!r:.80}")
-    opened = {file: _open_named(folder, index, file, open_shard) for file in _shard_files(weight_map, index)}
+    files = dict.fromkeys(check_beside(file, index.name) for file in weight_map.values())
+    opened = {file: _open_shard(folder, file, open_shard, f", which {index.name} names") for file in files}
     absent = [name for name, file in weight_map.items() if name not in opened[file].entries]
     if absent:
         what = f"{absent[0][:80]!r} in {weight_map[absent[0]]}, as {index.name} says ({len(absent)} missing in all)"
@@ -50,7 +47,7 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
     """Files that belong together without an index; fails when two hold the same name."""
     shards: dict[str, Checkpoint] = {}
     for file in files:
-        shard = _open_named(folder, None, file, open_shard)
+        shard = _open_shard(folder, file, open_shard)
         if twice := shards.keys() & shard.entries.keys():
             raise refusal(f"each tensor once in {folder.place}", f"{min(twice)[:80]!r} twice", "name one of the files")
         shards |= dict.fromkeys(shard.entries, shard)
@@ -59,16 +56,7 @@ def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, confi
     return Sharded(shards, config=config, place=folder.place)
 
 
-def _shard_files(weight_map: Mapping[str, object], index: ByteSource) -> list[str]:
-    return list(dict.fromkeys(check_beside(file, index.name) for file in weight_map.values()))
-
-
-def _open_named(folder: Folder, index: ByteSource | None, file: str, open_shard: OpenShard) -> Checkpoint:
-    source = folder.find(file)
-    if source is None:
-        named = f", which {index.name} names" if index else ""
-        raise missing(f"the shard {file[:120]} in {folder.place}{named}", "fetch it again")
-    try:
+def _open_shard(folder: Folder, file: str, open_shard: OpenShard, named: str = "") -> Checkpoint:
+    source = find_file(folder, file, named)
+    with within(file[:120]):
         return open_shard(source)
-    except Refusal as cause:
-        raise Refusal(f"{file[:120]}: {cause}") from None

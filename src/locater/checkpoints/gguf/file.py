@@ -17,7 +17,7 @@ from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
 from .config import make_config
 from .header import Header, Stored, read_header
-from .translate import Change, Shape, Translated, translate
+from .translate import Shape, Translated, translate
 
 # Kinds that torch has a type for; everything else is unpacked into float32.
 PLAIN = {
@@ -35,11 +35,11 @@ LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 
 class Place(NamedTuple):
-    """A stored tensor, the file it lies in and the bytes of one innermost row."""
+    """A stored tensor, the file it lies in and how many bytes it has there."""
 
     source: ByteSource
     stored: Stored
-    row_bytes: int
+    num_bytes: int
 
 
 class GGUFFile(Checkpoint):
@@ -51,7 +51,6 @@ class GGUFFile(Checkpoint):
     format = "gguf"
 
     def __init__(self, sources: list[ByteSource], *, config: Json) -> None:
-        self.sources = sources
         headers = [read_header(source) for source in sources]
         self.places = _places(sources, headers)
         shapes = {name: place.stored.shape for name, place in self.places.items()}
@@ -62,7 +61,7 @@ class GGUFFile(Checkpoint):
         # What lies beside the file may know more, but only if it contradicts nothing of what the file says itself.
         beside = config if all(key not in config or config[key] == own[key] for key in own if _tells(own[key])) else {}
         beside = beside if config.get("model_type") == own["model_type"] else {}
-        super().__init__(entries, config={**beside, **own}, place=sources[0].name)
+        super().__init__(entries, config={**beside, **own}, place=sources[0].name, parts=sources)
         add_factors(self.config, self.entries, self.read)
 
     def _entry(self, item: Translated) -> Entry:
@@ -70,42 +69,23 @@ class GGUFFile(Checkpoint):
         return Entry(item.shape, kinds[0] if len(set(kinds)) == 1 else torch.float32)
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
-        item = self.translated[name]
-        if item.change is None:
-            return self._unpack(item.sources[0], rows)
-        return self._undo(item, item.change, rows).to(self.entries[name].dtype)
-
-    def _undo(self, item: Translated, change: Change, rows: Rows | None) -> Tensor:
-        group = change.group(item.shape)
+        shape, sources, change = self.translated[name]
+        group, kind = change.group(shape), self.entries[name].dtype
         if rows is None or group is None:
-            whole = change.apply([self._unpack(source, None) for source in item.sources], group)
+            whole = change.apply([self._unpack(source, None) for source in sources], group).to(kind)
             return whole if rows is None else whole[rows[0] : rows[1]].clone()
         start, stop = rows[0] // group * group, -(-rows[1] // group) * group
-        part = change.apply([self._unpack(item.sources[0], (start, stop))], group)
+        part = change.apply([self._unpack(sources[0], (start, stop))], group).to(kind)
         return part[rows[0] - start : rows[1] - start].contiguous()
 
     def _unpack(self, name: str, rows: Rows | None) -> Tensor:
-        source, stored, row_bytes = self.places[name]
-        shape, skipped = stored.shape, 0
-        if rows is not None and len(shape) == 1:
-            return self._unpack_part(name, rows)
-        if rows is not None:
-            skipped, shape = rows[0] * math.prod(shape[1:-1]) * row_bytes, (rows[1] - rows[0], *shape[1:])
-        data = source.read(stored.start + skipped, math.prod(shape[:-1]) * row_bytes)
-        return _numbers(data, stored.kind, shape)
-
-    def _unpack_part(self, name: str, rows: Rows) -> Tensor:
-        """Elements of a vector; a packed one is unpacked whole."""
-        source, stored, _ = self.places[name]
-        if stored.kind not in PLAIN:
+        source, (shape, kind, start), num_bytes = self.places[name]
+        if rows is None:
+            return _numbers(source.read(start, num_bytes), kind, shape)
+        if len(shape) == 1 and kind not in PLAIN:  # elements of a packed vector
             return self._unpack(name, None)[rows[0] : rows[1]].clone()
-        itemsize = PLAIN[stored.kind].itemsize
-        data = source.read(stored.start + rows[0] * itemsize, (rows[1] - rows[0]) * itemsize)
-        return _numbers(data, stored.kind, (rows[1] - rows[0],))
-
-    def close(self) -> None:
-        for source in self.sources:
-            source.close()
+        each, count = num_bytes // max(1, shape[0]), rows[1] - rows[0]
+        return _numbers(source.read(start + rows[0] * each, count * each), kind, (count, *shape[1:]))
 
 
 def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
@@ -141,12 +121,11 @@ def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place
     for source, header in zip(sources, headers, strict=True):
         end = 0
         for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].start):
-            place = Place(source, stored, _row_bytes(name, stored))
-            length = math.prod(stored.shape[:-1]) * place.row_bytes
+            length = math.prod(stored.shape[:-1]) * _row_bytes(name, stored)
             check_range(source, stored.start, length)
             if stored.start < end or name in places:
                 raise refusal(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
-            places[name], end = place, stored.start + length
+            places[name], end = Place(source, stored, length), stored.start + length
     if not places:
         raise missing(f"tensors in {sources[0].name}", "name a file that holds weights")
     return {name: places[name] for header in headers for name in header.tensors}

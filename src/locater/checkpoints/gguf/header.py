@@ -5,8 +5,7 @@ Every count in the file is checked against the bytes that are left before anythi
 
 import math
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...budget import budget
 from ...errors import refusal
@@ -17,12 +16,10 @@ BLOCK = 256 * 2**10
 MAX_SETTINGS, MAX_STRING, MAX_KEPT, MAX_DIMENSIONS = 2**16, 2**20, 2**12, 8
 STRING, ARRAY = 8, 9
 TOKENS = "tokenizer.ggml.tokens"
-START = 24  # magic, version, number of tensors, number of settings
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """One tensor: its shape in rows-first order, its kind of quantisation and its place in the file."""
 
     shape: tuple[int, ...]
@@ -30,8 +27,7 @@ class Stored:
     start: int
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Metadata before the data; long lists are kept as their length only."""
 
     settings: Json
@@ -73,16 +69,19 @@ class Cursor:
             raise refusal(f"at most {most} {what} in {self.source.name}", value, "it is damaged; fetch it again")
         return value
 
-    def text(self) -> str:
+    def text(self, errors: str = "strict") -> str:
         data = self.take(self.count("bytes of text", unit=1, limit=MAX_STRING))
         try:
-            return data.decode("utf-8")
+            return data.decode("utf-8", errors)
         except UnicodeDecodeError:
             raise refusal(f"UTF-8 text in the header of {self.source.name}", "other bytes", "fetch it again") from None
 
 
-def read_header(source: ByteSource) -> Header:
-    """Settings and tensors of a file; costs the header. Fails on any count or place that the file cannot hold."""
+def read_header(source: ByteSource, *, whole: str | None = None) -> Header:
+    """Settings and tensors of a file; costs the header. Fails on any count or place that the file cannot hold.
+
+    The list of the setting `whole` is kept, however long it is.
+    """
     cursor = Cursor(source)
     magic, version = bytes(cursor.take(4)), cursor.number("I")
     if magic != b"GGUF" or version not in (2, 3):
@@ -90,7 +89,7 @@ def read_header(source: ByteSource) -> Header:
         raise refusal(f"GGUF version 2 or 3 in {source.name}", f"{magic!r} version {version}", remedy)
     num_tensors = cursor.count("tensors", unit=24, limit=budget().tensors)
     num_settings = cursor.count("settings", unit=13, limit=MAX_SETTINGS)
-    settings = _read_settings(cursor, num_settings)
+    settings = _read_settings(cursor, num_settings, whole)
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     alignment = settings.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
@@ -102,40 +101,39 @@ def read_header(source: ByteSource) -> Header:
     return Header(settings, tensors)
 
 
-def _read_settings(cursor: Cursor, number: int) -> Json:
+def _read_settings(cursor: Cursor, number: int, whole: str | None) -> Json:
     settings: Json = {}
     for _ in range(number):
         key = cursor.text()
         if key in settings:
             raise refusal(f"each setting once in {cursor.source.name}", f"{key[:80]!r} twice", "fetch it again")
-        settings[key] = read_value(cursor, cursor.number("I"))
+        kind = cursor.number("I")
+        settings[key] = _read_list(cursor, is_whole=key == whole) if kind == ARRAY else _read_value(cursor, kind)
     return settings
 
 
-def read_value(cursor: Cursor, kind: int, *, may_nest: bool = True) -> Any:
+def _read_value(cursor: Cursor, kind: int, errors: str = "strict") -> Any:
     if kind in SCALARS:
         return cursor.number(SCALARS[kind])
-    if kind == STRING:
-        return cursor.text()
-    if kind != ARRAY or not may_nest:
+    if kind != STRING:
         raise refusal(f"a known kind of setting in {cursor.source.name}", kind, "it is damaged; fetch it again")
+    return cursor.text(errors)
+
+
+def _read_list(cursor: Cursor, *, is_whole: bool) -> Any:
     inner = cursor.number("I")
     size = struct.calcsize("<" + SCALARS[inner]) if inner in SCALARS else 8
     number = cursor.count("items of a list", unit=size, limit=2**62)
-    if number <= MAX_KEPT:
-        return [read_value(cursor, inner, may_nest=False) for _ in range(number)]
+    if number <= MAX_KEPT or is_whole:
+        return [_read_value(cursor, inner, "strict" if number <= MAX_KEPT else "replace") for _ in range(number)]
     if inner in SCALARS:
         cursor.skip(number * size)
+    elif inner != STRING:
+        raise refusal(f"lists of numbers or text in {cursor.source.name}", f"kind {inner}", "fetch it again")
     else:
         for _ in range(number):
-            _skip_text(cursor, inner)
+            cursor.skip(cursor.count("bytes of text", unit=1, limit=2**62))
     return number
-
-
-def _skip_text(cursor: Cursor, kind: int) -> None:
-    if kind != STRING:
-        raise refusal(f"lists of numbers or text in {cursor.source.name}", f"kind {kind}", "fetch it again")
-    cursor.skip(cursor.count("bytes of text", unit=1, limit=2**62))
 
 
 def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -154,20 +152,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def read_vocabulary(source: ByteSource) -> list[str]:
     """Every token as text; costs the header. Empty where the file has none."""
-    read_header(source)  # which refuses what is damaged
-    cursor = Cursor(source)
-    cursor.skip(START - 8)
-    for _ in range(cursor.count("settings", unit=13, limit=MAX_SETTINGS)):
-        key, kind = cursor.text(), cursor.number("I")
-        if key == TOKENS and kind == ARRAY:
-            return _texts(cursor)
-        read_value(cursor, kind)
-    return []
-
-
-def _texts(cursor: Cursor) -> list[str]:
-    if (kind := cursor.number("I")) != STRING:
-        raise refusal(f"tokens as text in {cursor.source.name}", f"kind {kind}", "fetch it again")
-    number = cursor.count("tokens", unit=8, limit=2**62)
-    sizes = (cursor.count("bytes of text", unit=1, limit=MAX_STRING) for _ in range(number))
-    return [cursor.take(size).decode("utf-8", errors="replace") for size in sizes]
+    tokens = read_header(source, whole=TOKENS).settings.get(TOKENS, [])
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise refusal(f"tokens as text in {source.name}", f"{tokens!r:.40}", "fetch it again")
+    return tokens

@@ -6,13 +6,13 @@ Of a change `shape` gives the shape after, `group` how many rows must be read to
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ...errors import Refusal, refusal
+from ...errors import refusal, within
 from ...records import Json
 from .architectures import ARCHITECTURES
 from .config import architecture_of, num_heads
@@ -27,19 +27,35 @@ TOP = re.compile(r"(\w+)\.(weight|bias)")
 TWO_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
 
 
-@runtime_checkable
-class Change(Protocol):
-    """From stored tensors to the one that the model's own code would save."""
+class Change:
+    """From stored tensors to the one that the model's own code would save: here none, and rows can be read alone."""
 
-    def shape(self, *shapes: Shape) -> Shape: ...
+    def shape(self, *shapes: Shape) -> Shape:
+        return shapes[0]
 
-    def group(self, shape: Shape) -> int | None: ...
+    def group(self, shape: Shape) -> int | None:
+        return 1
 
-    def apply(self, tensors: list[Tensor], group: int | None) -> Tensor: ...
+    def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
+        return tensors[0]
+
+
+class OfWhole(Change):
+    """A change that needs all rows."""
+
+    def group(self, shape: Shape) -> int | None:
+        return None
+
+
+class Shifted(Change):
+    """A norm's gain stored as 1 + w, where the model keeps w."""
+
+    def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
+        return tensors[0] - 1
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permuted(Change):
     """Rotary rows of a head stored as pairs (0, d/2), (1, d/2+1), …: back to halves. Holds for biases, too."""
 
     num_heads: int
@@ -57,22 +73,7 @@ class Permuted:
         return rearrange(tensors[0], "(head pair two) ... -> (head two pair) ...", two=2, pair=(group or 0) // 2)
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """A norm's gain stored as 1 + w, where the model keeps w."""
-
-    def shape(self, *shapes: Shape) -> Shape:
-        return shapes[0]
-
-    def group(self, shape: Shape) -> int | None:
-        return 1
-
-    def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
-        return tensors[0] - 1
-
-
-@dataclass(frozen=True)
-class Transposed:
+class Transposed(OfWhole):
     """A matrix that the model keeps as (in, out)."""
 
     def shape(self, *shapes: Shape) -> Shape:
@@ -80,15 +81,12 @@ class Transposed:
             raise refusal("a matrix", f"shape {list(shapes[0])}")
         return shapes[0][::-1]
 
-    def group(self, shape: Shape) -> int | None:
-        return None
-
     def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
         return tensors[0].T.contiguous()
 
 
 @dataclass(frozen=True)
-class Regrouped:
+class Regrouped(OfWhole):
     """Fused rows stored as all queries, all keys, all values: back to one group per key head, its queries first."""
 
     num_heads: int
@@ -100,9 +98,6 @@ class Regrouped:
             raise refusal(f"rows for {self.num_heads} query and {self.num_key_heads} key heads", f"{list(shapes[0])}")
         return shapes[0]
 
-    def group(self, shape: Shape) -> int | None:
-        return None
-
     def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
         heads = tensors[0].unflatten(0, (self.num_heads + 2 * self.num_key_heads, -1))
         query, key, value = heads.split([self.num_heads, self.num_key_heads, self.num_key_heads])
@@ -110,8 +105,7 @@ class Regrouped:
         return torch.cat([query, key[:, None], value[:, None]], dim=1).flatten(0, 2)
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(OfWhole):
     """Latent attention's key and value maps, stored apart and the key's transposed: back to one map."""
 
     def shape(self, *shapes: Shape) -> Shape:
@@ -119,9 +113,6 @@ class Joined:
         if len(key) != 3 or len(value) != 3 or key[0] != value[0] or key[1] != value[2]:
             raise refusal("key and value maps of the same heads and rank", f"{list(key)} and {list(value)}")
         return (key[0] * (key[2] + value[1]), key[1])
-
-    def group(self, shape: Shape) -> int | None:
-        return None
 
     def apply(self, tensors: list[Tensor], group: int | None) -> Tensor:
         key, value = tensors
@@ -133,31 +124,32 @@ class Translated(NamedTuple):
 
     shape: Shape
     sources: tuple[str, ...]
-    change: Change | None
+    change: Change
+
+
+Renamed = tuple[str, tuple[str, ...], Change]  # the model's name, the stored tensors, the change
 
 
 def translate(settings: Json, shapes: Mapping[str, Shape]) -> dict[str, Translated]:
     """The model's tensors by name; a tensor that the tables do not know keeps its stored name and layout."""
-    name = architecture_of(settings)
-    row = ARCHITECTURES.get(name)
+    row = ARCHITECTURES.get(architecture_of(settings))
     result: dict[str, Translated] = {}
     for stored in shapes:
-        renamed, sources, change = (stored, (stored,), None)
-        if row is not None:
-            renamed, sources, change = _translate_one(row, settings, shapes, stored)
-        result.setdefault(renamed, _checked(sources, change, shapes))
+        as_it_is = stored, (stored,), Change()
+        name, sources, change = as_it_is if row is None else _translate_one(row, settings, shapes, stored)
+        with within(sources[0][:80]):
+            shape = change.shape(*(shapes[source] for source in sources))
+        result.setdefault(name, Translated(shape, sources, change))
     return result
 
 
-def _translate_one(
-    row: Architecture, settings: Json, shapes: Mapping[str, Shape], stored: str
-) -> tuple[str, tuple[str, ...], Change | None]:
+def _translate_one(row: Architecture, settings: Json, shapes: Mapping[str, Shape], stored: str) -> Renamed:
     if top := TOP.fullmatch(stored):
-        change = Shifted() if row.has_shifted_norms and stored == "output_norm.weight" else None
+        change = Shifted() if row.has_shifted_norms and stored == "output_norm.weight" else Change()
         return f"{row.top[top[1]]}.{top[2]}" if top[1] in row.top else stored, (stored,), change
     block = BLOCK.fullmatch(stored)
     if not block:
-        return stored, (stored,), None
+        return stored, (stored,), Change()
     layer, stem, suffix = int(block[1]), block[2], block[3].removeprefix(".")
     prefix = row.layer.format(layer)
     if stem == "attn_k_b" and (value := f"blk.{layer}.attn_v_b.weight") in shapes:
@@ -168,7 +160,7 @@ def _translate_one(
     if stem not in names:
         # Put beside the queries, where a scan looks for what no row knows, and not lost under its own name.
         known = f"{prefix}{_attention(row)}.{stored.split('.', 2)[2]}" if ACTING.match(stem) else stored
-        return known, (stored,), None
+        return known, (stored,), Change()
     # Attention sinks are a parameter of their module: nothing follows their name.
     ending = f".{suffix}" if suffix and stem != "attn_sinks" else ""
     return f"{prefix}{names[stem]}{ending}", (stored,), _change(row, settings, layer, stem, suffix)
@@ -180,24 +172,13 @@ def _attention(row: Architecture) -> str:
     return module.rpartition(".")[0] or module
 
 
-def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: str) -> Change | None:
+def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: str) -> Change:
     if suffix not in ("", "weight", "bias"):
-        return None
+        return Change()
     if row.is_permuted and stem in ("attn_q", "attn_k"):
         return Permuted(num_heads(settings, layer)[stem == "attn_k"])
     if row.is_regrouped and stem == "attn_qkv":
         return Regrouped(*num_heads(settings, layer))
     if suffix == "weight" and stem in row.transposed:
         return Transposed()
-    if suffix == "weight" and row.has_shifted_norms and stem.endswith("norm"):
-        return Shifted()
-    return None
-
-
-def _checked(sources: tuple[str, ...], change: Change | None, shapes: Mapping[str, Shape]) -> Translated:
-    if change is None:
-        return Translated(shapes[sources[0]], sources, None)
-    try:
-        return Translated(change.shape(*(shapes[source] for source in sources)), sources, change)
-    except Refusal as cause:
-        raise Refusal(f"{sources[0][:80]}: {cause}") from None
+    return Shifted() if suffix == "weight" and row.has_shifted_norms and stem.endswith("norm") else Change()

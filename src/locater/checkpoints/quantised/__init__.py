@@ -66,7 +66,7 @@ class Dequantised(Checkpoint):
 
     def __init__(self, store: Checkpoint, weights: dict[str, Weight]) -> None:
         self.store, self.weights, self.format = store, weights, store.format
-        super().__init__(_Entries(store, weights), config=store.config, place=store.place)
+        super().__init__(_Entries(store, weights), config=store.config, place=store.place, parts=[store])
 
     def fetch(self, name: str, rows: Rows | None) -> Tensor:
         weight = self.weights.get(name)
@@ -74,9 +74,6 @@ class Dequantised(Checkpoint):
             return self.store.read(name, rows)
         with _fitting(weight):
             return weight.read(rows)
-
-    def close(self) -> None:
-        self.store.close()
 
 
 class _Entries(Mapping[str, Entry]):

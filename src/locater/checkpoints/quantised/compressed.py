@@ -13,7 +13,7 @@ from torch import Tensor
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import Declared, find_eight_bits, find_four_bits, weight_arguments
-from .weight import Shape, Weight, modules_with, parts_of, unpack_bits
+from .weight import Shape, Weight, find_by, unpack_bits
 
 PARTS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 BITS = (2, 4, 8)
@@ -30,7 +30,7 @@ class Whole(Declared):
     @property
     def shape(self) -> Shape:
         if not self.is_packed:
-            return self.part_shape("weight")
+            return self.matrix_shape("weight")
         self.check_shape("weight_shape", (2,))
         shape = tuple(self.codes("weight_shape").tolist())
         fits = all(0 < size < 2**31 for size in shape) and self.part_size("weight_packed") == shape[0]
@@ -82,6 +82,4 @@ def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     yield from find_eight_bits(store, settings)
     yield from find_four_bits(store, settings)
     for ending, dtype in (("weight_packed", torch.int32), ("weight", torch.int8)):
-        for module in modules_with(store, ending):
-            if store.entries[f"{module}.{ending}"].dtype == dtype:
-                yield Whole(store, f"{module}.weight", parts_of(store, module, (ending, *PARTS)), settings)
+        yield from find_by(Whole, ending, *PARTS, dtypes=(dtype,))(store, settings)

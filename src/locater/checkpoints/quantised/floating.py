@@ -48,13 +48,12 @@ class Declared(Grouped):
 
     @property
     def shape(self) -> Shape:
-        return self.part_shape("weight")
+        return self.matrix_shape("weight")
 
     @property
     def block(self) -> Shape:
         """The block whose grid has the scale's shape: a declared one, or else one per tensor or row."""
         shape, stored = self.shape, self.part_shape(self.scale_name)
-        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
         declared = declared_blocks(self.settings)
         blocks = {tuple(map(min, zip(block, shape, strict=True))) for block in declared or PLAIN}
         fitting = [block for block in blocks if stored in spellings(grid(shape, block))]
@@ -94,8 +93,7 @@ class FourBits(Grouped):
 
     @property
     def shape(self) -> Shape:
-        shape = self.part_shape(self.packed)
-        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
+        shape = self.matrix_shape(self.packed)
         return shape[0], 2 * shape[1]
 
     @property
@@ -125,9 +123,8 @@ class FourBits(Grouped):
 
 
 def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    for module in modules_with(store, "weight"):
-        entry = store.entries[f"{module}.weight"]
-        if entry.dtype in EIGHT_BITS and len(entry.shape) == 2:
+    for module in modules_with(store, "weight", EIGHT_BITS):
+        if len(store.shape(f"{module}.weight")) == 2:
             parts = parts_of(store, module, ("weight", *SCALES))
             if len(parts) == 3:
                 raise bad_value(f"one scale for `{module[:120]}.weight`", f"two, {SCALES[0]} and {SCALES[1]}")
@@ -136,9 +133,9 @@ def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight
 
 def find_four_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     for ending in ("weight_packed", "weight"):
-        for module in modules_with(store, ending):
+        for module in modules_with(store, ending, (torch.uint8,)):
             parts = parts_of(store, module, (ending, "weight_scale", "weight_global_scale", "weight_scale_2"))
-            if store.entries[f"{module}.{ending}"].dtype == torch.uint8 and "weight_scale" in parts:
+            if "weight_scale" in parts:
                 yield FourBits(store, f"{module}.weight", parts, settings)
 
 

@@ -11,7 +11,19 @@ from ...errors import bad_value, missing
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import EIGHT_BITS, FOUR_BITS
-from .weight import REMEDY, Grouped, Shape, Weight, exponents, modules_with, number, parts_of, unpack_bits, word
+from .weight import (
+    REMEDY,
+    Grouped,
+    Shape,
+    Weight,
+    exponents,
+    find_by,
+    modules_with,
+    number,
+    parts_of,
+    unpack_bits,
+    word,
+)
 
 # ---------------------------------------------------------------------------------------------------- GPTQ and AWQ
 GPTQ_BITS, GPTQ_FORMATS = (2, 4, 8), ("gptq", "gptq_v2")
@@ -38,11 +50,6 @@ class InputFirst(Grouped):
         self.check_shape("scales", self.counts[::-1])
         return self.part("scales").T.float()
 
-    def packed_shape(self) -> Shape:
-        shape = self.part_shape("qweight")
-        self.check(len(shape) == 2, "a packed matrix", f"shape {[*shape]}")
-        return shape
-
 
 @dataclass(frozen=True)
 class GPTQ(InputFirst):
@@ -61,7 +68,7 @@ class GPTQ(InputFirst):
 
     @property
     def shape(self) -> Shape:
-        shape = self.packed_shape()
+        shape = self.matrix_shape("qweight")
         return shape[1], shape[0] * 32 // self.bits
 
     @property
@@ -70,7 +77,7 @@ class GPTQ(InputFirst):
 
     def numbers(self, rows: Rows | None) -> Tensor:
         start, stop = rows or (0, self.shape[0])
-        return unpack_bits(self.part("qweight")[:, start:stop].T, self.bits).float()
+        return unpack_bits(self.codes("qweight", torch.int32)[:, start:stop].T, self.bits).float()
 
     def zero(self) -> Tensor:
         self.check_shape("qzeros", (self.counts[1], self.shape[0] * self.bits // 32))
@@ -101,7 +108,7 @@ class AWQ(InputFirst):
 
     @property
     def shape(self) -> Shape:
-        shape = self.packed_shape()
+        shape = self.matrix_shape("qweight")
         return shape[1] * 8, shape[0]
 
     @property
@@ -120,8 +127,7 @@ class AWQ(InputFirst):
         return unpack_bits(self.codes(role, torch.int32), 4).unflatten(-1, (-1, 8))[..., PLACES].flatten(-2)
 
 
-def find_gptq(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    return (GPTQ(*found, settings) for found in _packed(store, ("qweight", "qzeros", "scales", "g_idx")))
+find_gptq = find_by(GPTQ, "qweight", "qzeros", "scales", "g_idx")
 
 
 def find_awq(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
@@ -129,16 +135,7 @@ def find_awq(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     version = word(settings, "version", "gemm")
     if bits != 4 or version != "gemm":
         raise bad_value("AWQ weights of 4 bits in the layout `gemm`", f"{bits!r:.20} bits in `{version[:40]}`", REMEDY)
-    return (AWQ(*found, settings) for found in _packed(store, ("qweight", "qzeros", "scales")))
-
-
-def _packed(store: Checkpoint, roles: tuple[str, ...]) -> Iterator[tuple[Checkpoint, str, dict[str, str]]]:
-    for module in modules_with(store, "qweight"):
-        parts = parts_of(store, module, roles)
-        entry = store.entries[parts["qweight"]]
-        if entry.dtype != torch.int32 or len(entry.shape) != 2:
-            raise bad_value(f"words of 32 bits in `{parts['qweight'][:120]}`", f"{entry.dtype}", REMEDY)
-        yield store, f"{module}.weight", parts
+    return find_by(AWQ, "qweight", "qzeros", "scales")(store, settings)
 
 
 # ------------------------------------------------------------------------------------------------------------- MLX
@@ -165,8 +162,7 @@ class MLX(Grouped):
 
     @property
     def shape(self) -> Shape:
-        shape = self.part_shape("weight")
-        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
+        shape = self.matrix_shape("weight")
         return shape[0], shape[1] * 32 // self.bits
 
     @property
@@ -193,8 +189,8 @@ class MLX(Grouped):
 
 
 def find_mlx(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    for module in modules_with(store, "weight"):
-        if store.entries[f"{module}.weight"].dtype == torch.uint32 and f"{module}.scales" in store.entries:
+    for module in modules_with(store, "weight", (torch.uint32,)):
+        if f"{module}.scales" in store.entries:
             own = settings.get(module)
             parts = parts_of(store, module, ("weight", "scales", "biases"))
             yield MLX(store, f"{module}.weight", parts, {**settings, **own} if isinstance(own, Mapping) else settings)
@@ -211,14 +207,13 @@ class TorchAO(Grouped):
 
     @property
     def shape(self) -> Shape:
-        return self.part_shape("_weight_qdata")
+        return self.matrix_shape("_weight_qdata")
 
     @property
     def block(self) -> Shape:
         block = self.settings.get("block_size")
-        is_pair = isinstance(block, list) and len(block) == len(self.shape) == 2
-        fits = is_pair and all(type(n) is int and n > 0 for n in block or ())
-        self.check(fits, "a matrix and the size of its blocks", f"shape {[*self.shape]} and {block!r:.60}")
+        fits = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+        self.check(fits, "the two sizes of its blocks", f"{block!r:.60}")
         return tuple(block or ())
 
     def numbers(self, rows: Rows | None) -> Tensor:

@@ -13,7 +13,7 @@ from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from ..bytes import parse_object
 from .floating import EIGHT_BITS
-from .weight import REMEDY, Grouped, Shape, Weight, modules_with, number, parts_of, word
+from .weight import REMEDY, Grouped, Shape, Weight, find_by, number, parts_of, word
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,11 @@ class HQQ(Stacked):
         return (codes.float() - zero) * scale
 
 
-def find_hqq(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    for module in modules_with(store, "W_q"):
-        yield HQQ(store, f"{module}.weight", parts_of(store, module, HQQ_PARTS), settings)
+find_hqq = find_by(HQQ, *HQQ_PARTS)
 
 
 # ---------------------------------------------------------------------------------------------------------- quanto
-QUANTO_PARTS = ("weight._data", "weight._data._data", "weight._scale", "weight._shift", "input_scale", "output_scale")
+QUANTO_PARTS = ("weight._scale", "weight._shift", "input_scale", "output_scale")
 QUANTO_BITS = {"int4": 4, "qint4": 4, "int2": 2, "qint2": 2}
 
 
@@ -90,11 +88,10 @@ class QuantoBytes(Grouped):
 
     @property
     def shape(self) -> Shape:
-        return self.part_shape("weight._data")
+        return self.matrix_shape("weight._data")
 
     @property
     def block(self) -> Shape:
-        self.check(len(self.shape) == 2, "a matrix", f"shape {[*self.shape]}")
         self.check_shape("weight._scale", (self.shape[0], 1), ())
         return (1, self.shape[1]) if self.part_shape("weight._scale") else self.shape
 
@@ -120,8 +117,7 @@ class QuantoStacked(Stacked):
     @property
     def shape(self) -> Shape:
         """Only groups are stored: the inputs are taken to be the model's width, as they are wherever that is read."""
-        packed, scales = self.part_shape("weight._data._data"), self.part_shape("weight._scale")
-        self.check(len(packed) == len(scales) == 2, "a matrix of codes and one of scales", f"shape {[*packed]}")
+        packed, scales = self.matrix_shape("weight._data._data"), self.matrix_shape("weight._scale")
         num_groups, size = scales[0], packed[1]
         stored = math.prod(packed) * 8 // self.bits
         self.check(stored == num_groups * size, f"{num_groups} groups of {size}", f"{stored} numbers")
@@ -139,9 +135,8 @@ class QuantoStacked(Stacked):
 
 
 def find_quanto(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
-    for ending, kind in (("weight._data", QuantoBytes), ("weight._data._data", QuantoStacked)):
-        for module in modules_with(store, ending):
-            yield kind(store, f"{module}.weight", parts_of(store, module, QUANTO_PARTS), settings)
+    yield from find_by(QuantoBytes, "weight._data", *QUANTO_PARTS)(store, settings)
+    yield from find_by(QuantoStacked, "weight._data._data", *QUANTO_PARTS)(store, settings)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
@@ -206,10 +201,9 @@ class EightBits(Weight):
 
     @property
     def shape(self) -> Shape:
-        return self.part_shape("weight")
+        return self.matrix_shape("weight")
 
     def read(self, rows: Rows | None) -> Tensor:
-        self.check(len(self.shape) == 2, "a matrix", f"shape {[*self.shape]}")
         self.check_shape("SCB", (self.shape[0],))
         if "weight_format" in self.parts:
             order = self.part("weight_format").flatten().tolist()
@@ -225,6 +219,4 @@ def find_bitsandbytes(store: Checkpoint, settings: JsonMapping) -> Iterator[Weig
             if kind not in ("nf4", "fp4"):
                 raise bad_value(f"NF4 or FP4 in `{module[:120]}.weight`", repr(kind[:40]), REMEDY)
             yield FourBits(store, f"{module}.weight", parts, settings)
-    for module in modules_with(store, "SCB"):
-        parts = parts_of(store, module, ("weight", "SCB", "weight_format"))
-        yield EightBits(store, f"{module}.weight", parts, settings)
+    yield from find_by(EightBits, "SCB", "weight", "weight_format")(store, settings)

@@ -52,6 +52,12 @@ class Weight(ABC):
     def part_shape(self, role: str) -> Shape:
         return self.store.shape(self._stored(role))
 
+    def matrix_shape(self, role: str) -> Shape:
+        """Shape of a part that must be a matrix."""
+        shape = self.part_shape(role)
+        self.check(len(shape) == 2, f"a matrix as `{role}`", f"shape {[*shape]}")
+        return shape
+
     def part_size(self, role: str, axis: int = 0) -> int:
         """Length of a part along an axis that it must have."""
         shape = self.part_shape(role)
@@ -107,7 +113,6 @@ class Grouped(Weight):
 
     def read(self, rows: Rows | None) -> Tensor:
         shape, block = self.shape, self.block
-        self.check(len(shape) == 2, "a matrix", f"shape {[*shape]}")
         start, stop = rows or (0, shape[0])
         down, across = torch.arange(start, stop) // block[0], self.groups()
         across = torch.arange(shape[1]) // block[1] if across is None else across
@@ -141,9 +146,21 @@ class Grouped(Weight):
 Find = Callable[[Checkpoint, JsonMapping], Iterator[Weight]]
 
 
-def modules_with(store: Checkpoint, ending: str) -> Iterator[str]:
-    """The modules that have a tensor with this name."""
-    return (name.removesuffix(f".{ending}") for name in store.names if name.endswith(f".{ending}"))
+def find_by(kind: type[Weight], *roles: str, dtypes: tuple[torch.dtype, ...] = ()) -> Find:
+    """Find weights whose modules have a tensor with the first of these names, of one of the types if any are given."""
+
+    def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+        for module in modules_with(store, roles[0], dtypes):
+            yield kind(store, f"{module}.weight", parts_of(store, module, roles), settings)
+
+    return find
+
+
+def modules_with(store: Checkpoint, ending: str, dtypes: tuple[torch.dtype, ...] = ()) -> Iterator[str]:
+    """The modules that have a tensor with this name, of one of the types if any are given."""
+    for name in store.names:
+        if name.endswith(f".{ending}") and (not dtypes or store.entries[name].dtype in dtypes):
+            yield name.removesuffix(f".{ending}")
 
 
 def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[str, str]:

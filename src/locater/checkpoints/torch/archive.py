@@ -136,7 +136,8 @@ def _note(used: dict[str, Storage], pid: object) -> Storage:
 def load_trusted(source: ByteSource) -> Any:
     """Unpickle with the file's code allowed to run: only for authors the user trusts. Costs the whole file."""
     try:
-        return torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
+        tree = torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
+        return tree.state_dict() if isinstance(tree, torch.nn.Module) else tree
     except Exception as cause:  # noqa: BLE001  (untrusted code can fail in any way)
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:160]
         raise refusal(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxtyping import Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...budget import budget
 from ...errors import missing
@@ -28,40 +28,29 @@ DEPTH = 8
 
 
 class TorchFile(Checkpoint):
-    """Tensors of one file, each read when it is asked for."""
+    """Tensors of one file, each read when it is asked for; all in memory where its code was run at the user's word."""
 
     format = "torch"
 
-    def __init__(self, source: ByteSource, *, config: Json) -> None:
-        self.archive = open_archive(source)
-        self.views = find_weights(self.archive.tree, View)
-        entries = {name: view.entry for name, view in self.views.items()}
-        check_any(entries, source)
-        super().__init__(entries, config=config or find_settings(self.archive.tree), place=source.name)
+    def __init__(self, source: ByteSource, *, config: Json, run_code: bool = False) -> None:
+        self.archive = None if run_code else open_archive(source)
+        tree = load_trusted(source) if self.archive is None else self.archive.tree
+        self.leaves: dict[str, View | Tensor] = find_weights(tree, View if self.archive else Tensor)
+        if not self.leaves:
+            raise missing(f"tensors by name in {source.name}", "save a state dict")
+        entries = {name: _entry(leaf) for name, leaf in self.leaves.items()}
+        super().__init__(entries, config=config or find_settings(tree), place=source.name, parts=[source])
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
-        return self.archive.read(self.views[name], rows)
+        leaf = self.leaves[name]
+        if self.archive is not None and isinstance(leaf, View):
+            return self.archive.read(leaf, rows)
+        assert isinstance(leaf, Tensor)
+        return (leaf.detach() if rows is None else leaf.detach()[rows[0] : rows[1]]).clone()
 
-    def close(self) -> None:
-        self.archive.source.close()
 
-
-class LoadedFile(Checkpoint):
-    """A file whose code was run at the user's word; all of it is in memory."""
-
-    format = "torch"
-
-    def __init__(self, source: ByteSource, *, config: Json) -> None:
-        tree = load_trusted(source)
-        tree = tree.state_dict() if isinstance(tree, nn.Module) else tree
-        self.tensors = find_weights(tree, Tensor)
-        entries = {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
-        check_any(entries, source)
-        super().__init__(entries, config=config or find_settings(tree), place=source.name)
-
-    def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
-        tensor = self.tensors[name].detach()
-        return (tensor if rows is None else tensor[rows[0] : rows[1]]).clone()
+def _entry(leaf: View | Tensor) -> Entry:
+    return leaf.entry if isinstance(leaf, View) else Entry(tuple(leaf.shape), leaf.dtype)
 
 
 def open_torch(source: ByteSource, *, config: Json, allow_pickle: bool) -> Checkpoint:
@@ -71,14 +60,9 @@ def open_torch(source: ByteSource, *, config: Json, allow_pickle: bool) -> Check
     except CodeRefusal as cause:
         if allow_pickle:
             warnings.warn(f"{source.name}: its code is run, as allow_pickle says", stacklevel=2)
-            return LoadedFile(source, config=config)
+            return TorchFile(source, config=config, run_code=True)
         remedy = "if you trust its author, pass allow_pickle=True (--allow-pickle); better, convert it to safetensors"
         raise CodeRefusal(f"{cause}; {remedy}") from None
-
-
-def check_any(entries: dict[str, Entry], source: ByteSource) -> None:
-    if not entries:
-        raise missing(f"tensors by name in {source.name}", "save a state dict")
 
 
 def find_weights(tree: Any, kind: type[Leaf]) -> dict[str, Leaf]:

@@ -18,7 +18,7 @@ import torch
 
 from ...budget import budget
 from ...errors import Refusal, refusal, shown
-from ..base import Entry
+from ..base import Entry, are_counts
 
 Admitted = Mapping[tuple[str, str], Any]
 
@@ -221,13 +221,12 @@ def storage_from(pid: object) -> Storage:
 def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None) -> View:
     """`torch._utils._rebuild_tensor_v2`, without the numbers; fails on a view that leaves its storage or repeats it."""
     shape, steps = tuple(size), tuple(stride)
-    numbers = (offset, *shape, *steps)
-    if not isinstance(storage, Storage) or len(shape) != len(steps) or len(shape) > 32:
+    if not isinstance(storage, Storage) or len(shape) != len(steps):
         raise refusal(
             "a storage with as many strides as dimensions", f"{reprlib.repr(shape)} and {reprlib.repr(steps)}"
         )
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise refusal("whole numbers as offset, shape and stride of a tensor", reprlib.repr(numbers))
+    if not all(map(are_counts, ([offset], shape, steps))):
+        raise refusal("whole numbers as offset, shape and stride of a tensor", reprlib.repr((offset, shape, steps)))
     if any(isinstance(note, dict) and (note.get("conj") or note.get("neg")) for note in rest):
         raise refusal("a tensor stored as it is", "one that is to be conjugated or negated", "resolve it before saving")
     view = View(storage, Entry(shape, dtype or storage.dtype), offset, steps)
