@@ -304,6 +304,19 @@ def test_nanogpt_itself_is_read_by_its_names(name):
     assert "not read in the config: `rope_theta`" in str(open_model(Config(config), Held(nano(bias=False))).coverage)
 
 
+@pytest.mark.parametrize(
+    "entries", [dict(norm="rms"), dict(n_kv_head=2), dict(mup=True), dict(causal=False), dict(pos_emb="sin")], ids=str
+)
+def test_what_an_undeclared_models_config_says_beside_is_told(entries):
+    line = str(open_model(Config(SIZES | entries), Held(nano())).coverage)
+    assert f"not read in the config: `{next(iter(entries))}`" in line
+
+
+def test_a_rotary_table_beside_the_blocks_of_nanogpt_is_refused():
+    with pytest.raises(Refusal, match="rotary.freqs`, where the positions of nanogpt are not rotary"):
+        open_model(Config(SIZES), Held(nano() | {"transformer.rotary.freqs": torch.ones(4)}))
+
+
 def test_the_number_of_heads_is_found_at_any_depth():
     layer = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32), 2)
     held = Held(dict(layer.state_dict()))

@@ -120,6 +120,8 @@ TELLING = re.compile(
     r"rope|rotary|alibi|soft_?cap|(^|_)qk_|qkv|attn|attention|window|sliding|temperature|relative|sink|clip_|theta"
     r"|logit_scale|scale_logits|query_pre|key_scale|causal|position_embedding_type|norm_type|norm_first"
 )
+# Words that say what the code of a declared type settles.
+UNDECLARED = re.compile(TELLING.pattern + r"|mup|norm(_class_name|_kind)?$|kv_heads?$|bidirectional|prefix_lm|pos_emb")
 # Names with such words that say nothing of a logit, or repeat what tensors show.
 HARMLESS = re.compile(
     r"drop|implementation|init|_gain$|num_.*heads|n_head|head_dim|max_position|max_relative|bias$|output_attentions|return_"
@@ -154,7 +156,8 @@ def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> 
         _ask_all(replace(module, config=listening.within(module.row.config)))
     if any(stack[0].row.rotary is not None for stack in stacks):  # read where a layer turns at all
         asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
-    return sorted(path for path in telling(config.values) if not _was_asked(path, asked))
+    words = TELLING if config.get("model_type") in family.model_types else UNDECLARED
+    return sorted(path for path in telling(config.values, words=words) if not _was_asked(path, asked))
 
 
 def _was_asked(path: str, asked: set[str]) -> bool:
@@ -163,13 +166,14 @@ def _was_asked(path: str, asked: set[str]) -> bool:
     return any(".".join(parts[: number + 1]) in asked for number in range(len(parts)))
 
 
-def telling(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:
     """Yield entries, nested ones by their path, that by their names may change a logit."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from telling(value, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
-        elif isinstance(key, str) and TELLING.search(key) and not HARMLESS.search(key) and not _is_nothing(value):
-            yield f"{path}{key}"
+            yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
+        elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
+            says_no = words is UNDECLARED and value is False and "causal" in key
+            yield from (f"{path}{key}",) if says_no or not _is_nothing(value) else ()
 
 
 def _is_nothing(value: Any) -> bool:

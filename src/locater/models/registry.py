@@ -113,6 +113,7 @@ def _size(config: Config, keys: str) -> int | None:
 TABLES = (gpt, llama, latent, encoders, seq2seq, vision, torch_native, frameworks)
 FAMILIES: tuple[Family, ...] = tuple(family for table in TABLES for family in table.FAMILIES)
 WRAPPERS = ("timm_wrapper",)  # types that do not say what is inside
+TURNING = re.compile(r"(^|[._])(rotary|rope|inv_freq|freqs)([._]|$)")
 POSITIONS = re.compile(r"(^|[._])(wpe|pos(ition(al|s)?)?_?(emb|enc|table)\w*)(\.|$)")
 
 
@@ -147,10 +148,10 @@ def unaccounted(family: Family, config: Config, names: Collection[str]) -> str |
         if lost:
             return f"no `{lost[0][:120]}`, which {family.name} has"
     rotary = family.attention[0].rotary
-    if isinstance(rotary, RotaryAt) and resolve(rotary.only, config):
-        table = next((name for name in names if POSITIONS.search(name)), None)
-        return None if table is None else f"`{table[:120]}`, where the positions of {family.name} are rotary"
-    return None
+    turns = isinstance(rotary, RotaryAt) and bool(resolve(rotary.only, config))
+    table = next((name for name in sorted(names) if (POSITIONS if turns else TURNING).search(name)), None)
+    are = "are rotary" if turns else "are not rotary"
+    return None if table is None else f"`{table[:120]}`, where the positions of {family.name} {are}"
 
 
 def _blocks(family: Family, names: Collection[str]) -> set[str]:
