@@ -14,7 +14,7 @@ from locater.prediction.numbers import NAMES
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, Terms, calibrate, measure
 from locater.prediction.running import self_attention
 from locater.prediction.sampling import predict_layer
-from locater.prediction.windows import cut
+from locater.prediction.windows import cut_windows
 from locater.texts import embedded_text
 
 NOTHING = Terms(first=False, positions=False, sinks=False, lags=False)
@@ -34,7 +34,7 @@ def main(source: str, text: str | None) -> None:
     model, tokenizer = load_model(source), load_tokenizer(source)
     content = Path(text).read_text(encoding="utf-8") if text else embedded_text()
     sizes = dict(length=effort.window, num_calibration=effort.calibration, num_test=effort.test)
-    windows = cut(content, tokenizer, **sizes)
+    windows = cut_windows(content, tokenizer, **sizes)
     layers, _ = self_attention(model)
     gathered, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
     measured = [[gatherer.numbers() for gatherer in gatherers] for gatherers in gathered]

@@ -19,9 +19,9 @@ from locater.head import Head
 from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.numbers import NAMES, Numbers
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, measure
-from locater.prediction.running import run, self_attention
-from locater.prediction.sampling import effective, interpolate
-from locater.prediction.windows import cut
+from locater.prediction.running import run_model, self_attention
+from locater.prediction.sampling import effective, interpolate_lags
+from locater.prediction.windows import cut_windows
 from locater.texts import embedded_text
 from locater.theory.random_walk import Turns
 from prediction import minilm
@@ -40,8 +40,8 @@ def head_inputs(head: Head, moments: InputMoments, sample: torch.Tensor, *, leng
         head.query(sample).double().mean(0),
         head.key(sample).double().mean(0),
         moments.between(query, query, 0),
-        interpolate(keys, at, lags),
-        interpolate(crossed, at, lags),
+        interpolate_lags(keys, at, lags),
+        interpolate_lags(crossed, at, lags),
     )
 
 
@@ -72,7 +72,9 @@ def main(source: str, text: str | None, every: int) -> None:
     effort, start = Effort(), time.perf_counter()
     model, tokenizer = load_model(source), load_tokenizer(source)
     content = Path(text).read_text(encoding="utf-8") if text else embedded_text()
-    windows = cut(content, tokenizer, length=effort.window, num_calibration=effort.calibration, num_test=effort.test)
+    windows = cut_windows(
+        content, tokenizer, length=effort.window, num_calibration=effort.calibration, num_test=effort.test
+    )
     layers = self_attention(model)[0][::every]
     collectors = [MomentsCollector(lags=[lag for lag in LAGS if lag < windows.length], skip=1) for _ in layers]
     samples: list[list[torch.Tensor]] = [[] for _ in layers]
@@ -82,7 +84,7 @@ def main(source: str, text: str | None, every: int) -> None:
         samples[number].append(x[:, 1:].flatten(0, 1)[:: windows.length // 16].float())
 
     for ids in windows.calibration.split(effort.batch):
-        run(model, layers, ids, take)
+        run_model(model, layers, ids, take)
     gathered, _ = measure(model, layers, windows.test, batch=effort.batch, step=lambda count: None)
     rows: dict[str, list[HeadPrediction]] = {}
     for layer, collector, some, gatherers in zip(layers, collectors, samples, gathered, strict=True):

@@ -19,8 +19,8 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
-from locater_lab.data.batches import Windows
-from locater_lab.data.sources import Data, Tokens, open_data
+from locater_lab.data.batches import WindowBatches
+from locater_lab.data.sources import Data, TokenData, open_data
 from locater_lab.data.vocabulary import Words
 from locater_lab.fields import DataOptions
 from locater_lab.train.config import Config, make_config
@@ -56,8 +56,8 @@ def random_data(case: Case, length: int) -> Data:
     random = numpy.random.default_rng(0)
     train, valid = (random.zipf(1.3, size).clip(max=case.words) - 1 for size in (400_000, 10_000))
     words = Words(tuple(map(str, range(case.words))))
-    tokens = Tokens("random", words, train.astype(numpy.uint32), valid.astype(numpy.uint32))
-    return Data(DataOptions(), Windows(tokens.train, tokens.valid, length, 0), tokens)
+    tokens = TokenData("random", words, train.astype(numpy.uint32), valid.astype(numpy.uint32))
+    return Data(DataOptions(), WindowBatches(tokens.train, tokens.valid, length, 0), tokens)
 
 
 Turn = Callable[[], float]  # takes its steps, and gives the seconds of the processor that they took

@@ -12,7 +12,7 @@ import torch
 from locater.records import Json, write_json
 from locater.spectra import moments
 from locater.theory.depth import layer_of_moments, propagate, token_kernel
-from locater_lab.studies.small import Ran, tiny, train
+from locater_lab.studies.small import Ran, tiny, train_small
 
 STEPS = (0, 10, 30, 100, 300, 1000, 3000)
 SEEDS = (0, 1, 2)
@@ -58,7 +58,7 @@ def entropy(logits: torch.Tensor) -> float:
 
 def measure(seed: int) -> list[Json]:
     config = tiny(seed, num_layers=2, steps=max(STEPS))
-    fresh = train(config, until=0)
+    fresh = train_small(config, until=0)
     found = rows_of(fresh, seed, 0)
 
     def each(step: int, loss: float, model: torch.nn.Module) -> None:
@@ -66,7 +66,7 @@ def measure(seed: int) -> list[Json]:
             model.eval()
             found.extend(rows_of(Ran(model, fresh.data, fresh.stabiliser, [loss], 0.0), seed, step + 1))  # type: ignore
 
-    train(config, each=each)
+    train_small(config, each=each)
     return found
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from locater.stabilisers import LocAteR, QKNorm, Stabiliser
 from locater_lab.studies.floors import ARMS as FLOORS
-from locater_lab.studies.small import nothing, result, train, trained
+from locater_lab.studies.small import nothing, result, train_small, trained
 from locater_lab.studies.statistics import paired
 
 KEPT = Path(__file__).parent / "measured" / "candidates"
@@ -212,7 +212,7 @@ class Runs:
         if not path.exists():
             kind = ARMS[arm]
             config = trained(seed, self.steps, learning_rate=rate, optimizer=kind.optimizer)
-            found = result(train(config, lambda *parts: kind.make(*parts, strength), late=kind.late))
+            found = result(train_small(config, lambda *parts: kind.make(*parts, strength), late=kind.late))
             path.write_text(json.dumps({name: float(f"{value:.6g}") for name, value in found.items()}) + "\n")
             print(f"{path.stem}: {found['best_loss']:.4f}", flush=True)
         return json.loads(path.read_text())["best_loss"]

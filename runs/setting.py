@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from locater_lab.studies.floors import ARMS, MARGIN, UNIFORM
-from locater_lab.studies.small import nothing, result, train, trained
+from locater_lab.studies.small import nothing, result, train_small, trained
 
 KEPT = Path(__file__).parent / "measured" / "setting"
 SEED, RATES = 100, (5e-3, 1e-2)
@@ -22,7 +22,7 @@ def measure(out: Path, arm: str, width: int, steps: int, rate: float) -> dict[st
     path = out / f"{arm.replace(' ', '-')}-{width}-{steps}-{rate:g}.json"
     if not path.exists():
         config = trained(SEED, steps, d_model=width, d_feedforward=2 * width, learning_rate=rate)
-        found = result(train(config, ARMS.get(arm, nothing)))
+        found = result(train_small(config, ARMS.get(arm, nothing)))
         path.write_text(json.dumps({name: float(f"{value:.5g}") for name, value in found.items()}) + "\n")
     return json.loads(path.read_text())
 

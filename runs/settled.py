@@ -16,8 +16,8 @@ from statistics import fmean
 
 from locater_lab.studies.page import BOX
 from locater_lab.studies.runs import Run, compare_all, read_runs
-from locater_lab.studies.statistics import Estimate, holm, paired, together
-from locater_lab.train.metrics import read_rows
+from locater_lab.studies.statistics import MeanEstimate, holm, paired, together
+from locater_lab.train.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 from settle import LENGTHS, STEPS_OF_AN_EPOCH  # noqa: E402
@@ -69,7 +69,7 @@ def steps_to(run: Run, level: float) -> float:
     return math.nan
 
 
-def against_none(arms: Arms, arm: str, quantity: Callable[[Run], float]) -> Estimate:
+def against_none(arms: Arms, arm: str, quantity: Callable[[Run], float]) -> MeanEstimate:
     """Paired difference to `none`, seed by seed; seeds without a number are left out."""
     values = ({seed: quantity(run) for seed, run in arms.get(name, {}).items()} for name in (arm, "none"))
     ours, theirs = ({seed: one for seed, one in some.items() if math.isfinite(one)} for some in values)
@@ -103,7 +103,7 @@ def rates(stage: str, kept: Path = KEPT) -> dict[str, float]:
     found: dict[str, float] = {}
     for path in sorted((kept / stage).glob("*-seed*/metrics.jsonl")):
         arm = path.parent.name.rpartition("-seed")[0]
-        rows = [row["learning_rate"] for row in read_rows(path) if "learning_rate" in row]
+        rows = [row["learning_rate"] for row in read_metrics(path) if "learning_rate" in row]
         found[arm] = max([*rows, found.get(arm, 0.0)])
     return found
 
@@ -195,7 +195,7 @@ def tuning(kept: Path = KEPT) -> str:
     found: dict[str, list[str]] = {}
     for path in sorted((kept / "rates").glob("*/metrics.jsonl")):
         arm, rate, *_ = path.parent.name.split("-")
-        losses = {row["step"]: row["loss"] for row in read_rows(path) if row["kind"] == "validation"}
+        losses = {row["step"]: row["loss"] for row in read_metrics(path) if row["kind"] == "validation"}
         if ENDS["A"] in losses:
             found.setdefault(arm, []).append(f"{losses[ENDS['A']]:.4f} ({rate})")
     told = "; ".join(f"`{arm}` {', '.join(found[arm])}" for arm in ("none", *ARMS) if arm in found)

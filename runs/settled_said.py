@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from locater_lab.studies.statistics import FEWEST, Estimate
+from locater_lab.studies.statistics import FEWEST, MeanEstimate
 
 ARMS = {"held": "κ held", "released": "κ released", "decay": "weight decay on queries and keys"}
 LIMIT = "**An honest limit.** "
@@ -16,7 +16,7 @@ SMALL_RATIO = "0.949 [0.918, 0.981]"  # of `held` in runs/candidates.py
 class Ratio(NamedTuple):
     """A ratio with its interval, from a paired difference of logarithms."""
 
-    estimate: Estimate
+    estimate: MeanEstimate
 
     @property
     def is_claimed(self) -> bool:

@@ -15,7 +15,7 @@ from locater.records import Json
 from locater.stabilisers import Auto, LocAteR
 from locater.stabilisers.strength import SHARE
 from locater_lab.demo.two_models import OPTIONS
-from locater_lab.studies.small import nothing, result, train
+from locater_lab.studies.small import nothing, result, train_small
 from locater_lab.studies.statistics import paired
 from locater_lab.train.config import make_config
 
@@ -33,7 +33,7 @@ def run(kind: str, share: float, seed: int) -> Json:
     """The last validation loss, the largest logit, and κ; a share of 0 is none."""
     preset, options = KINDS[kind]
     attach = (lambda model: LocAteR(model, strength=Auto(share))) if share else nothing
-    ran = train(make_config(preset, **options | {"seed": seed}), attach)
+    ran = train_small(make_config(preset, **options | {"seed": seed}), attach)
     found = result(ran)
     row = {"loss": found["best_loss"], "largest_logit": found["largest_logit"]}
     return {"kind": kind, "share": share, "seed": seed} | row | {"strength": getattr(ran.stabiliser, "strength", 0.0)}

@@ -17,12 +17,12 @@ from pathlib import Path
 from locater.records import write_json
 from locater.report import figures
 from locater.report.curves import study_figure
-from locater_lab.studies.page import TIMES, documents, keep_rows, page, quick_times
-from locater_lab.studies.real_data import page as evidence_tables
+from locater_lab.studies.page import TIMES, documents, keep_rows, quick_times, study_page
+from locater_lab.studies.real_data import real_data_page as evidence_tables
 from locater_lab.studies.study import STUDIES, points_of
 from locater_lab.studies.sweep.folder import open_sweep
-from locater_lab.studies.words import page as words_tables
 from locater_lab.studies.words import reference, unsaid_table
+from locater_lab.studies.words import words_page as words_tables
 
 sys.path.insert(0, str(Path(__file__).parent))
 from settled import advice, outcome, read  # noqa: E402
@@ -59,7 +59,7 @@ def write_page() -> None:
     for name, found in documents(ROWS).items():
         if found["rows"]:
             figures.save(study_figure(found), pictures / f"{name}.png")
-    PAGE.write_text(page(ROWS, pictures=pictures.name, advice=advice(outcome(read("A")))), encoding="utf-8")
+    PAGE.write_text(study_page(ROWS, pictures=pictures.name, advice=advice(outcome(read("A")))), encoding="utf-8")
 
 
 def write_evidence() -> None:

@@ -19,7 +19,7 @@ from locater.attention import statistics
 from locater.head import Head
 from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.predict import Effort, Text, _fitted, _windows
-from locater.prediction.running import run, self_attention
+from locater.prediction.running import run_model, self_attention
 from locater.prediction.windows import vocabulary_size
 
 MARKS = frozenset(".,;:!?…")
@@ -44,7 +44,7 @@ def shares(model, layers, ids: Tensor, queries: Tensor, share: Callable[[Tensor,
             found.setdefault((layers[number].block, layers[number].number, head.index), []).append(part)
 
     for part in ids.split(4):
-        run(model, layers, part, take)
+        run_model(model, layers, part, take)
         start += len(part)
     joined = {place: torch.cat(parts) for place, parts in found.items()}
     return {place: [round(float(own[half::2].mean()), 4) for half in (0, 1)] for place, own in joined.items()}

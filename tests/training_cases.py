@@ -5,7 +5,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from locater_lab.train.config import make_config
-from locater_lab.train.metrics import read_rows
+from locater_lab.train.metrics import read_metrics
 
 # Sums and names in an order that no short rule gives, so that there is something to learn for longer than a test.
 WORDS, ANIMALS = ("the", "a", "one", "my"), ("cat", "dog", "owl")
@@ -63,7 +63,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
     for name, tensor in theirs.items():
         assert ours[name].equal(tensor), f"{name} differs by {(ours[name] - tensor).abs().max()}"
     rows = [
-        [{k: v for k, v in row.items() if k not in TIMED} for row in read_rows(run / "metrics.jsonl")]
+        [{k: v for k, v in row.items() if k not in TIMED} for row in read_metrics(run / "metrics.jsonl")]
         for run in (found, expected)
     ]
     assert rows[0] == rows[1]

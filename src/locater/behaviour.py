@@ -135,7 +135,7 @@ class Told(NamedTuple):
     heads: tuple[int, ...]
 
 
-def describe(places: Sequence[Place], attentions: Sequence[MeanAttention], *, text: str) -> list[Told]:
+def describe_heads(places: Sequence[Place], attentions: Sequence[MeanAttention], *, text: str) -> list[Told]:
     """Tell how many heads do what and in which layers, then which heads to look at first and why."""
     members = {
         word: heads for word in spoken(text) if (heads := [n for n, a in enumerate(attentions) if word.holds(a)])

@@ -37,7 +37,7 @@ def shown(text: object, most: int = LONGEST) -> str:
     >>> shown("a\x1b[31m\u202eb https://me:secret@host/x?signature=123")
     'a\\x1b[31m\\u202eb https://***@host/x?***'
     """
-    whole = masked(str(text))
+    whole = mask_secrets(str(text))
     if len(whole) > most:
         whole = f"{whole[: most * 2 // 3]} … ({len(whole) - most} letters left out) … {whole[-(most // 3) :]}"
     if whole.isprintable():
@@ -45,7 +45,7 @@ def shown(text: object, most: int = LONGEST) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in whole)
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """The text with the credentials and queries of its addresses left out."""
     return QUERY.sub(r"\1***", LOGIN.sub("***@", text)) if "://" in text else text
 

@@ -101,7 +101,7 @@ class Head:
         positions: Positions | None = None,
     ) -> Float[Tensor, "*batch queries keys"]:
         """The full logit of every key for every query, unmasked; positions count from 0 unless given."""
-        query_positions, key_positions = positions or count(x_query, x_key)
+        query_positions, key_positions = positions or _count(x_query, x_key)
         length = 1 + int(max(query_positions.max(), key_positions.max()))
         queries = self._placed(self.query, x_query, query_positions, length)
         keys = self._placed(self.key, x_key, key_positions, length)
@@ -137,7 +137,7 @@ class Head:
 
         With a sink each query's weights sum to less than 1: the rest is the sink's.
         """
-        positions = positions or count(x_query, x_key)
+        positions = positions or _count(x_query, x_key)
         logits = self.logits(x_query, x_key, positions).masked_fill(~self.admits(*positions), -math.inf)
         if self.sink is None:
             return logits.softmax(-1)
@@ -154,7 +154,7 @@ def label(block: str, layer: int, index: int) -> str:
     return f"{block} layer {layer}, head {index}"
 
 
-def count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*batch keys d"]) -> Positions:
+def _count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*batch keys d"]) -> Positions:
     """Positions 0, 1, 2, … for both."""
     return (
         torch.arange(x_query.shape[-2], device=x_query.device),

@@ -18,20 +18,20 @@ from .errors import refusal
 Frequencies = Float[Tensor, " pairs"]
 
 
-def plain(base: float, num_dims: int) -> Frequencies:
+def plain_frequencies(base: float, num_dims: int) -> Frequencies:
     """base^(−2j/num_dims) for j = 0 … num_dims/2 − 1 (Su et al. 2021, arXiv 2104.09864)."""
     return base ** -(torch.arange(0, num_dims, 2, dtype=torch.float64) / num_dims)
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """All frequencies divided by `factor`: positions interpolated (Chen et al. 2023, arXiv 2306.15595)."""
 
     factor: float
     amplitude: float = 1.0
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
-        return plain(base, num_dims) / self.factor
+        return plain_frequencies(base, num_dims) / self.factor
 
 
 def longer(base: float, stretch: float, num_dims: int) -> float:
@@ -52,7 +52,7 @@ class NTK:
     amplitude: float = 1.0
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
-        return plain(longer(base, self.stretch, num_dims), num_dims)
+        return plain_frequencies(longer(base, self.stretch, num_dims), num_dims)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class DynamicNTK:
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
         stretch = self.factor * max(length, self.original_length) / self.original_length - (self.factor - 1)
-        return plain(longer(base, stretch, num_dims), num_dims)
+        return plain_frequencies(longer(base, stretch, num_dims), num_dims)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class YaRN:
         low, high = max(low, 0), min(high, num_dims - 1)
         width = high - low or 0.001
         interpolated = ((torch.arange(num_dims // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
-        return plain(base, num_dims) * (1 - interpolated + interpolated / self.factor)
+        return plain_frequencies(base, num_dims) * (1 - interpolated + interpolated / self.factor)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Llama3:
     amplitude: float = 1.0
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
-        frequencies = plain(base, num_dims)
+        frequencies = plain_frequencies(base, num_dims)
         turns = self.original_length * frequencies / (2 * math.pi)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -121,7 +121,7 @@ class LongRoPE:
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
         factors = self.long_factors if length > self.original_length else self.short_factors
-        return plain(base, num_dims) / torch.tensor(factors, dtype=torch.float64)
+        return plain_frequencies(base, num_dims) / torch.tensor(factors, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Proportional:
     amplitude: float = 1.0
 
     def frequencies(self, base: float, num_dims: int, length: int) -> Frequencies:
-        frequencies = plain(base, num_dims) / self.factor
+        frequencies = plain_frequencies(base, num_dims) / self.factor
         frequencies[self.num_turning :] = 0
         return frequencies
 
@@ -149,7 +149,7 @@ class Given:
         return torch.tensor(self.values, dtype=torch.float64)
 
 
-Scaling = Linear | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
+Scaling = LinearScaling | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | Proportional | Given
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Rotary:
     def frequencies(self, length: int) -> Float[Tensor, " pairs"]:
         """Radians per position of each pair; only NTK and LongRoPE look at the length of the text."""
         if self.scaling is None:
-            return plain(self.base, self.num_dims)
+            return plain_frequencies(self.base, self.num_dims)
         return self.scaling.frequencies(self.base, self.num_dims, length)
 
     def rotate(

@@ -25,7 +25,7 @@ class Unusual(NamedTuple):
 
 
 @cache
-def table() -> dict[str, Any]:
+def reference_table() -> dict[str, Any]:
     """The counts by model: `block`, `heads`, and the number of heads for which each word holds."""
     return json.loads((Path(__file__).parent / "reference.json").read_text(encoding="utf-8"))
 
@@ -38,7 +38,7 @@ def unusual(blocks: set[str], num_heads: int, counts: Mapping[str, int]) -> list
     >>> unusual({"encoder"}, 100, {"first token": 5})
     []
     """
-    models = [one for one in table().values() if {one["block"]} == blocks]
+    models = [one for one in reference_table().values() if {one["block"]} == blocks]
     if len(models) < FEWEST_MODELS or num_heads < FEWEST_HEADS:
         return []
     found = []

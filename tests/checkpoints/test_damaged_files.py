@@ -477,10 +477,10 @@ def test_a_step_that_is_saved_twice_does_not_stand_in_its_own_way(run, tmp_path,
     from locater_lab.train.checksums import damaged_files
     from locater_lab.train.loop import Trainer
     from locater_lab.train.processes import Processes
-    from locater_lab.train.run import read_config
+    from locater_lab.train.run import read_run_config
 
     folder = copy_of(run, tmp_path)
-    config = read_config(folder)
+    config = read_run_config(folder)
     data = open_data(config.data, length=config.shape.context, seed=config.loop.seed, say=lambda _: None)
     trainer = Trainer(config, data, folder, Processes(0, 1, torch.device("cpu")))
     removed = shutil.rmtree

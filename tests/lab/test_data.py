@@ -11,10 +11,10 @@ import torch
 
 from locater.errors import Refusal
 from locater_lab.data import sources
-from locater_lab.data.batches import Walks, Windows
+from locater_lab.data.batches import Walks, WindowBatches
 from locater_lab.data.sources import open_data
 from locater_lab.data.text import Corpus, download, held_out, read_corpus
-from locater_lab.data.vocabulary import BytePairs, Words, load
+from locater_lab.data.vocabulary import BytePairs, Words, load_vocabulary
 from locater_lab.fields import DataOptions
 
 TEXT = "".join(f" line {n} tells of {n * n} things \n" for n in range(200))
@@ -47,7 +47,7 @@ def test_byte_pairs_give_any_text_back(tmp_path):
     strange = "näher 你好\n\n\ttabs\x0b"
     assert pairs.tokenizer.decode(pairs.encode(strange).tolist()) == strange
     pairs.save(tmp_path)
-    assert numpy.array_equal(load(tmp_path).encode(TEXT), pairs.encode(TEXT))
+    assert numpy.array_equal(load_vocabulary(tmp_path).encode(TEXT), pairs.encode(TEXT))
 
 
 @pytest.mark.parametrize("tokenizer", ["words", "bpe"])
@@ -120,7 +120,7 @@ def test_the_cache_stands_where_the_user_says(monkeypatch, tmp_path):
 
 def windows(length=10, num_tokens=105, seed=0):
     train = numpy.arange(num_tokens, dtype=numpy.uint32)
-    return Windows(train, train[:41], length, seed)
+    return WindowBatches(train, train[:41], length, seed)
 
 
 def test_an_epoch_sees_each_window_once_and_targets_follow():

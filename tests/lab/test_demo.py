@@ -16,7 +16,7 @@ from locater_lab.demo import two_models
 from locater_lab.train import loop
 from locater_lab.train.config import make_config
 from locater_lab.train.loader import load
-from locater_lab.train.metrics import read_rows
+from locater_lab.train.metrics import read_metrics
 from locater_lab.train.run import start
 from training_cases import TINY, assert_same_run, write_text
 
@@ -42,7 +42,7 @@ def shown(few, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def document(shown):
-    return two_models.compare(shown[0])
+    return two_models.compare_models(shown[0])
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_both_configs_differ_in_the_stabiliser_alone():
-    without, with_it = (two_models.config_of(name).to_dict() for name in two_models.NAMES)
+    without, with_it = (two_models.demo_config(name).to_dict() for name in two_models.NAMES)
     assert without.pop("stabiliser")["strength"] == 0 < with_it.pop("stabiliser")["strength"]
     assert without == with_it
     assert without["data"]["data"] == "embedded" and without["shape"]["num_heads"] == 1
@@ -77,7 +77,7 @@ def test_it_explains_and_leaves_four_pictures(shown):
 def test_the_tables_hold_the_runs_own_numbers(shown, document):
     out, printed = shown
     rows = {line[:40].split("  ")[0]: line.split()[-2:] for line in printed.splitlines()}
-    last = [read_rows(out / name / "metrics.jsonl")[-1] for name in two_models.NAMES]
+    last = [read_metrics(out / name / "metrics.jsonl")[-1] for name in two_models.NAMES]
     assert all(row["kind"] == "validation" and row["step"] == 6 for row in last)
     assert rows["perplexity (lower: it predicts better)"] == [f"{row['perplexity']:.1f}" for row in last]
     assert rows["η/λ (their spread)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
@@ -100,7 +100,7 @@ def test_attention_is_the_models_own(shown, document, name):
         x = model.embed(texts)
         logits = part.query(x) @ part.key(x).mT / math.sqrt(128)
         expected = logits.masked_fill(torch.ones(64, 64).triu(1).bool(), -math.inf).softmax(-1)
-        torch.testing.assert_close(two_models.attention(model, texts), expected)
+        torch.testing.assert_close(two_models.measure_attention(model, texts), expected)
         mixed = part.output(expected @ part.value(x))
         torch.testing.assert_close(part(x), mixed)  # the model does attend like that
     mean = torch.tensor(document["models"][name]["attention"])
@@ -113,8 +113,8 @@ def test_attention_is_the_models_own(shown, document, name):
 def test_the_share_of_the_last_tokens():
     first, itself = torch.zeros(4, 4), torch.eye(4)
     first[:, 0] = 1
-    assert two_models.within(itself).tolist() == [1, 1, 1, 1]
-    assert two_models.within(first).tolist() == [0, 0, 0.5, 1]  # tokens 3 and 4 look 2 and 3 back
+    assert two_models.share_within(itself).tolist() == [1, 1, 1, 1]
+    assert two_models.share_within(first).tolist() == [0, 0, 0.5, 1]  # tokens 3 and 4 look 2 and 3 back
 
 
 def told(document, *, perplexity, entropies, eta, near):
@@ -188,7 +188,7 @@ def test_another_run_in_its_place_is_refused_at_once(tiny, tmp_path, name):
 def test_threads_are_given_back(tiny):
     torch.set_num_threads(2)
     try:
-        two_models.train(tiny, "without")
+        two_models.train_model(tiny, "without")
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)

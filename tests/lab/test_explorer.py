@@ -97,7 +97,7 @@ def test_the_exact_grid_is_within_the_error_that_it_states(opened):
     for _ in range(24):
         trace, deviation = float(draws.uniform(-3, 3)), float(10 ** draws.uniform(-2, 0.5))
         length = int(draws.choice(explorer.LENGTHS))
-        weights = torch.diag(torch.tensor(explorer.eigenvalues(trace, deviation), dtype=torch.float64))
+        weights = torch.diag(torch.tensor(explorer._eigenvalues(trace, deviation), dtype=torch.float64))
         form = exact.canonical_form(
             weights, torch.eye(len(weights), dtype=torch.float64), length=length, temperature=1.0
         )

@@ -14,7 +14,7 @@ from locater_lab.studies.study import document
 
 @pytest.fixture(scope="module")
 def ran():
-    return small.train(small.tiny(0, steps=2, warmup=1, context=16, batch=2))
+    return small.train_small(small.tiny(0, steps=2, warmup=1, context=16, batch=2))
 
 
 def test_tables_are_shares_of_what_was_counted():
@@ -93,7 +93,7 @@ def test_a_cold_run_has_the_rates_of_the_others_behind_the_warm_up(monkeypatch):
     def rates(*, is_cold: bool) -> list[float]:
         seen = []
         monkeypatch.setattr(small, "set_rate", lambda optimizer, rate: seen.append(rate))
-        small.train(small.trained(0, 8, warmup=3, context=16, batch=2), is_cold=is_cold)
+        small.train_small(small.trained(0, 8, warmup=3, context=16, batch=2), is_cold=is_cold)
         return seen
 
     warm, cold = rates(is_cold=False), rates(is_cold=True)

@@ -13,7 +13,7 @@ from locater.behaviour import RECORD
 from locater.errors import Refusal
 from locater.prediction.windows import Effort, cut_lines
 from locater_lab.studies import real_data
-from locater_lab.studies.real_data import Reading, compared, page
+from locater_lab.studies.real_data import Reading, compared, real_data_page
 from predict_cases import model, save_with_tokenizer
 
 
@@ -33,7 +33,7 @@ def test_words_and_ranks_are_counted():
     assert found["theory"]["xi"] == pytest.approx(-0.4)
     assert found["estimate_error"] == pytest.approx((0 + 0.4 + 0.1 + 0.1) / 4)
     assert found["covered"] == (1, 4)
-    shown = page([found | {"kind": "rotary decoders"}])
+    shown = real_data_page([found | {"kind": "rotary decoders"}])
     assert "| x | 4 | -0.40 |" in shown and "1 of 2 (50%)" in shown and ", 25%)" in shown
     assert "Taken alone, a word is right of fewer than four in five in: x (near, 1 of 2)." in shown
 
@@ -101,7 +101,9 @@ PAGE, ROWS = Path("docs/evidence.md"), Path("runs/studies/real-data.json")
 def test_the_page_is_that_of_the_kept_rows():
     root = Path(__file__).parents[2]
     rows = json.loads((root / ROWS).read_text(encoding="utf-8"))["models"]
-    assert page(rows) in (root / PAGE).read_text(encoding="utf-8"), f"write it anew: python runs/studies.py ({PAGE})"
+    assert real_data_page(rows) in (root / PAGE).read_text(encoding="utf-8"), (
+        f"write it anew: python runs/studies.py ({PAGE})"
+    )
 
 
 def test_the_record_that_a_scan_quotes_is_that_of_the_kept_rows():

@@ -287,7 +287,7 @@ def test_data_that_moved_is_named(runs, tmp_path):
     shutil.copy(runs / "text.txt", tmp_path / "moved.txt")
     run.resume(tmp_path / "run", data=str(tmp_path / "moved.txt"), say=quiet)
     assert_same_run(tmp_path / "run", runs / "whole")
-    assert run.read_config(tmp_path / "run", verified=True).data.data == str((tmp_path / "moved.txt").resolve())
+    assert run.read_run_config(tmp_path / "run", verified=True).data.data == str((tmp_path / "moved.txt").resolve())
     shutil.copytree(runs / "run", tmp_path / "again")
     (tmp_path / "moved.txt").write_text("something else and more of it\n" * 500)
     with pytest.raises(Refusal, match="the data that this run began with"):

@@ -22,10 +22,10 @@ from locater_lab.studies import (
     spectrum_vs_attention,
     trained,
 )
-from locater_lab.studies.page import BOX, page, shared_runs
+from locater_lab.studies.page import BOX, shared_runs, study_page
 from locater_lab.studies.statistics import (
-    Estimate,
     Finding,
+    MeanEstimate,
     holm,
     matched_difference,
     paired,
@@ -35,8 +35,8 @@ from locater_lab.studies.statistics import (
     tally,
     wilson,
 )
-from locater_lab.studies.study import STUDIES, Answer, document, find, flat
-from locater_lab.studies.synthetic import Spectrum, attend, of_xi_and_eta, tokens
+from locater_lab.studies.study import STUDIES, Answer, document, find_study, flat
+from locater_lab.studies.synthetic import Spectrum, attend_densely, of_xi_and_eta, tokens
 
 pytestmark = pytest.mark.quick
 
@@ -55,7 +55,7 @@ def test_paired_interval_is_students():
     assert paired({0: 1.0}, {0: 2.0}).low == -math.inf and paired({}, {}).count == 0
 
 
-def verdict(estimate: Estimate, kind: str = "difference") -> str:
+def verdict(estimate: MeanEstimate, kind: str = "difference") -> str:
     return Finding("loss", "a", estimate, kind).verdict
 
 
@@ -84,9 +84,10 @@ def test_pairs_that_agree_exactly_are_not_certain():
 
 
 def test_an_estimate_has_as_many_places_as_its_largest_end():
-    assert str(Estimate(-0.0599, -0.0609, -0.059, 0.01, 3)) == "-0.0599 [-0.0609, -0.0590]"
+    assert str(MeanEstimate(-0.0599, -0.0609, -0.059, 0.01, 3)) == "-0.0599 [-0.0609, -0.0590]"
     assert (
-        str(Estimate(120.4, -3.0, 250.0, 0.5, 3)) == "+120 [-3, +250]" and str(Estimate(0, 0, 0, 1, 3)) == "+0 [+0, +0]"
+        str(MeanEstimate(120.4, -3.0, 250.0, 0.5, 3)) == "+120 [-3, +250]"
+        and str(MeanEstimate(0, 0, 0, 1, 3)) == "+0 [+0, +0]"
     )
 
 
@@ -181,11 +182,11 @@ def test_a_set_spectrum_is_the_spectrum():
 def test_attention_of_a_set_matrix_is_causal_and_looks_where_keys_agree():
     x = tokens("walk", count=2, length=12, d_model=16, generator=torch.Generator().manual_seed(0))
     matrix = Spectrum(2.0, 0.0).matrix(16, torch.Generator().manual_seed(0))
-    weights = attend(x, matrix)
+    weights = attend_densely(x, matrix)
     assert weights.triu(1).abs().max() == 0
     expected = ((x[1, 9] @ matrix.T) @ x[1, :10].T / 4).softmax(-1)
     torch.testing.assert_close(weights[1, 9, :10], expected)
-    assert (attend(x, matrix, sink=True)[:, 3, 0] > weights[:, 3, 0]).all()
+    assert (attend_densely(x, matrix, sink=True)[:, 3, 0] > weights[:, 3, 0]).all()
 
 
 def test_profiles_are_the_theory_and_gaps_are_told(tmp_path):
@@ -321,7 +322,7 @@ def arms(name: str, quantity: str, effect: float, conditions=("", "deep")) -> li
 
 @pytest.mark.parametrize("name", ["mechanism", "depth", "sensitivity"])
 def test_training_studies_find_what_is_planted_and_no_more(name):
-    study = find(name)
+    study = find_study(name)
     conditions = tuple(depth.CONDITIONS)[:2] if name == "depth" else ("as it is", "deep")
 
     def verdicts(effect: float) -> list[str]:
@@ -378,7 +379,7 @@ def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_has_the_one_shape(name):
-    study = find(name)
+    study = find_study(name)
     for quick in (True, False):
         points = study.grid(quick)
         assert json.loads(json.dumps(points)) == points
@@ -392,7 +393,7 @@ def test_a_document_says_what_is_missing():
     assert found["answer"] == ["Nothing has been measured yet.", "Open: 2 of 2 points are not measured to their end."]
     assert found["failures"] == rows and flat(rows) == []
     with pytest.raises(BadArguments, match="no study is called"):
-        find("nothing")
+        find_study("nothing")
 
 
 def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
@@ -438,7 +439,9 @@ def test_the_page_is_what_the_kept_rows_say():
     root = Path(__file__).parents[2]
     written = (root / "docs" / "studies.md").read_text(encoding="utf-8")
     box = written.partition(BOX)[2].partition("\n\n")[0]  # test_settled.py has it
-    assert page(root / "runs" / "studies", pictures="studies", advice=box) == written, "write it anew with make studies"
+    assert study_page(root / "runs" / "studies", pictures="studies", advice=box) == written, (
+        "write it anew with make studies"
+    )
     for picture in (root / "docs" / "studies").glob("*.png"):
         assert f"(studies/{picture.name})" in written
 

@@ -23,7 +23,7 @@ from locater_lab.studies import (
 from locater_lab.studies import spectrum_vs_attention as spectrum
 from locater_lab.studies.floors import ARMS as FLOORS
 from locater_lab.studies.floors import FLOOR_SEEDS
-from locater_lab.studies.study import find
+from locater_lab.studies.study import find_study
 
 RANDOM = random.Random(1)
 
@@ -34,16 +34,16 @@ def config(**changed):
 
 @pytest.fixture(scope="module")
 def ran():
-    return small.train(config(steps=12, batch=4))
+    return small.train_small(config(steps=12, batch=4))
 
 
 def test_the_loop_is_the_trainers(tmp_path, ran):
     """The same losses to rounding, step by step, as `locater train` has them."""
     from locater_lab.train import run
-    from locater_lab.train.metrics import read_rows
+    from locater_lab.train.metrics import read_metrics
 
     run.start(config(steps=12, batch=4, log_every=1, validation_windows=4), tmp_path / "r", say=lambda said: None)
-    theirs = [row["loss"] for row in read_rows(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "train"]
+    theirs = [row["loss"] for row in read_metrics(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "train"]
     assert ran.losses == pytest.approx(theirs, rel=1e-4) and len(theirs) == 12
 
 
@@ -52,7 +52,7 @@ def test_a_loss_that_is_no_number_ends_a_run():
         model.embedding.weight.data[:] = math.nan
         return Stabiliser()
 
-    broken = small.train(config(), poison)
+    broken = small.train_small(config(), poison)
     assert not broken.is_finite and len(broken.losses) == 1
     assert small.validation_loss(broken) == pytest.approx(math.log(512)) and small.result(broken)["entropy"] == 0
 
@@ -85,13 +85,13 @@ def test_windows_and_temperatures_do_what_they_say(ran):
 
 
 def test_a_held_spectrum_is_held_while_the_rest_learns():
-    held = small.train(config(steps=6), lambda model: interventions.Held(model, xi=-1.5, eta=0.4))
+    held = small.train_small(config(steps=6), lambda model: interventions.HeldAttention(model, xi=-1.5, eta=0.4))
     for pair in held.stabiliser.pairs:
         query, key = (side.view(side.weight.read()).double() for side in (pair.query, pair.key))
         found = moments(query, key)
         torch.testing.assert_close(found.xi, torch.full_like(found.xi, -1.5), rtol=1e-2, atol=0)
         torch.testing.assert_close(found.eta / pair.temperature, torch.full_like(found.eta, 0.4), rtol=1e-4, atol=0)
-    other = small.train(config(steps=6))
+    other = small.train_small(config(steps=6))
     assert held.losses[-1] != other.losses[-1]
 
 
@@ -243,7 +243,7 @@ def test_gradient_reaches_the_tokens_that_attention_sees(ran):
 
 
 def test_an_edited_model_has_the_attention_of_its_spectrum():
-    spectrum.trained.cache_clear()
+    spectrum._trained.cache_clear()
     flat, sharp = (spectrum.edited(0, 0, 0.0, eta) for eta in (0.01, 3.0))
     assert flat["entropy"] > 0.99 > sharp["entropy"] and flat["loss_before"] == sharp["loss_before"]
 
@@ -291,7 +291,7 @@ def test_a_small_start_is_a_start_and_not_a_hold():
 
 @pytest.mark.parametrize("name", ["mechanism", "localisation-helps", "metrics", "sensitivity", "rivals", "depth"])
 def test_grids_are_complete_and_paired(name):
-    points = find(name).grid(False)
+    points = find_study(name).grid(False)
     arms = {}
     for point in points:
         rest = {key: value for key, value in point.items() if key not in ("seed", "name")}

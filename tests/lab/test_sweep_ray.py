@@ -59,7 +59,7 @@ class StandIn:
 def on(stand_in, sweep, monkeypatch) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(on_ray, "_connected", lambda engine, jobs: stand_in)
-    on_ray.measure_all(sweep, "ray", jobs=2, tell=lambda done, total: told.append((done, total)))
+    on_ray.measure_on_ray(sweep, "ray", jobs=2, tell=lambda done, total: told.append((done, total)))
     return told
 
 

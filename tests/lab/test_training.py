@@ -23,7 +23,7 @@ from locater_lab.train import loop, observe, run
 from locater_lab.train.checksums import seal
 from locater_lab.train.config import Config, OptimiserOptions, make_config
 from locater_lab.train.loader import load
-from locater_lab.train.metrics import Metrics, read_rows
+from locater_lab.train.metrics import Metrics, read_metrics
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.parts import learning_rate
 from locater_lab.train.processes import Processes
@@ -133,12 +133,12 @@ def test_a_run_can_be_lengthened(text, tmp_path):
         assert longer.code == 0 and "step 32 of 32\n" in longer.out
         assert "step 32 of 32: validation loss " in longer.err  # no terminal, so no bar
         assert all(weights(folder)[key].equal(tensor) for key, tensor in weights(tmp_path / "whole").items())
-        assert run.read_config(folder) == run.read_config(tmp_path / "whole")
+        assert run.read_run_config(folder) == run.read_run_config(tmp_path / "whole")
     shorter = locater("train", "--resume", folder, "--steps", 9)
     assert shorter.code == 1 and "an end after the 32 steps that are done, got 9" in shorter.err.replace("\n", " ")
-    assert run.read_config(folder).loop.steps == 32
+    assert run.read_run_config(folder).loop.steps == 32
     by_epochs = locater("train", "--resume", folder, "--set", "epochs=0.2")
-    assert by_epochs.code == 0 and run.read_config(folder).loop.epochs == 0.2
+    assert by_epochs.code == 0 and run.read_run_config(folder).loop.epochs == 0.2
 
 
 def test_kappa_is_released(text, tmp_path):
@@ -166,7 +166,7 @@ def test_patience_ends_a_run_that_does_not_improve(text, tmp_path):
     arguments = ["train", *flags(text, **STATEFUL, learning_rate=0.3, steps=200, validate_every=4, patience=10)]
     whole = locater(*arguments, "--out", tmp_path / "whole")
     assert whole.code == 0 and "no validation improved any more" in whole.out
-    rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(tmp_path / "whole" / "metrics.jsonl") if row["kind"] == "validation"]
     best = min(rows, key=lambda row: row["loss"])["step"]
     assert rows[-1]["step"] == best + 12 < 200  # 10, to the next multiple of 4
     for stop in (best + 3, best + 9):
@@ -208,7 +208,7 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_same(text, tmp_path, monkeypatc
 
 def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
     start(tiny(text, num_layers=2, num_key_heads=1, positions="rotary"), tmp_path / "run")
-    last = trainer(run.read_config(tmp_path / "run"), tmp_path / "run")
+    last = trainer(run.read_run_config(tmp_path / "run"), tmp_path / "run")
     model = load(tmp_path / "run" / "model")
     tokens, _ = last.data.batches.validation(0, 2)
     with torch.no_grad():
@@ -225,7 +225,9 @@ def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
             predict(source, text="random", effort=effort)
     with pytest.raises(Refusal, match=r"got neither; .* go without a text \(--text random\)"):
         load_tokenizer(checkpoint)
-    logged = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]["heads"]
+    logged = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1][
+        "heads"
+    ]
     for row, head in zip(logged, found["heads"], strict=True):
         assert row["xi"] == pytest.approx(head["xi"], rel=1e-5) and row["regime"] == head["regime"]
 
@@ -233,8 +235,8 @@ def test_the_export_is_the_model_and_a_scan_reads_it(text, tmp_path):
 def test_validation_is_what_it_says(text, tmp_path):
     """Perplexity, entropy and rank of the last row, computed again in another way."""
     start(tiny(text, validation_windows=0, num_layers=2), tmp_path / "run")
-    last = trainer(run.read_config(tmp_path / "run"), tmp_path / "run")
-    row = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]
+    last = trainer(run.read_run_config(tmp_path / "run"), tmp_path / "run")
+    row = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]
     model, count = last.module.eval(), last.data.batches.num_validation
     tokens, targets = last.data.batches.validation(0, count)
     with torch.no_grad():
@@ -254,7 +256,7 @@ def test_validation_is_what_it_says(text, tmp_path):
 def test_best_and_last_are_kept_and_no_more(text, tmp_path):
     folder = tmp_path / "run"
     start(tiny(text, learning_rate=2.0, warmup=20, validate_every=2, save_every=3), folder)
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "validation"]
     best = min(rows, key=lambda row: row["loss"])["step"]
     assert best < 20, "the case must get worse in the end"
     index = json.loads((folder / "checkpoints" / "index.json").read_text())["names"]
@@ -268,7 +270,7 @@ def test_locater_holds_the_mean_where_it_was_told(text, tmp_path, hold):
         strength=1e-2, mean="1.0", mean_warmup=0, hold=hold, mean_weight=100.0, steps=60, decoupled=hold != "penalty"
     )
     start(tiny(text, **changed, learning_rate=3e-3, validate_every=60), tmp_path / "run")
-    for head in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["heads"]:
+    for head in read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["heads"]:
         gap = abs(head["trace"] / head["temperature"] - 1)
         assert gap < (1e-3 if hold == "projection" else 0.5)
 
@@ -296,7 +298,7 @@ def test_bfloat16_stays_close(text, tmp_path):
     for precision in ("float32", "bf16"):
         one = trainer(tiny(text, precision=precision), tmp_path / precision)
         one.advance(20)
-        losses.append(read_rows(tmp_path / precision / "metrics.jsonl")[-1]["loss"])
+        losses.append(read_metrics(tmp_path / precision / "metrics.jsonl")[-1]["loss"])
         assert one.module.embedding.weight.dtype == torch.float32
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
 
@@ -316,7 +318,7 @@ def test_the_random_walk_meets_the_theory(tmp_path):
         tmp_path / "run",
     )
     assert result.code == 0 and "gradient passes" in result.out and "exact ρ" in result.out
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert losses[-1] < losses[0] / 2
     found = {name: torch.tensor(values) for name, values in rows[-1]["propagation"].items()}
@@ -331,7 +333,7 @@ def test_tensorboard_gets_the_same_numbers(text, tmp_path):
 
     start(tiny(text, tensorboard=True), tmp_path / "run")
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     found = {event.step: event.value for event in board.Scalars("train/loss")}
     assert found == pytest.approx({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
     xi = board.Scalars("attention/layer_00/head_01/xi")[-1].value
@@ -394,7 +396,7 @@ def test_a_run_that_diverges_on_held_out_text_alone_ends_in_a_sentence(text, tmp
     assert result.code == 1 and result.err.count("\n") == 1
     assert "the loss on held-out text became nan in step 1: " in result.err and "exploded" in result.err
     assert "the last good state is" in result.err and "step-00000000" in result.err
-    read_rows(tmp_path / "run" / "metrics.jsonl")
+    read_metrics(tmp_path / "run" / "metrics.jsonl")
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(text, tmp_path):
@@ -425,7 +427,7 @@ def test_a_disk_that_is_full_of_metrics_is_said_once(text, tmp_path):
             run.resume(tmp_path / "run", say=lambda sentence: None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) > 10
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) > 10
 
 
 def test_what_a_killed_writer_left_is_not_read(text, tmp_path):

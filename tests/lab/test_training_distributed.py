@@ -8,7 +8,7 @@ import pytest
 
 from launch import SCRIPTS, torchrun, uses_torchrun
 from locater_lab.train import run
-from locater_lab.train.metrics import read_rows
+from locater_lab.train.metrics import read_metrics
 from training_cases import tiny, weights, write_text
 
 sys.path.insert(0, str(SCRIPTS))
@@ -43,7 +43,7 @@ def assert_close(found: Path, expected: Path) -> None:
     for name, tensor in theirs.items():
         if not name.endswith("key.bias"):
             assert (ours[name] - tensor).abs().max() < 1e-5, name
-    rows = [read_rows(path / "metrics.jsonl") for path in (found, expected)]
+    rows = [read_metrics(path / "metrics.jsonl") for path in (found, expected)]
     assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]]
     for ours, theirs in zip(*rows, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5), (ours["kind"], ours["step"])
@@ -71,5 +71,5 @@ def test_a_diverged_run_says_where_once(runs, kind):
 
 
 def test_metrics_are_written_once(runs):
-    steps = [row["step"] for row in read_rows(runs / "four" / "ddp" / "metrics.jsonl") if row["kind"] == "train"]
+    steps = [row["step"] for row in read_metrics(runs / "four" / "ddp" / "metrics.jsonl") if row["kind"] == "train"]
     assert steps == [3, 6, 9, 12, 15, 18, 20]

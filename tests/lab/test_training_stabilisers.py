@@ -17,7 +17,7 @@ from locater_lab.train.config import GROUPS, PRESETS, Config, StabiliserOptions,
 from locater_lab.train.config_file import read_file, read_pairs, to_yaml
 from locater_lab.train.loader import load
 from locater_lab.train.methods import METHODS, class_of
-from locater_lab.train.metrics import read_rows
+from locater_lab.train.metrics import read_metrics
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.processes import Processes
 from training_cases import assert_same_run, flags, tiny, write_text
@@ -137,7 +137,7 @@ def test_validation_sees_what_the_kernel_sees(text, tmp_path, name):
     config = tiny(text, steps=2, validate_every=2, scaled_embedding=True, **chosen(name))
     data = open_data(config.data, length=config.shape.context, seed=config.loop.seed)
     run.start(config, tmp_path / "run", say=quiet)
-    row = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]
+    row = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "validation"][-1]
     model = load(tmp_path / "run" / "model")
     texts = min(8192 // config.shape.context, data.batches.num_validation)
     tokens, _ = data.batches.validation(0, texts)

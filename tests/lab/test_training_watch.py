@@ -6,7 +6,7 @@ import pytest
 
 from locater.errors import BadArguments, Refusal
 from locater_lab.train.methods import read_actions
-from locater_lab.train.metrics import read_rows
+from locater_lab.train.metrics import read_metrics
 from locater_lab.train.run import resume, start
 from training_cases import tiny, weights, write_text
 
@@ -14,7 +14,7 @@ WILD = dict(learning_rate=0.5, warmup=0, schedule="constant", steps=12, watch_ev
 
 
 def watched(folder):
-    return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "watch"]
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "watch"]
 
 
 def names(folder):

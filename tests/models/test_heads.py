@@ -12,7 +12,18 @@ from torch.nn.functional import linear
 
 from locater.errors import Refusal
 from locater.head import Head
-from locater.positions import NTK, Alibi, Buckets, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, YaRN
+from locater.positions import (
+    NTK,
+    Alibi,
+    Buckets,
+    DynamicNTK,
+    LinearScaling,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    Rotary,
+    YaRN,
+)
 from locater.projections import LowRank, Norm, Projection, Whole
 
 pytestmark = pytest.mark.quick
@@ -139,7 +150,7 @@ def test_rotary_is_a_rotation_by_the_distance(interleaved, start, num_dims):
 
 
 SCALINGS = {
-    "linear": (Linear(4.0), dict(rope_type="linear", factor=4.0)),
+    "linear": (LinearScaling(4.0), dict(rope_type="linear", factor=4.0)),
     "dynamic": (DynamicNTK(4.0, 32), dict(rope_type="dynamic", factor=4.0)),
     "yarn": (
         YaRN(4.0, 32, amplitude=0.1 * math.log(4) + 1),

@@ -10,15 +10,15 @@ from locater.prediction.numbers import NAMES, Gatherer
 from locater.prediction.result import bias, ceiling, mean_absolute_error, spearman
 from locater.prediction.sampling import (
     LAGS,
-    Inputs,
     InputsCollector,
+    LayerInputs,
     draw_texts,
     effective,
     kept_windows,
     lag_shift,
     takes_all,
 )
-from locater.prediction.windows import Terms, Windows, cut, special_tokens, spread
+from locater.prediction.windows import Terms, Windows, cut_windows, special_tokens, spread_evenly
 from locater.projections import Norm, Projection
 from predict_cases import LENGTH
 
@@ -90,7 +90,7 @@ def test_effective_weight_of_a_norm_is_its_slope():
     torch.testing.assert_close(effective(Projection(weight), sample), weight.double())
 
 
-def collect(x: torch.Tensor, *, kept: int, terms: Terms | None = None, alone: tuple[int, ...] = (0,)) -> Inputs:
+def collect(x: torch.Tensor, *, kept: int, terms: Terms | None = None, alone: tuple[int, ...] = (0,)) -> LayerInputs:
     sizes = dict(length=x.shape[1], kept=kept_windows(len(x), length=x.shape[1], texts=kept))
     collector = InputsCollector(alone=alone, terms=terms or Terms(), lag_rank=None, **sizes)
     for batch in x.split(4):
@@ -98,7 +98,7 @@ def collect(x: torch.Tensor, *, kept: int, terms: Terms | None = None, alone: tu
     return collector.inputs()
 
 
-def drawn(inputs: Inputs, count: int, terms: Terms, stay: torch.Tensor | None = None) -> torch.Tensor:
+def drawn(inputs: LayerInputs, count: int, terms: Terms, stay: torch.Tensor | None = None) -> torch.Tensor:
     stay = torch.zeros(inputs.windows.shape[:2], dtype=torch.bool) if stay is None else stay
     return draw_texts(inputs, stay, terms=terms, count=count, generator=torch.Generator().manual_seed(0))
 
@@ -133,10 +133,10 @@ def test_tokens_that_outweigh_a_typical_window_are_found():
     x[3, [20, 40, LENGTH - 2], 0] = 12.0
     near = replace(one, position_bias=Alibi(1.0))
     for heads in ([one], [near, one]):
-        assert takes_all(heads, Inputs(x, (0,), None)).nonzero().tolist() == [[3, 20], [3, 40], [3, LENGTH - 2]]
+        assert takes_all(heads, LayerInputs(x, (0,), None)).nonzero().tolist() == [[3, 20], [3, 40], [3, LENGTH - 2]]
     x[:4, 50:53, 0] = 12.0
-    assert not takes_all([one], Inputs(x, (0,), None)).any()
-    assert not takes_all([one], Inputs(x[:, :, torch.arange(D_MODEL).roll(1)], (0,), None)).any()  # not read
+    assert not takes_all([one], LayerInputs(x, (0,), None)).any()
+    assert not takes_all([one], LayerInputs(x[:, :, torch.arange(D_MODEL).roll(1)], (0,), None)).any()  # not read
 
 
 def test_without_positions_tokens_come_from_anywhere_but_special_ones_stay():
@@ -191,7 +191,7 @@ class Words:
 
 def test_windows_share_no_word():
     text = " ".join(str(number) for number in range(2000))
-    windows = cut(text, Words(), length=50, num_calibration=6, num_test=2)
+    windows = cut_windows(text, Words(), length=50, num_calibration=6, num_test=2)
     assert windows.calibration.shape == (6, 50) and windows.test.shape == (2, 50)
     assert windows.alone == (0, 48, 49)
     both = torch.cat([windows.calibration, windows.test])
@@ -208,7 +208,7 @@ def test_windows_without_special_tokens_keep_the_first_apart():
 
 @pytest.mark.parametrize(("total", "chosen"), [(32, 8), (10, 3), (2, 1), (5, 5)])
 def test_spread_chooses_that_many_evenly(total, chosen):
-    found = spread(total, chosen)
+    found = spread_evenly(total, chosen)
     assert found.sum() == chosen
     gaps = found.nonzero().flatten().diff()
     assert not len(gaps) or gaps.max() - gaps.min() <= 1

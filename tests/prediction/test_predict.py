@@ -15,7 +15,7 @@ from locater.cli.program import app
 from locater.errors import Refusal
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
-from locater.prediction.running import run, self_attention
+from locater.prediction.running import run_model, self_attention
 from locater.prediction.windows import given
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
@@ -191,7 +191,7 @@ def test_a_rank_bounds_what_is_kept_of_lags():
 def test_each_layer_hands_over_its_input_once():
     net, got = model("bert"), []
     layers, _ = self_attention(net)
-    run(net, layers, tokens(2), lambda number, x: got.append((number, tuple(x.shape))))
+    run_model(net, layers, tokens(2), lambda number, x: got.append((number, tuple(x.shape))))
     assert got == [(0, (2, LENGTH, 32)), (1, (2, LENGTH, 32))]
 
 

@@ -96,13 +96,13 @@ def test_large_tables_are_read_by_their_rows(tmp_path, monkeypatch):
     save(tmp_path, "llama")
     whole = numbers(run(tmp_path))
     monkeypatch.setattr(streamed, "LARGE", 1)
-    read, plain = [], streamed.Weights.read
+    read, plain = [], streamed.FileWeights.read
 
     def reading(self, name, rows=None):
         read.append((name, rows))
         return plain(self, name, rows)
 
-    monkeypatch.setattr(streamed.Weights, "read", reading)
+    monkeypatch.setattr(streamed.FileWeights, "read", reading)
     assert numbers(run(tmp_path)) == whole
     rows = [rows for name, rows in read if name == "embed_tokens.weight"]
     assert rows and all(rows is not None and rows[1] - rows[0] == 1 for rows in rows)

@@ -205,9 +205,9 @@ def test_many_spoilt_documents_end_in_a_page_or_a_sentence(case, seed, tmp_path)
 
 
 def test_a_watched_run_shows_its_alarms(tmp_path):
-    from locater.cli.report import read
+    from locater.cli.report import read_source
 
-    assert read(str(a_run(tmp_path)))["notes"] == ["step 15: logits grow"]
+    assert read_source(str(a_run(tmp_path)))["notes"] == ["step 15: logits grow"]
 
 
 # A value that was written a moment ago, a word of the command line, a format whose header was read before, and a table

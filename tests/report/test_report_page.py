@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from command import locater
-from locater.cli.report import read
+from locater.cli.report import read_source
 from locater.errors import Refusal
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import LayerReport, Report
@@ -330,7 +330,7 @@ def swept(folder, *, failed=False):
 
 def test_a_sweeps_own_folder_is_a_page_of_arms(tmp_path):
     swept(tmp_path / "sweep", failed=True)
-    document = read(str(tmp_path / "sweep"))
+    document = read_source(str(tmp_path / "sweep"))
     arms = {arm["arm"]: arm for arm in document["arms"]}
     assert document["step"] == 20 and arms["a"]["quantities"]["loss"]["mean"] == pytest.approx(3.05)
     assert arms["a"]["seeds"] == [0, 1] and arms["b"]["seeds"] == [0]
@@ -338,14 +338,14 @@ def test_a_sweeps_own_folder_is_a_page_of_arms(tmp_path):
     assert any("b-seed1" in one and "it exploded" in one for one in said)
     rows = {"schema": "locater.sweep/1", "folder": "elsewhere", "rows": open_sweep(tmp_path / "sweep").rows()}
     (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    assert read(str(tmp_path / "rows.json"))["arms"] == document["arms"]
+    assert read_source(str(tmp_path / "rows.json"))["arms"] == document["arms"]
     assert locater("report", tmp_path / "sweep", "-o", tmp_path / "page.html").code == 0
 
 
 def test_an_unfinished_study_is_concluded_from_its_rows(tmp_path):
     sweep = create(tmp_path / "study", "study profiles", points_of("profiles", quick=True)[:2])
     sweep.work(lambda point, place: measure_for(sweep)(point, place), only=[0])
-    document = read(str(tmp_path / "study"))
+    document = read_source(str(tmp_path / "study"))
     assert document["schema"] == "locater.study/1" and any("1 of 2 points" in one for one in document["answer"])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from locater import reference
-from locater.behaviour import MOST_HEADS, VOCABULARY, MeanAttention, describe, numbers_of, words_of
+from locater.behaviour import MOST_HEADS, VOCABULARY, MeanAttention, describe_heads, numbers_of, words_of
 from locater.head import Head
 from locater.prediction.numbers import Gatherer
 from locater.prediction.result import HeadPrediction, Prediction
@@ -107,7 +107,7 @@ def test_a_page_says_the_same_with_the_accuracy_next_to_it():
 
 def test_words_are_said_as_the_kept_rows_allow():
     """A word without enough held-out heads is said of the measured text alone; near and far also from random ids."""
-    models = words.read(ROWS)
+    models = words.read_words(ROWS)
     for word in VOCABULARY:
         assert word.is_rare != words.may_be_said(words.left_out(word, models, "text"), fewest=words.FEWEST["text"])
         is_told = words.may_be_said(words.left_out(word, models, "random ids"))
@@ -117,10 +117,10 @@ def test_words_are_said_as_the_kept_rows_allow():
 
 def test_the_page_of_evidence_has_the_tables_of_the_kept_rows():
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    assert words.page(ROWS) in text
+    assert words.words_page(ROWS) in text
     name = next(iter(ROWS["models"]))
     fewer = ROWS["models"] | {name: ROWS["models"][name] | {"heads": ROWS["models"][name]["heads"][1:]}}
-    assert words.page({"models": fewer}) not in text
+    assert words.words_page({"models": fewer}) not in text
 
 
 def test_precision_counts_what_was_planted():
@@ -139,7 +139,7 @@ def test_precision_counts_what_was_planted():
 
 def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
     attentions = [MeanAttention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
-    told = describe([("decoder", n, 0) for n in range(4)], attentions, text="x")
+    told = describe_heads([("decoder", n, 0) for n in range(4)], attentions, text="x")
     assert [one.sentence for one in told] == [
         "4 of 4 heads look mostly at the 16 nearest tokens (on the text measured)."
     ]
@@ -156,17 +156,17 @@ def test_results_and_heads_are_short_in_a_session():
 def test_what_no_reference_model_does_is_called_unusual_with_the_range():
     resting = MeanAttention(near=0.5, entropy=0.5, first=0.9, itself=0.0, adjacent=0.0)
     places = [("decoder", layer, head) for layer in range(4) for head in range(5)]
-    said = [one.sentence for one in describe(places, [resting] * 20, text="x")]
+    said = [one.sentence for one in describe_heads(places, [resting] * 20, text="x")]
     assert "Unusual: 100% of the heads rest on the first token; in 6 reference decoders it is 0% to 28%." in said
-    assert not any("Unusual" in one.sentence for one in describe(places, [resting] * 20, text="random ids"))
-    few = describe(places[:8], [resting] * 8, text="x")  # a share of eight heads means little
-    mixed = describe([("encoder", 0, 0), *places[1:]], [resting] * 20, text="x")
+    assert not any("Unusual" in one.sentence for one in describe_heads(places, [resting] * 20, text="random ids"))
+    few = describe_heads(places[:8], [resting] * 8, text="x")  # a share of eight heads means little
+    mixed = describe_heads([("encoder", 0, 0), *places[1:]], [resting] * 20, text="x")
     assert not any("Unusual" in one.sentence for one in [*few, *mixed])
 
 
 def test_no_reference_model_is_unusual_beside_itself_and_the_table_is_of_the_kept_rows():
-    assert reference.table() == words.reference(ROWS)
-    for one in reference.table().values():
+    assert reference.reference_table() == words.reference(ROWS)
+    for one in reference.reference_table().values():
         counts = {word.name: one[word.name] for word in VOCABULARY}
         assert reference.unusual({one["block"]}, one["heads"], counts) == []
 

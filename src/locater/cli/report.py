@@ -40,7 +40,7 @@ def report(
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
     wanted, sources = parse_heads(heads), sources or [example()]
     with limited(seconds=timeout):
-        documents = [read(source) for source in sources]
+        documents = [read_source(source) for source in sources]
     for document in documents:
         for sentence in document.get("story", ()):
             console_for(None, aside=True).print(escape(sentence), soft_wrap=True)
@@ -69,7 +69,7 @@ def parse_heads(text: str | None) -> list[tuple[int, int]] | None:
     return [(int(one[1]), int(one[2])) for one in found if one]
 
 
-def read(source: str) -> Json:
+def read_source(source: str) -> Json:
     """The document of one source: read where a command wrote it, else made by scanning."""
     with net(source):
         return _read(source)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NUM_ROWS = 12
 
 
-class Method(StrEnum):
+class TheoryMethod(StrEnum):
     closed = "closed"
     exact = "exact"
     monte_carlo = "monte-carlo"
@@ -57,7 +57,9 @@ def theory(
     length: Length = 128,
     temperature: Temperature = None,
     covariance: Covariance = "1",
-    method: Annotated[Method, typer.Option(metavar="NAME", help="closed, exact, monte-carlo or all.")] = Method.closed,
+    method: Annotated[
+        TheoryMethod, typer.Option(metavar="NAME", help="closed, exact, monte-carlo or all.")
+    ] = TheoryMethod.closed,
     limit: Limit = False,
     depth: Depth = None,
     phase_diagram: PhaseDiagram = False,
@@ -89,14 +91,14 @@ def theory(
     return _show(document, plot, json)
 
 
-def _of_moments(moments: str, method: Method, options: dict[str, Any]) -> Json:
+def _of_moments(moments: str, method: TheoryMethod, options: dict[str, Any]) -> Json:
     from ..theory.profiles import profile_of_moments
 
     try:
         trace, trace_of_square, frobenius_squared = map(float, moments.split(","))
     except ValueError:
         raise BadArguments(f"--moments expects three numbers, tr A, tr A² and ‖A‖², got {moments!r}") from None
-    if method is not Method.closed:
+    if method is not TheoryMethod.closed:
         raise BadArguments(
             f"--method {method.value} needs the weights: three moments fix the closed form only; "
             "give --head, or use --method closed"
@@ -106,10 +108,10 @@ def _of_moments(moments: str, method: Method, options: dict[str, Any]) -> Json:
     return profile_of_moments(trace, trace_of_square, frobenius_squared, **options)
 
 
-def _of_weights(weights: "tuple[Tensor, Tensor]", method: Method, options: dict[str, Any]) -> Json:
+def _of_weights(weights: "tuple[Tensor, Tensor]", method: TheoryMethod, options: dict[str, Any]) -> Json:
     from ..theory.profiles import METHODS, profile_of_weights
 
-    methods = METHODS if method is Method.all else [method.value]
+    methods = METHODS if method is TheoryMethod.all else [method.value]
     return profile_of_weights(*weights, methods=methods, **options)
 
 

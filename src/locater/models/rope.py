@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import refusal
-from ..positions import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
+from ..positions import NTK, DynamicNTK, LinearScaling, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
 from .config import Config, count, is_number, optional_count, resolve
 from .schema import RotaryAt
 
@@ -62,7 +62,7 @@ def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_t
     longest = "max_position_embeddings"
     match kind:
         case "linear":
-            return Linear(entries.positive("factor"))
+            return LinearScaling(entries.positive("factor"))
         case "proportional":
             return Proportional(num_turning, entries.positive("factor", 1.0))
         case "dynamic" if entries.get("alpha") and config.get("model_type") in BY_ALPHA:

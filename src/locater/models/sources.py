@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import masked
+from ..errors import mask_secrets
 
 Place = str | PathLike[str]
 
@@ -28,7 +28,7 @@ class Stored:
 
     @property
     def name(self) -> str:
-        return masked(fspath(self.place))
+        return mask_secrets(fspath(self.place))
 
 
 @dataclass(frozen=True, eq=False)

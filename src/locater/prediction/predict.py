@@ -21,8 +21,8 @@ from .language_model import load_model, load_tokenizer, type_note
 from .numbers import Gatherer
 from .random_ids import num_embeddings, random_ids
 from .result import HeadPrediction, Prediction
-from .running import next_token_losses, run, self_attention
-from .sampling import Inputs, InputsCollector, kept_windows, predict_layer
+from .running import next_token_losses, run_model, self_attention
+from .sampling import InputsCollector, LayerInputs, kept_windows, predict_layer
 from .streamed import CannotStream, streamed
 from .windows import (
     Effort,
@@ -33,8 +33,8 @@ from .windows import (
     check_fits,
     check_vocabulary,
     check_window,
-    cut,
     cut_lines,
+    cut_windows,
     given,
     longest,
     vocabulary_size,
@@ -135,7 +135,7 @@ def _predict_streamed(
             for part in x[: len(windows.calibration)].split(effort.batch):
                 collector.add(part)
             gatherers = gatherers_of(layer, windows.length)
-            gather(gatherers, layer, x[len(windows.calibration) :])
+            _gather(gatherers, layer, x[len(windows.calibration) :])
             rows.extend(_rows(layer, collector.inputs(), gatherers, effort=effort, terms=terms))
             left_out.extend(layer.refused)
             step(1)
@@ -171,7 +171,7 @@ def _compute(
 
 
 def _rows(
-    layer: AttentionModule, inputs: Inputs, gatherers: Sequence[Gatherer], *, effort: Effort, terms: Terms
+    layer: AttentionModule, inputs: LayerInputs, gatherers: Sequence[Gatherer], *, effort: Effort, terms: Terms
 ) -> list[HeadPrediction]:
     predicted = predict_layer(layer, inputs, effort=effort, terms=terms)
     return [
@@ -186,11 +186,11 @@ def _is_causal(layers: Sequence[AttentionModule]) -> bool:
 
 def calibrate(
     model: nn.Module, layers: Sequence[AttentionModule], windows: Windows, *, effort: Effort, terms: Terms, step: Step
-) -> list[Inputs]:
+) -> list[LayerInputs]:
     """Gather the inputs of every layer over the calibration windows."""
     collectors = [collector_of(layer, windows, effort=effort, terms=terms) for layer in layers]
     for ids in windows.calibration.split(effort.batch):
-        run(model, layers, ids, lambda number, x: collectors[number].add(x))
+        run_model(model, layers, ids, lambda number, x: collectors[number].add(x))
         step(len(ids))
     return [collector.inputs() for collector in collectors]
 
@@ -215,10 +215,10 @@ def measure(
     losses: list[float] = []
 
     def take(number: int, x: Tensor) -> None:
-        gather(gatherers[number], layers[number], x)
+        _gather(gatherers[number], layers[number], x)
 
     for ids in windows.split(_at_once(model, windows.shape[1], batch)):
-        output = run(model, layers, ids, take)
+        output = run_model(model, layers, ids, take)
         losses += next_token_losses(output, ids, model)
         step(len(ids))
     return gatherers, sum(losses) / len(losses) if losses else None
@@ -229,7 +229,7 @@ def gatherers_of(layer: AttentionModule, length: int) -> list[Gatherer]:
 
 
 @torch.no_grad()
-def gather(gatherers: Sequence[Gatherer], layer: AttentionModule, x: Float[Tensor, "windows tokens d_model"]) -> None:
+def _gather(gatherers: Sequence[Gatherer], layer: AttentionModule, x: Float[Tensor, "windows tokens d_model"]) -> None:
     """Measure the heads of a layer on its input, one window at a time."""
     for gatherer, head in zip(gatherers, layer.heads, strict=True):
         for text in x.float().split(1):
@@ -274,7 +274,7 @@ def _windows(
         most = effort.calibration + effort.test
         return _given(*cut_lines(content, tokenizer, length=effort.window, most=most), effort), name
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
-    return cut(content, tokenizer, length=effort.window, **counts), name
+    return cut_windows(content, tokenizer, length=effort.window, **counts), name
 
 
 def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:

@@ -14,7 +14,7 @@ from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header, read_vocabulary
 from ..errors import Refusal, missing
 from .language_model import load_tokenizer
-from .windows import Effort, Windows, longest, special_tokens, spread, vocabulary_size
+from .windows import Effort, Windows, longest, special_tokens, spread_evenly, vocabulary_size
 
 BLANKS = " \t\r\n▁ĠĊĉ"  # and how tokenizers write them
 ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it
@@ -43,7 +43,7 @@ def random_ids(place: str | PathLike[str] | nn.Module, model: nn.Module, effort:
         shuffled = torch.randperm(num_rows, generator=torch.Generator().manual_seed(effort.seed))
         inside = slice(len(ends[0]), ids.shape[1] - len(ends[1]))
         ids[:, inside] = shuffled[ids[:, inside]]
-    for_test = spread(total, effort.test)
+    for_test = spread_evenly(total, effort.test)
     return Windows(ids[~for_test], ids[for_test], len(ends[0]), len(ends[1]))
 
 

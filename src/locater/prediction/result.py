@@ -12,9 +12,9 @@ from ..behaviour import (
     MeanAttention,
     Place,
     Told,
-    describe,
     describe_accuracy,
     describe_halves,
+    describe_heads,
     head_name,
     numbers_of,
     words_of,
@@ -102,7 +102,7 @@ class Prediction(Shown):
     def behaviour(self) -> list[Told]:
         """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""
         attentions = [_attention(head.measured) for head in self.heads]
-        return describe([head.place for head in self.heads], attentions, text=self.text)
+        return describe_heads([head.place for head in self.heads], attentions, text=self.text)
 
     def accuracy(self) -> list[str]:
         """Say how far to trust the words, by the halves of the windows, and the prediction, by the ranks of heads."""

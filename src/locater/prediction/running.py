@@ -55,7 +55,7 @@ def self_attention(
     found, left_out = [], []
 
     def once(layers: Sequence[AttentionModule]) -> Any:
-        return None if ids is None else run(model, layers, ids, lambda number, x: None)
+        return None if ids is None else run_model(model, layers, ids, lambda number, x: None)
 
     for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
         left_out += layer.refused
@@ -83,7 +83,7 @@ def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
 
 
 @torch.no_grad()
-def run(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
+def run_model(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
     """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
     modules = named_modules(model)
     names = [_listened(layer.query_name, modules) for layer in layers]

@@ -18,7 +18,7 @@ from ..head import Head
 from ..models import AttentionModule
 from ..projections import Projection, widen
 from .numbers import Gatherer, Numbers
-from .windows import Effort, Terms, spread
+from .windows import Effort, Terms, spread_evenly
 
 EVERY = 4  # queries of a drawn text that are looked at: every fourth
 NUM_ASKED = 8  # queries, spread over the windows, that say which tokens take all attention
@@ -30,7 +30,7 @@ FEWEST_WINDOWS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class LayerInputs:
     """Windows of one layer's inputs, and Γ(Δ): what the product of two tokens Δ apart has more in one window.
 
     More, that is, than in texts whose tokens come from different windows. `alone` are the positions of the first token
@@ -63,7 +63,7 @@ def kept_windows(total: int, *, length: int, texts: int) -> Bool[Tensor, " windo
     >>> kept_windows(6, length=256, texts=3).int().tolist(), int(kept_windows(24, length=4096, texts=16).sum())
     ([0, 1, 0, 1, 0, 1], 4)
     """
-    return spread(total, min(total, texts, max(FEWEST_WINDOWS, MOST_TOKENS // length)))
+    return spread_evenly(total, min(total, texts, max(FEWEST_WINDOWS, MOST_TOKENS // length)))
 
 
 class InputsCollector:
@@ -91,7 +91,7 @@ class InputsCollector:
             self.sums = self.sums + x.sum(0)
         self.num_windows += len(x)
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> LayerInputs:
         """Inputs computed from the sums."""
         windows = torch.cat(self.windows)
         lagged = None if self.lagged is None else self.lagged.moments()
@@ -100,7 +100,7 @@ class InputsCollector:
             # Means over all W windows have both tokens of one window once in W, a draw of k windows once in k.
             share = (1 - 1 / len(windows)) * self.num_windows / max(self.num_windows - 1, 1)
             lagged = replace(lagged, core=lagged.core * share)
-        return Inputs(windows, self.alone, lagged)
+        return LayerInputs(windows, self.alone, lagged)
 
 
 def beyond_positions(
@@ -118,7 +118,7 @@ def beyond_positions(
 
 
 @torch.no_grad()
-def predict_layer(layer: AttentionModule, inputs: Inputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
+def predict_layer(layer: AttentionModule, inputs: LayerInputs, *, effort: Effort, terms: Terms) -> list[Numbers]:
     """Predict each head of a layer on texts drawn from its inputs."""
     # Layers must not share their luck: it would not average out over the model.
     generator = torch.Generator().manual_seed(effort.seed + layer.number)
@@ -131,14 +131,14 @@ def predict_layer(layer: AttentionModule, inputs: Inputs, *, effort: Effort, ter
         gatherer, added = Gatherer(head, inputs.length, every=EVERY), torch.zeros(())
         if inputs.lagged is not None:
             shift = lag_shift(head, inputs.lagged, sample, length=inputs.length)
-            added = between(shift, ordinary, gatherer.queries)
+            added = shift_between(shift, ordinary, gatherer.queries)
         for text in x.split(1):
             gatherer.add(gatherer.logits(head, text) + added)
         found.append(gatherer.numbers())
     return found
 
 
-def between(
+def shift_between(
     shift: Float[Tensor, " distances"], ordinary: Bool[Tensor, " tokens"], queries: Int[Tensor, " queries"]
 ) -> Float[Tensor, "queries keys"]:
     """The shift of every pair of ordinary positions; the lags leave the others out."""
@@ -147,7 +147,7 @@ def between(
     return by_distance * (ordinary[queries, None] & ordinary)
 
 
-def takes_all(heads: Sequence[Head], inputs: Inputs) -> Bool[Tensor, "windows tokens"]:
+def takes_all(heads: Sequence[Head], inputs: LayerInputs) -> Bool[Tensor, "windows tokens"]:
     """Ordinary tokens that alone draw more than a typical window, of most queries of some head.
 
     More than the median over windows of Σ exp(logit). Queries ask from different places behind the text: no token
@@ -166,7 +166,7 @@ def takes_all(heads: Sequence[Head], inputs: Inputs) -> Bool[Tensor, "windows to
 
 
 def draw_texts(
-    inputs: Inputs, stay: Bool[Tensor, "windows tokens"], *, terms: Terms, count: int, generator: torch.Generator
+    inputs: LayerInputs, stay: Bool[Tensor, "windows tokens"], *, terms: Terms, count: int, generator: torch.Generator
 ) -> Float[Tensor, "count tokens d_model"]:
     """Texts whose tokens come from different windows; each token of each window is used as often as any other.
 
@@ -177,7 +177,7 @@ def draw_texts(
     return torch.cat([_round(inputs, stay, terms, generator) for _ in range(rounds)])[:count]
 
 
-def _round(inputs: Inputs, stay: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
+def _round(inputs: LayerInputs, stay: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
     """Every window once: at each position, an order of the windows that leaves some of them in their places."""
     x, windows = inputs.windows, torch.arange(len(inputs.windows))[:, None].expand_as(stay)
     if not terms.positions:
@@ -235,23 +235,23 @@ def traces(
     """
     at, diagonal = torch.tensor(lags), products.diagonal(dim1=-2, dim2=-1)
     if head.rotary is None:
-        return interpolate(diagonal.sum(-1), at, distances.abs())
+        return interpolate_lags(diagonal.sum(-1), at, distances.abs())
     first, second = head.rotary.pairs.unbind(-1)
     cosines = diagonal[:, first] + diagonal[:, second]
     sines = products[:, first, second] - products[:, second, first]
     angles = distances[:, None] * head.rotary.frequencies(length).to(products)
-    turning = interpolate(torch.stack([cosines, sines], -1), at, distances.abs())
+    turning = interpolate_lags(torch.stack([cosines, sines], -1), at, distances.abs())
     turned = (turning * torch.stack([angles.cos(), angles.sin()], -1)).sum((-2, -1))
-    still = interpolate(diagonal.sum(-1) - cosines.sum(-1), at, distances.abs())
+    still = interpolate_lags(diagonal.sum(-1) - cosines.sum(-1), at, distances.abs())
     return turned * head.rotary.amplitude**2 + still
 
 
-def interpolate(
+def interpolate_lags(
     values: Float[Tensor, " lags *shape"], lags: Int[Tensor, " lags"], at: Int[Tensor, " distances"]
 ) -> Float[Tensor, " distances *shape"]:
     """Linear between the lags, constant beyond the last.
 
-    >>> interpolate(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 1, 5]), torch.tensor([0, 1, 3, 9])).tolist()
+    >>> interpolate_lags(torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0, 1, 5]), torch.tensor([0, 1, 3, 9])).tolist()
     [0.0, 1.0, 2.0, 3.0]
     """
     upper = torch.searchsorted(lags, at).clamp(max=len(lags) - 1)

@@ -42,7 +42,7 @@ class WithoutNumbers(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Weights:
+class FileWeights:
     """The model's parameters and buffers by their own names, each under the name that the file has for it."""
 
     checkpoint: Checkpoint
@@ -106,7 +106,7 @@ def streamed(source: str | PathLike[str]) -> Iterator[Streamed]:
         try:
             checkpoint = stack.enter_context(checkpoints.open(source))
             module = _without_numbers(fspath(source))
-            weights = Weights(checkpoint, _stored_names(module, checkpoint))
+            weights = FileWeights(checkpoint, _stored_names(module, checkpoint))
             found = Streamed(module.eval(), _attention(checkpoint))
         except Refusal as reason:
             raise CannotStream(str(reason)) from None
@@ -129,7 +129,7 @@ def _attention(checkpoint: Checkpoint) -> list[AttentionModule]:
 
 
 @contextmanager
-def _filled_when_called(model: nn.Module, weights: Weights) -> Iterator[None]:
+def _filled_when_called(model: nn.Module, weights: FileWeights) -> Iterator[None]:
     names = {stage: [name for name in weights.stored if name.startswith(stage + ".")] for stage in _stages(model)}
     inside = {name for own in names.values() for name in own}
     tables = _large_tables(model, weights, inside)
@@ -183,7 +183,7 @@ def _stages(model: nn.Module) -> list[str]:
     return found
 
 
-def _large_tables(model: nn.Module, weights: Weights, inside: set[str]) -> dict[str, str]:
+def _large_tables(model: nn.Module, weights: FileWeights, inside: set[str]) -> dict[str, str]:
     """The weight of every large table outside of the layers, by the name of its module."""
     found = {}
     for name, module in model.named_modules():
@@ -195,7 +195,7 @@ def _large_tables(model: nn.Module, weights: Weights, inside: set[str]) -> dict[
     return found
 
 
-def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: Weights) -> list[Any]:
+def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: FileWeights) -> list[Any]:
     module = model.get_submodule(stage)
     weights.empty(model, names)
     return [
@@ -204,7 +204,7 @@ def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: W
     ]
 
 
-def _look_up(table: nn.Module, name: str, weights: Weights) -> Any:
+def _look_up(table: nn.Module, name: str, weights: FileWeights) -> Any:
     """Only the rows that are looked up: memory that is asked for and never touched takes no place."""
 
     def read_rows(module: nn.Module, args: tuple[Any, ...]) -> None:

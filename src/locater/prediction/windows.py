@@ -118,13 +118,13 @@ def given(tokens: Int[Tensor, "windows tokens"], *, num_test: int, special: Iter
     >>> given(torch.arange(8).reshape(2, 4), num_test=1, special=[0, -1]).alone
     (0, 3)
     """
-    length, for_test, special = tokens.shape[1], spread(len(tokens), num_test), list(special)
+    length, for_test, special = tokens.shape[1], spread_evenly(len(tokens), num_test), list(special)
     if any(not -length <= position < length for position in special):
         raise refusal(f"special positions within windows of {length} tokens", special)
     return Windows(tokens[~for_test], tokens[for_test], special=tuple(sorted({place % length for place in special})))
 
 
-def cut(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, num_test: int) -> Windows:
+def cut_windows(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, num_test: int) -> Windows:
     """Part the text into equal stretches and take one window from the start of each, between special tokens.
 
     The windows to measure are spread evenly among the others, so that both see all of the text and share none of it.
@@ -140,7 +140,7 @@ def cut(text: str, tokenizer: Tokenizer, *, length: int, num_calibration: int, n
             raise refusal(f"a text of {total} windows of {length} tokens", f"{len(text)} characters", remedy)
         windows.append([*before, *ids, *after])
     check_known([ids[len(before) : length - len(after)] for ids in windows], tokenizer)
-    ids, for_test = torch.tensor(windows), spread(total, num_test)
+    ids, for_test = torch.tensor(windows), spread_evenly(total, num_test)
     return Windows(ids[~for_test], ids[for_test], len(before), len(after))
 
 
@@ -166,10 +166,10 @@ def _plain(text: str, tokenizer: Tokenizer) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def spread(total: int, chosen: int) -> Tensor:
+def spread_evenly(total: int, chosen: int) -> Tensor:
     """Choose some of `total` windows, evenly: window n if the count rises there.
 
-    >>> spread(8, 2).int().tolist()
+    >>> spread_evenly(8, 2).int().tolist()
     [0, 0, 0, 1, 0, 0, 0, 1]
     """
     return torch.arange(1, total + 1) * chosen // total > torch.arange(total) * chosen // total

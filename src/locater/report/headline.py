@@ -12,8 +12,8 @@ from statistics import median
 from ..behaviour import (
     RANDOM_WEIGHTS,
     Told,
-    describe,
     describe_estimates,
+    describe_heads,
     describe_theory,
     head_name,
     look_random,
@@ -137,7 +137,7 @@ def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence
     if any(measured):
         known = [n for n, one in enumerate(measured) if one is not None]
         found = [one for one in measured if one is not None]
-        told = describe([view.heads[n] for n in known], found, text=view.facts.get("text", ""))
+        told = describe_heads([view.heads[n] for n in known], found, text=view.facts.get("text", ""))
         told = [Told(one.sentence, tuple(known[n] for n in one.heads)) for one in told]
     elif may_estimate and "estimated_near_mass" in view.columns:
         intervals = [record.get("estimated_near_mass_interval") for record in view.records]

@@ -76,11 +76,11 @@ def demo(
     html: HtmlPath = None,
 ) -> None:
     """A guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
-    from ..demo.two_models import check
+    from ..demo.two_models import check_folder
 
     if not quick:
         _require_extras()
-    check(out, quick=quick)
+    check_folder(out, quick=quick)
     console = console_for(None)
     console.print(INTRODUCTION)
     _show_theory(console, None if quick else out)
@@ -102,11 +102,11 @@ def _save_page(out: Path, path: Path) -> None:
     from locater.report.reading import read_record
     from locater.scanning.scan import scan
 
-    from ..train.run import read_config
+    from ..train.run import read_run_config
 
     runs = [out / "without", out / "with"]
     # As long as the texts of these models: the usual length would be beyond their context.
-    length = read_config(runs[0]).shape.context
+    length = read_run_config(runs[0]).shape.context
     scans = [scan(run / "model", length=length, details=["eigenvalues", "curves"]).to_json() for run in runs]
     save_html([*scans, *map(read_record, runs)], path, title="Two small models, without and with LocAteR")
 

@@ -42,11 +42,11 @@ LABELS = {"without": "without LocAteR", "with": "with LocAteR"}
 
 def show_models(console: Console, out: Path, *, quick: bool = False) -> None:
     """Train both, then scan them, look at their attention and say what was seen; quickly without pictures."""
-    from ..demo.two_models import compare
+    from ..demo.two_models import compare_models
 
     training, attention = (None, None) if quick else (out / "training.png", out / "attention.png")
     _train(console, out, training, quick=quick)
-    document = compare(out)
+    document = compare_models(out)
     if training and attention:
         _draw(document, training, attention)
     console.print()
@@ -66,8 +66,8 @@ def _draw(document: Json, training: Path, attention: Path) -> None:
 
     from ..demo import pictures as pictures
 
-    figures.save(pictures.training(document), training)
-    figures.save(pictures.attention(document), attention)
+    figures.save(pictures.draw_training(document), training)
+    figures.save(pictures.draw_attention(document), attention)
 
 
 def arrow(picture: Path | None) -> str:
@@ -84,12 +84,12 @@ def _train(console: Console, out: Path, picture: Path | None, *, quick: bool) ->
     """Both models; a signal ends the demo with the exit code that shells give it."""
     from ..demo import two_models
 
-    config = two_models.config_of("with", quick=quick)
+    config = two_models.demo_config("with", quick=quick)
     words = dict(width=config.shape.d_head, steps=config.loop.steps, strength=config.stabiliser.strength)
     say(console, TRAINING.format(picture=arrow(picture), **words))
     for name in two_models.NAMES:
         console.print(f"training {LABELS[name]} …")
-        outcome = two_models.train(out, name, quick=quick, say=aside)
+        outcome = two_models.train_model(out, name, quick=quick, say=aside)
         if outcome.signal is not None and not outcome.is_done:
             say(console, f"stopped at step {outcome.step} of {outcome.num_steps}")
             say(

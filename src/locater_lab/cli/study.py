@@ -60,9 +60,9 @@ def study(
 
 
 def _questions() -> FittedTable:
-    from ..studies.study import STUDIES, find
+    from ..studies.study import STUDIES, find_study
 
-    rows = [[name, number, find(name).question] for name, number in STUDIES.items()]
+    rows = [[name, number, find_study(name).question] for name, number in STUDIES.items()]
     rows.insert(list(STUDIES).index("mechanism") + 1, ["real-data", "Q2", REAL_DATA])
     return table(["study", "", "question"], rows, words=["study", "", "question"])
 
@@ -74,7 +74,7 @@ def _measured(console: Console, name: str, out: Path | None, *, quick: bool, run
     from ..studies.sweep.folder import create
 
     points = points_of(name, quick=quick)
-    on_ray.check(run["on"])
+    on_ray.check_cluster(run["on"])
     sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
     measure_all(sweep, **run)
     found = document(name, sweep.rows(), num_points=len(points))
@@ -87,7 +87,7 @@ def _real_data(console: Console, folder: Path, models: list[str], options: Json,
     """The tables of docs/evidence.md for the user's own models, and for those that the folder has rows of already."""
     from locater.records import write_json
 
-    from ..studies.real_data import Reading, evidence, kept_rows, page
+    from ..studies.real_data import Reading, evidence, kept_rows, real_data_page
 
     for number, one in enumerate(models):
         Console(stderr=True).print(f"[dim]{number + 1} of {len(models)}: {escape(one)}[/dim]", soft_wrap=True)
@@ -96,7 +96,7 @@ def _real_data(console: Console, folder: Path, models: list[str], options: Json,
     rows = kept_rows(folder)
     if not rows:
         raise BadArguments("real-data needs models: --model PATH, as often as there are")
-    console.print(page(rows), soft_wrap=True, markup=False, highlight=False)
+    console.print(real_data_page(rows), soft_wrap=True, markup=False, highlight=False)
     if json:
         write_json({"schema": "locater.evidence/2", "models": rows}, json)
 

@@ -51,7 +51,7 @@ def sweep(
         raise BadArguments("--asha is of Ray Tune: give --on ray with it")
     if emit not in (None, "slurm"):
         raise BadArguments(f"--emit expects slurm, got {emit!r}")
-    on_ray.check(on)
+    on_ray.check_cluster(on)
     found = open_sweep(resume) if resume is not None else create(out, "train", _points(file, grid, preset))  # type: ignore
     if emit:
         engines.slurm_script(found, found.folder / "array.sh")
@@ -206,4 +206,4 @@ def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | Non
         if on is None:
             engines.local(sweep, measure_for(sweep), jobs=jobs, tell=tell)
         else:
-            on_ray.measure_all(sweep, on, jobs=jobs, asha=asha, tell=tell)
+            on_ray.measure_on_ray(sweep, on, jobs=jobs, asha=asha, tell=tell)

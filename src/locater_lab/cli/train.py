@@ -122,10 +122,10 @@ def _print(config: Config | None, resume: Path | None) -> None:
     from ..train.config_file import to_yaml
 
     if config is None:
-        from ..train.run import read_config
+        from ..train.run import read_run_config
 
         assert resume is not None
-        config = read_config(resume)
+        config = read_run_config(resume)
     print(to_yaml(config), end="")
 
 

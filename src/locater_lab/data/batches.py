@@ -45,7 +45,7 @@ def _order(seed: int, epoch: int, num_windows: int, length: int) -> tuple[int, n
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowBatches:
     """Windows of a token stream: an epoch sees each once, in an order and from an offset of its own."""
 
     train: numpy.ndarray

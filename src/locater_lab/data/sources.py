@@ -17,7 +17,7 @@ from locater.records import cache_folder, write
 
 from ..fields import WALK, DataOptions
 from . import vocabulary
-from .batches import Batches, Walks, Windows
+from .batches import Batches, Walks, WindowBatches
 from .text import WIKITEXT, Corpus, download, held_out, read_corpus, read_text
 from .vocabulary import BytePairs, Vocabulary, Words
 
@@ -28,7 +28,7 @@ FORMAT = "1"  # part of every hash: raise it when what is stored changes
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenData:
     """The token numbers of both parts, and the hash that names them."""
 
     identity: str
@@ -43,7 +43,7 @@ class Data:
 
     options: DataOptions
     batches: Batches
-    tokens: Tokens | None
+    tokens: TokenData | None
 
     @property
     def identity(self) -> str:
@@ -56,7 +56,7 @@ def open_data(options: DataOptions, *, length: int, seed: int, say: Say = lambda
         return Data(options, Walks(options.walk_width, length, seed), None)
     options, corpus = _corpus(options, say)
     tokens = tokenise(corpus, options)
-    return Data(options, Windows(tokens.train, tokens.valid, length, seed), tokens)
+    return Data(options, WindowBatches(tokens.train, tokens.valid, length, seed), tokens)
 
 
 def _corpus(options: DataOptions, say: Say) -> tuple[DataOptions, Corpus]:
@@ -90,7 +90,7 @@ def embedded() -> Corpus:
     return held_out("the embedded text", read_text(path))
 
 
-def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
+def tokenise(corpus: Corpus, options: DataOptions) -> TokenData:
     """The tokens of a corpus, from the cache if it was met before."""
     identity = _identity(corpus, options)
     folder = cache_folder() / "tokens" / identity
@@ -105,11 +105,11 @@ def tokenise(corpus: Corpus, options: DataOptions) -> Tokens:
     return _read(folder)
 
 
-def _read(folder: Path) -> Tokens:
+def _read(folder: Path) -> TokenData:
     if (folder / CHECKSUM).read_text(encoding="ascii") != _checksum(folder):
         raise refusal(f"the tokens that were written to {folder}", "others")
     parts = [numpy.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("train", "valid")]
-    return Tokens(folder.name, vocabulary.load(folder), *parts)
+    return TokenData(folder.name, vocabulary.load_vocabulary(folder), *parts)
 
 
 def _identity(corpus: Corpus, options: DataOptions) -> str:

@@ -95,7 +95,7 @@ class BytePairs:
         self.tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def load(folder: Path) -> Vocabulary:
+def load_vocabulary(folder: Path) -> Vocabulary:
     """Read the vocabulary that `save` wrote."""
     if (folder / "vocabulary.txt").exists():
         text = (folder / "vocabulary.txt").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ EVEN_COLOUR = "#777777"
 MOST = 16
 
 
-def training(document: Json) -> "Figure":
+def draw_training(document: Json) -> "Figure":
     """While they learn: perplexity and entropy on held-out text; and the eigenvalues in the end."""
     figure, (perplexity, entropy, eigenvalues) = canvas(3, size=(13.5, 4.2))
     for name, model in document["models"].items():
@@ -48,7 +48,7 @@ def _eigenvalues(panel: "Axes", document: Json) -> None:
     panel.set(xlabel="real part", ylabel="imaginary part")
 
 
-def attention(document: Json) -> "Figure":
+def draw_attention(document: Json) -> "Figure":
     """Draw measured attention: two maps in one scale of colour, the share of recent tokens, and one example."""
     figure, axes = canvas(4, size=(11.5, 9.6))
     figure.set_layout_engine("constrained")

@@ -21,9 +21,9 @@ from locater.scanning.scan import scan
 from ..data.sources import Data, open_data
 from ..train.config import Config, make_config
 from ..train.loader import load
-from ..train.metrics import read_rows
+from ..train.metrics import read_metrics
 from ..train.model import LanguageModel
-from ..train.run import CONFIG, MODEL, Outcome, Say, read_config, resume, start
+from ..train.run import CONFIG, MODEL, Outcome, Say, read_run_config, resume, start
 
 # Small enough that both models train in about a minute on two cores.
 OPTIONS: Json = dict(
@@ -49,35 +49,35 @@ NUM_TEXTS = 128
 NUM_WORDS = 12  # of the one example
 
 
-def config_of(name: str, *, quick: bool = False) -> Config:
+def demo_config(name: str, *, quick: bool = False) -> Config:
     """The run of that name: the paper's model on the embedded text. Both differ in the stabiliser only."""
     return make_config("paper", **OPTIONS | (QUICK if quick else {}), **STABILISERS[name])
 
 
-def check(out: Path, *, quick: bool = False) -> None:
+def check_folder(out: Path, *, quick: bool = False) -> None:
     """Refuse a folder that holds runs of another config, before any time is spent."""
     for name in NAMES:
         folder = out / name
-        if (folder / CONFIG).exists() and _known(folder) != config_of(name, quick=quick):
+        if (folder / CONFIG).exists() and _known(folder) != demo_config(name, quick=quick):
             expected = "a new folder, or one that this demo began to fill"
             raise refusal(expected, f"{folder}, a run of another config", "choose another --out")
 
 
 def _known(folder: Path) -> Config | None:
     try:
-        return read_config(folder)
+        return read_run_config(folder)
     except Refusal:
         return None
 
 
-def train(out: Path, name: str, *, quick: bool = False, say: Say = print) -> Outcome:
+def train_model(out: Path, name: str, *, quick: bool = False, say: Say = print) -> Outcome:
     """Train one of the two, or go on where an earlier call stopped; a finished run takes no further step."""
-    check(out, quick=quick)
+    check_folder(out, quick=quick)
     folder = out / name
     with _one_thread():
         if (folder / CONFIG).exists():
             return resume(folder, say=say)
-        return start(config_of(name, quick=quick), folder, say=say)
+        return start(demo_config(name, quick=quick), folder, say=say)
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare(out: Path) -> Json:
+def compare_models(out: Path) -> Json:
     """Compare the two finished runs in a folder, as one document."""
-    config = read_config(out / NAMES[0])
+    config = read_run_config(out / NAMES[0])
     length = config.shape.context
     data = open_data(config.data, length=length, seed=config.loop.seed)
     texts, _ = data.batches.validation(0, min(NUM_TEXTS, data.batches.num_validation))
@@ -106,23 +106,23 @@ def compare(out: Path) -> Json:
         "num_texts": len(texts),
         "near": NEAR,
         "words": _words(data, texts[example, -NUM_WORDS:]),
-        "even_within": within(even / even.sum(-1, keepdim=True)).tolist(),
+        "even_within": share_within(even / even.sum(-1, keepdim=True)).tolist(),
         "models": {name: _model(out / name, texts, example) for name in NAMES},
     }
 
 
 def _model(folder: Path, texts: Int[Tensor, "batch tokens"], example: int) -> Json:
     """One run: its validations, the scan of its file, and its attention on the texts."""
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "validation"]
     (row,) = scan(folder / MODEL, length=texts.shape[1], details=["eigenvalues"]).heads
-    maps = attention(_load(folder), texts)
+    maps = measure_attention(_load(folder), texts)
     mean = maps.mean(0)
     return {
         "folder": str(folder),
         "validations": [_validation(row) for row in rows],
         "scan": row.to_record(),
         "attention": mean.tolist(),
-        "within": within(mean).tolist(),
+        "within": share_within(mean).tolist(),
         "on_words": maps[example, -1, -NUM_WORDS:].tolist(),
     }
 
@@ -152,7 +152,7 @@ def _example(data: Data, texts: Int[Tensor, "batch tokens"]) -> int:
 
 
 @torch.no_grad()
-def attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens tokens"]:
+def measure_attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens tokens"]:
     """The weights that the model's one head really gives: its causal softmax, materialised, query by key."""
     (site,) = live.sites(model)
     with inputs_of(dict(model.named_modules()), [site.query_name]) as seen:
@@ -161,7 +161,7 @@ def attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float
     return head.attention(seen[0], seen[0])
 
 
-def within(weights: Float[Tensor, "tokens tokens"]) -> Float[Tensor, " tokens"]:
+def share_within(weights: Float[Tensor, "tokens tokens"]) -> Float[Tensor, " tokens"]:
     """The share of attention on the last 1, 2, … tokens, itself included.
 
     The mean over the queries of the second half, which have a past to choose from.

@@ -148,13 +148,13 @@ def exact_profiles(points: Sequence[tuple[float, float]], length: int) -> numpy.
     positions = torch.linspace(1, length, NUM_POSITIONS, dtype=torch.float64)  # real t: the law is analytic there
     total, squares = walk_weights(positions, length)
     factors = torch.stack([total + squares.sqrt(), total - squares.sqrt()], dim=-1) / 2
-    values = torch.tensor([eigenvalues(*point) for point in points], dtype=torch.float64)
+    values = torch.tensor([_eigenvalues(*point) for point in points], dtype=torch.float64)
     forms = (values[:, None, :, None] * factors[None, :, None, :]).flatten(2).flatten(0, 1).sort(-1).values
     rho = 1 - upper_tail(-forms.flip(-1), 1.0) - upper_tail(forms, length - 1.0)
     return rho.clamp(0, 1).reshape(len(points), NUM_POSITIONS).numpy()
 
 
-def eigenvalues(trace: float, deviation: float) -> list[float]:
+def _eigenvalues(trace: float, deviation: float) -> list[float]:
     """WIDTH of them: mean tr W/d, and evenly filled normal values of standard deviation deviation/√d around it."""
     from scipy.special import ndtri
 

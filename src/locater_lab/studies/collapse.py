@@ -13,7 +13,7 @@ from .reconcile import ENTROPY_COLLAPSE, RANK_COLLAPSE
 from .statistics import matched_difference
 from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
-from .synthetic import Spectrum, layers, regime, tokens
+from .synthetic import Spectrum, regime, synthetic_layers, tokens
 
 D_MODEL, LENGTH, COUNT = 64, 48, 8
 TRACES = (-2.0, -1.0, -0.5, -0.25, -0.1, 0.0, 0.1, 0.25, 0.5, 1.0, 2.0)
@@ -39,7 +39,7 @@ def measure(point: Point, place: Path) -> list[Json]:
         for trace in TRACES:
             spectrum = Spectrum(trace, deviation)
             matrices = [spectrum.matrix(D_MODEL, generator) for _ in range(point["layers"])]
-            numbers = layers(x, matrices, has_norm=point["norm"], sink=point["sink"])
+            numbers = synthetic_layers(x, matrices, has_norm=point["norm"], sink=point["sink"])
             word = regime(spectrum, length=LENGTH, d_model=D_MODEL)
             found.append({"trace": trace, "deviation": deviation, "regime": word} | numbers)
     return found

@@ -16,7 +16,7 @@ from locater.theory.profiles import profile
 
 from .floors import ARMS as FLOORS
 from .floors import UNIFORM
-from .small import Ran, arms_by_seed, nothing, result, train, trained
+from .small import Ran, arms_by_seed, nothing, result, train_small, trained
 from .statistics import Finding, corrected, paired, spearman, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -44,7 +44,7 @@ def grid(quick: bool) -> list[Point]:
 def measure(point: Point, place: Path) -> Json:
     depth, is_cold = CONDITIONS[point["condition"]]
     config = trained(point["seed"], point["steps"], num_layers=depth, learning_rate=RATE)
-    ran = train(config, ARMS[point["arm"]], is_cold=is_cold)
+    ran = train_small(config, ARMS[point["arm"]], is_cold=is_cold)
     return result(ran) | {"agreement": agreement(ran) if ran.is_finite else []}
 
 

@@ -19,7 +19,7 @@ from locater.stabilisers.live.pairs import Pair
 from locater.stabilisers.live.sharding import shard_of
 from locater.stabilisers.mean import hold_trace
 
-from ..data.batches import FAR, Windows, draws
+from ..data.batches import FAR, WindowBatches, draws
 from ..data.sources import Data
 from ..rivals import SpectralInitialisation
 
@@ -71,7 +71,7 @@ class Tempering:
         return call.changed(scale=self.factor * call.scaling).attend()
 
 
-class Held(Stabiliser):
+class HeldAttention(Stabiliser):
     """ξ and η (in units of λ) of every head, from the start and after every step; all else is free to learn."""
 
     def __init__(self, model: nn.Module, *, xi: float, eta: float) -> None:
@@ -134,7 +134,7 @@ class Repeats:
 class Beside:
     """Every second text of training is one of repeats; validation is of the text alone."""
 
-    text: Windows
+    text: WindowBatches
     repeats: Repeats
 
     @property
@@ -164,13 +164,13 @@ class Beside:
 def far(data: Data) -> Data:
     """Nothing but tokens that stood half a text before: the last ones say nothing of the next."""
     length = data.batches.tokens_per_sample
-    seed = data.batches.seed if isinstance(data.batches, Windows) else 0
+    seed = data.batches.seed if isinstance(data.batches, WindowBatches) else 0
     return replace(data, batches=Repeats(NUM_WORDS, length, seed, lag=length // 2), tokens=None)
 
 
 def with_repeats(data: Data) -> Data:
     """The text, and beside it tokens that come again: copying is worth learning."""
-    assert isinstance(data.batches, Windows) and data.tokens is not None
+    assert isinstance(data.batches, WindowBatches) and data.tokens is not None
     text = data.batches
     repeats = Repeats(data.tokens.vocabulary.size, text.length, text.seed)
     return replace(data, batches=Beside(text, repeats))

@@ -9,9 +9,9 @@ from statistics import fmean
 from locater.records import Json
 
 from .floors import ARMS as FLOORS
-from .interventions import Held, Temperature, Window, far
-from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_text, result, train, trained
-from .statistics import FEWEST, Estimate, Finding, corrected, pooled, spearman, tally
+from .interventions import HeldAttention, Temperature, Window, far
+from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_study_text, result, train_small, trained
+from .statistics import FEWEST, Finding, MeanEstimate, corrected, pooled, spearman, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -23,14 +23,14 @@ ETA = 0.3  # what is held while ξ varies
 KINDS: dict[str, dict[str, Attach]] = {
     "window": {f"window {size}": partial(Window, size=size) for size in (2, 8)},
     "temperature": {f"temperature {factor:g}": partial(Temperature, factor=factor) for factor in (0.3, 3)},
-    "ξ at equal η": {f"ξ {xi:g} at η {ETA:g}": partial(Held, xi=xi, eta=ETA) for xi in (-2, 2)},
+    "ξ at equal η": {f"ξ {xi:g} at η {ETA:g}": partial(HeldAttention, xi=xi, eta=ETA) for xi in (-2, 2)},
 }
 ARMS: dict[str, Attach] = {"none": nothing} | {name: make for kind in KINDS.values() for name, make in kind.items()}
 ARMS |= FLOORS
 KIND_OF = {name: kind for kind, arms in KINDS.items() for name in arms} | {name: name for name in ("none", *FLOORS)}
 CHOSEN = {"text": tuple(ARMS), "far tokens": ("none", "window 2", "window 8", "temperature 3", *FLOORS)}
 # Text wants what is near; tokens that stood half a text before want what is far.
-TASKS = {"text": read_text, "far tokens": far}
+TASKS = {"text": read_study_text, "far tokens": far}
 
 
 def grid(quick: bool) -> list[Point]:
@@ -38,16 +38,16 @@ def grid(quick: bool) -> list[Point]:
 
 
 def measure(point: Point, place: Path) -> Json:
-    ran = train(trained(point["seed"], point["steps"]), ARMS[point["arm"]], task=TASKS[point["condition"]])
+    ran = train_small(trained(point["seed"], point["steps"]), ARMS[point["arm"]], task=TASKS[point["condition"]])
     return result(ran) | {"kind": KIND_OF[point["arm"]]}
 
 
-def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> Estimate:
+def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> MeanEstimate:
     """Spearman over arms of one quantity with another, seed by seed and then together; of too few seeds nothing."""
     rows = [row for row in rows if x in row and y in row]
     by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
     if len(by_seed) < FEWEST:
-        return Estimate(math.nan, -1.0, 1.0, 1.0, len(rows))
+        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, len(rows))
     return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
 
 

@@ -11,7 +11,7 @@ from locater.stabilisers import LocAteR, QKDecay, Stabiliser
 from ..rivals import SpectralInitialisation
 from ..train.observe import spectra
 from .floors import ARMS as FLOORS
-from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, result, train, trained
+from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, result, train_small, trained
 from .statistics import Finding, paired, tally, together
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
@@ -67,7 +67,7 @@ def measure(point: Point, place: Path) -> Json:
             course[str(step)] = sum(head["eta"] / head["temperature"] for head in heads) / len(heads)
 
     arm, steps = point["arm"], point["steps"]
-    ran = train(trained(point["seed"], steps), ARMS[arm], late=arm.startswith("decay"), each=each)
+    ran = train_small(trained(point["seed"], steps), ARMS[arm], late=arm.startswith("decay"), each=each)
     return result(ran) | {"course": course}
 
 

@@ -16,7 +16,7 @@ from .floors import ARMS as FLOORS
 from .interventions import with_repeats
 from .localisation_helps import ARMS as SET
 from .localisation_helps import follows
-from .small import STEPS, TRAINED_SCALE, Attach, Ran, arms_by_seed, nothing, result, train, trained
+from .small import STEPS, TRAINED_SCALE, Attach, Ran, arms_by_seed, nothing, result, train_small, trained
 from .statistics import Finding, corrected, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -36,7 +36,7 @@ def grid(quick: bool) -> list[Point]:
 
 def measure(point: Point, place: Path) -> Json:
     config = trained(point["seed"], point["steps"], num_layers=NUM_LAYERS)
-    ran = train(config, ARMS[point["arm"]], task=with_repeats)
+    ran = train_small(config, ARMS[point["arm"]], task=with_repeats)
     return result(ran) | numbers(ran)
 
 
@@ -47,7 +47,7 @@ def numbers(ran: Ran) -> Json:
         hidden = ran.model.hidden(tokens)
         logits = ran.model.output(hidden)
     losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
-    rare, frequent = by_frequency(losses, targets, counts(ran))
+    rare, frequent = by_frequency(losses, targets, _counts(ran))
     quarter = losses.shape[1] // 4
     found = {
         "calibration_error": calibration_error(logits, targets),
@@ -71,7 +71,7 @@ def calibration_error(logits: Float[Tensor, "*batch words"], targets: Int[Tensor
     return float(sum(gaps) / len(right))
 
 
-def counts(ran: Ran) -> Int[Tensor, " words"]:
+def _counts(ran: Ran) -> Int[Tensor, " words"]:
     """Count each token in the training text."""
     assert ran.data.tokens is not None
     return torch.bincount(

@@ -104,7 +104,7 @@ def documents(folder: Path) -> dict[str, Json]:
     return found
 
 
-def page(folder: Path, *, pictures: str, advice: str) -> str:
+def study_page(folder: Path, *, pictures: str, advice: str) -> str:
     """The whole page; `advice` is what stands in its box."""
     times, parts, shared = quick_times(folder), [HEAD, BOX, advice, READ], shared_runs(folder)
     for name, found in documents(folder).items():
@@ -164,10 +164,10 @@ def _section(name: str, found: Json, pictures: str) -> str:
         cut = f"{MOST_ROWS} of {len(rows)} comparisons" if len(rows) > MOST_ROWS else "All comparisons"
         folded += [f"{cut}, those with a verdict first:", "", *_table(found["behind"], rows[:MOST_ROWS])]
     folded += [_made(name, found), ""]
-    return "\n".join([*lines, *fold("How it was measured, and all comparisons", folded), "", ""])
+    return "\n".join([*lines, *_fold("How it was measured, and all comparisons", folded), "", ""])
 
 
-def fold(title: str, lines: Sequence[str]) -> list[str]:
+def _fold(title: str, lines: Sequence[str]) -> list[str]:
     return ['<details markdown="1">', f"<summary>{title}</summary>", "", *lines, "</details>"]
 
 

@@ -178,7 +178,7 @@ def _agreement(words: Sequence[str | None], near: Sequence[float], word: str) ->
     return right, len(called)
 
 
-def page(rows: Sequence[Json]) -> str:
+def real_data_page(rows: Sequence[Json]) -> str:
     """The tables of `docs/evidence.md`."""
     with as_written("rows of models"):
         return "\n\n".join([_ranks_table(rows), _words_table(rows), _exceptions(rows)])

@@ -10,7 +10,7 @@ from locater.records import Json
 from .statistics import Finding, corrected, paired, seed_means, together
 from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
-from .synthetic import Spectrum, layers, tokens
+from .synthetic import Spectrum, synthetic_layers, tokens
 
 D_MODEL, LENGTH, COUNT = 64, 48, 8
 ENTROPY_COLLAPSE, RANK_COLLAPSE = 0.25, 0.15
@@ -36,7 +36,7 @@ def measure(point: Point, place: Path) -> Json:
     x = tokens("walk", count=COUNT, length=LENGTH, d_model=D_MODEL, generator=generator)
     spectrum = Spectrum(point["trace"], point["deviation"])
     matrices = [spectrum.matrix(D_MODEL, generator) for _ in range(point["layers"])]
-    return layers(x, matrices, has_norm=point["norm"])
+    return synthetic_layers(x, matrices, has_norm=point["norm"])
 
 
 def conclude(rows: list[Json]) -> Answer:

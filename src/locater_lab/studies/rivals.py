@@ -12,7 +12,7 @@ from locater.stabilisers import LocAteR, QKClip, QKNorm, SigmaReparam, Stabilise
 
 from .floors import NONE, UNIFORM
 from .interventions import Temperature
-from .small import STEPS, TRAINED_SCALE, Attach, Ran, result, seeds, train, trained, validation_loss
+from .small import STEPS, TRAINED_SCALE, Attach, Ran, result, seeds, train_small, trained, validation_loss
 from .statistics import Finding, corrected, paired, tally, together
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -72,7 +72,7 @@ def tuned(arm: str, steps: int) -> float:
 def _run(rival: Rival, setting: float, rate: float, seed: int, steps: int) -> Ran:
     options = {"optimizer": "adamw", "weight_decay": 0.0 if rival.settings else setting}
     config = trained(seed, steps, learning_rate=rate, **options)
-    return train(config, lambda model: rival.make(model, setting))
+    return train_small(config, lambda model: rival.make(model, setting))
 
 
 def _row(rival: Rival, setting: float, rate: float, seed: int, steps: int) -> Json:
@@ -91,7 +91,7 @@ def sensitivity(losses: Sequence[float], start: float) -> float:
     return fmean(min(loss, start) - best if math.isfinite(loss) else start - best for loss in losses)
 
 
-def by_seed(rows: list[Json], arm: str) -> dict[str, dict[int, float]]:
+def _by_seed(rows: list[Json], arm: str) -> dict[str, dict[int, float]]:
     """Best loss, mean loss over rates, sensitivity, entropy at the base rate and time of a step, seed by seed."""
     found: dict[str, dict[int, float]] = {name: {} for name in QUANTITIES}
     for seed in sorted({row["seed"] for row in rows if row["arm"] == arm}):
@@ -153,7 +153,7 @@ CONTROL, NOT_LOWER = "QK-norm", ("higher", "no difference seen")
 def conclude(rows: list[Json]) -> Answer:
     """Each arm against none; corrected over the arms, quantity by quantity."""
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != UNIFORM]
-    numbers = {arm: by_seed(rows, arm) for arm in arms}
+    numbers = {arm: _by_seed(rows, arm) for arm in arms}
     findings = {
         name: corrected(
             [Finding(what, arm, paired(numbers[arm][name], numbers[NONE][name])) for arm in arms if arm != NONE]

@@ -13,13 +13,13 @@ from locater.documents import read_json
 from locater.errors import Refusal, missing, refusal
 from locater.records import Json
 
-from ..train.metrics import METRICS, Row, read_rows
+from ..train.metrics import METRICS, Row, read_metrics
 from .sweep.folder import LIST, RUNS
 
 CONFIG = "config.json"
 
 
-class Quantity(NamedTuple):
+class RunQuantity(NamedTuple):
     """The heading of a number, and how a row of validation gives it; KeyError where it does not."""
 
     heading: str
@@ -34,17 +34,17 @@ def _over_heads(read: Callable[[Row], float]) -> Callable[[Row], float]:
 
 # The most telling first: a narrow terminal shows the first of them.
 QUANTITIES = {
-    "perplexity": Quantity("perplexity", lambda row: row["perplexity"]),
-    "loss": Quantity("loss", lambda row: row["loss"]),
-    "entropy": Quantity("entropy", lambda row: row["entropy"], 3),
-    "trace_over_temperature": Quantity("tr W/λ", _over_heads(lambda head: head["trace"] / head["temperature"])),
-    "eta_over_temperature": Quantity("η/λ", _over_heads(lambda head: head["eta"] / head["temperature"])),
-    "xi": Quantity("ξ", _over_heads(lambda head: head["xi"])),
-    "localisation": Quantity("local", _over_heads(lambda head: head["localisation"])),
-    "effective_rank": Quantity("rank", lambda row: row["layers"][-1]["effective_rank"], 1),
-    "residual": Quantity("residual", lambda row: row["layers"][-1]["residual"]),
-    "near_mass": Quantity("near", _over_heads(lambda head: head["near_mass"])),
-    "trace_of_square_over_temperature_squared": Quantity(
+    "perplexity": RunQuantity("perplexity", lambda row: row["perplexity"]),
+    "loss": RunQuantity("loss", lambda row: row["loss"]),
+    "entropy": RunQuantity("entropy", lambda row: row["entropy"], 3),
+    "trace_over_temperature": RunQuantity("tr W/λ", _over_heads(lambda head: head["trace"] / head["temperature"])),
+    "eta_over_temperature": RunQuantity("η/λ", _over_heads(lambda head: head["eta"] / head["temperature"])),
+    "xi": RunQuantity("ξ", _over_heads(lambda head: head["xi"])),
+    "localisation": RunQuantity("local", _over_heads(lambda head: head["localisation"])),
+    "effective_rank": RunQuantity("rank", lambda row: row["layers"][-1]["effective_rank"], 1),
+    "residual": RunQuantity("residual", lambda row: row["layers"][-1]["residual"]),
+    "near_mass": RunQuantity("near", _over_heads(lambda head: head["near_mass"])),
+    "trace_of_square_over_temperature_squared": RunQuantity(
         "tr W²/λ²", _over_heads(lambda head: head["trace_of_square"] / head["temperature"] ** 2)
     ),
 }
@@ -143,7 +143,7 @@ def read_run(folder: Path) -> Run:
     """The run in one folder."""
     path = folder / METRICS
     try:
-        rows = read_rows(path)
+        rows = read_metrics(path)
         validations = {_step(row): _numbers(row) for row in rows if row["kind"] == "validation"}
         training = {_step(row): float(row["loss"]) for row in rows if row["kind"] == "train"}
         entropies = {_step(row): _of_heads(row) for row in rows if row["kind"] == "validation"}

@@ -8,8 +8,8 @@ from locater.stabilisers import LocAteR
 
 from .floors import ARMS as FLOORS
 from .floors import UNIFORM
-from .small import STEPS, TRAINED_SCALE, arms_by_seed, nothing, result, train, trained
-from .statistics import Estimate, Finding, corrected, paired, tally
+from .small import STEPS, TRAINED_SCALE, arms_by_seed, nothing, result, train_small, trained
+from .statistics import Finding, MeanEstimate, corrected, paired, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import by_seed, findings
@@ -32,7 +32,7 @@ def grid(quick: bool) -> list[Point]:
 
 def measure(point: Point, place: Path) -> Json:
     options = {"steps": point["steps"]} | FACTORS[point["condition"]]
-    return result(train(trained(point["seed"], **options), ARMS[point["arm"]]))
+    return result(train_small(trained(point["seed"], **options), ARMS[point["arm"]]))
 
 
 def conclude(rows: list[Json]) -> Answer:
@@ -54,7 +54,7 @@ def _others(rows: list[Json]) -> list[str]:
     return [name for name in dict.fromkeys(row["condition"] for row in rows) if name != AS_IT_IS]
 
 
-def _change(rows: list[Json], factor: str) -> Estimate:
+def _change(rows: list[Json], factor: str) -> MeanEstimate:
     gains = {}
     for name in (factor, AS_IT_IS):
         with_it, without = (by_seed(rows, name, arm, "best_loss") for arm in ("locater", "none"))

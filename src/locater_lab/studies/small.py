@@ -83,7 +83,7 @@ def nothing(model: LanguageModel) -> Stabiliser:
     return Stabiliser()
 
 
-def read_text(data: Data) -> Data:
+def read_study_text(data: Data) -> Data:
     return data
 
 
@@ -96,14 +96,14 @@ def trained(seed: int, steps: int = STEPS, **changed: object) -> Config:
     return tiny(seed, **{**TRAINED, "steps": steps, "warmup": steps // 10, **changed})
 
 
-def train(
+def train_small(
     config: Config,
     attach: Attach = nothing,
     *,
     late: bool = False,
     each: Each | None = None,
     until: int | None = None,
-    task: Task = read_text,
+    task: Task = read_study_text,
     is_cold: bool = False,
 ) -> Ran:
     """Train to the last step, or `until` one, or to the first whose loss is no number.

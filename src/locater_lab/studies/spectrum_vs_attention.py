@@ -13,11 +13,11 @@ from locater.records import Json
 from locater.theory import localisation
 
 from ..rivals import SpectralInitialisation
-from .small import SCALE, Ran, observed, tiny, train, validation_loss
+from .small import SCALE, Ran, observed, tiny, train_small, validation_loss
 from .statistics import rank_correlation, seed_means, together
 from .study import Answer, Figure, Study, Table
 from .sweep.folder import Point
-from .synthetic import layers, of_xi_and_eta, tokens
+from .synthetic import of_xi_and_eta, synthetic_layers, tokens
 
 D_MODEL, LENGTH, COUNT = 64, 48, 16
 STAGES = {"fresh model": 0, "in the middle of training": 100, "trained model": 300}
@@ -52,18 +52,18 @@ def measure(point: Point, place: Path) -> Json:
     generator = torch.Generator().manual_seed(point["seed"])
     x = tokens(point["tokens"], count=COUNT, length=LENGTH, d_model=D_MODEL, generator=generator)
     matrix = of_xi_and_eta(point["xi"], point["eta"], d_model=D_MODEL).matrix(D_MODEL, generator)
-    return layers(x, [matrix], has_norm=False)
+    return synthetic_layers(x, [matrix], has_norm=False)
 
 
 @lru_cache(maxsize=1)
-def trained(seed: int, steps: int) -> Ran:
+def _trained(seed: int, steps: int) -> Ran:
     """Return the tiny model after this many steps of a run of 300."""
-    return train(tiny(seed), until=steps)
+    return train_small(tiny(seed), until=steps)
 
 
 def edited(seed: int, steps: int, xi: float, eta: float) -> Json:
     """A copy whose queries are turned and scaled until all heads have this ξ and η; the rest is as it was learned."""
-    ran = trained(seed, steps)
+    ran = _trained(seed, steps)
     changed = replace(ran, model=deepcopy(ran.model))
     SpectralInitialisation(changed.model, xi=xi, eta=eta)
     return observed(changed) | {"loss": validation_loss(changed), "loss_before": validation_loss(ran)}

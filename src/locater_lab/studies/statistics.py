@@ -16,7 +16,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A number with its interval; `count` is of pairs, or of points, and `p` that of no difference.
 
     The interval is never adjusted. `adjusted` is p after Holm's correction, where several were compared.
@@ -53,7 +53,7 @@ class Estimate:
         return f"{value} [{low}, {high}]" if len(parts) == 3 else f"{value} (no interval)"
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanEstimate:
     """Mean difference over the seeds that both have, with Student's interval of its pairs.
 
     Nothing is assumed of what two seeds share, only that differences of seeds are alike. One pair has no interval, nor
@@ -63,29 +63,29 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Estimate:
     mean = fmean(differences) if differences else math.nan
     scale = max(map(abs, [*ours.values(), *theirs.values()]), default=0.0)
     if not differences or max(differences) - min(differences) <= SAME * scale:
-        return Estimate(mean, -math.inf, math.inf, 1.0, len(differences))
+        return MeanEstimate(mean, -math.inf, math.inf, 1.0, len(differences))
     from scipy.stats import t
 
     error, free = stdev(differences) / math.sqrt(len(differences)), len(differences) - 1
     half = float(t.ppf((1 + LEVEL) / 2, free)) * error
-    return Estimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
+    return MeanEstimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
 
 
-def spearman(x: Sequence[float], y: Sequence[float]) -> Estimate:
+def spearman(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
     """Rank correlation with the interval of Fisher's z, widened for ranks (Bonett and Wright 2000)."""
     from scipy.stats import norm, spearmanr
 
     if len(x) < 4 or len(set(x)) == 1 or len(set(y)) == 1:
-        return Estimate(math.nan, -1.0, 1.0, 1.0, len(x))
+        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, len(x))
     found = spearmanr(x, y)
     value = max(-0.999999, min(0.999999, float(found.statistic)))  # type: ignore
     error = math.sqrt((1 + value**2 / 2) / (len(x) - 3))
     half = float(norm.ppf((1 + LEVEL) / 2)) * error
     low, high = (math.tanh(math.atanh(value) + side * half) for side in (-1, 1))
-    return Estimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
+    return MeanEstimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
 
 
-def pooled(estimates: Sequence[Estimate]) -> Estimate:
+def pooled(estimates: Sequence[MeanEstimate]) -> MeanEstimate:
     """Rank correlations of several seeds as one: the mean of Fisher's z, each with its own error, seeds apart.
 
     Seeds that agree to the last rank do not make it certain: the error is that of so few points.
@@ -94,14 +94,14 @@ def pooled(estimates: Sequence[Estimate]) -> Estimate:
 
     known = [one for one in estimates if not math.isnan(one.value) and one.count > 3]
     if not known:
-        return Estimate(math.nan, -1.0, 1.0, 1.0, 0)
+        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, 0)
     values = [max(-0.999, min(0.999, one.value)) for one in known]
     z = fmean(map(math.atanh, values))
     squares = [(1 + value**2 / 2) / (one.count - 3) for value, one in zip(values, known, strict=True)]
     error = math.sqrt(sum(squares)) / len(known)
     half = float(norm.ppf((1 + LEVEL) / 2)) * error
     p = 2 * float(norm.sf(abs(z) / error))
-    return Estimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
+    return MeanEstimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
 
 
 def wilson(count: float, total: float) -> tuple[float, float]:
@@ -119,14 +119,14 @@ def wilson(count: float, total: float) -> tuple[float, float]:
     return (middle - half) / (1 + z**2 / total), (middle + half) / (1 + z**2 / total)
 
 
-def holm(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
+def holm(estimates: Mapping[str, MeanEstimate]) -> dict[str, MeanEstimate]:
     """Each with p adjusted for how many were compared (Holm 1979), beside the interval as it was.
 
-    >>> two = {"a": Estimate(1.0, 0.5, 1.5, 0.01, 9), "b": Estimate(1.0, 0.1, 1.9, 0.03, 9)}
+    >>> two = {"a": MeanEstimate(1.0, 0.5, 1.5, 0.01, 9), "b": MeanEstimate(1.0, 0.1, 1.9, 0.03, 9)}
     >>> [(one.adjusted, one.low) for one in holm(two).values()]
     [(0.02, 0.5), (0.03, 0.1)]
     """
-    adjusted: dict[str, Estimate] = {}
+    adjusted: dict[str, MeanEstimate] = {}
     highest = 0.0
     ordered = sorted(estimates.items(), key=lambda item: item[1].p)
     for place, (name, one) in enumerate(ordered):
@@ -179,7 +179,7 @@ class Finding:
 
     what: str
     of: str
-    estimate: Estimate
+    estimate: MeanEstimate
     kind: Literal["difference", "relation"] = "difference"
 
     @property
@@ -226,7 +226,7 @@ def corrected(findings: Sequence[Finding]) -> list[Finding]:
 def tally(findings: Sequence[Finding], *, most: int = 3) -> str:
     """List who is lower, higher, or not seen to differ: up to `most` of each by name; the strongest with its interval.
 
-    >>> seen, null = Estimate(-0.5, -0.6, -0.4, 0.01, 3), Estimate(0.1, -0.4, 0.6, 0.9, 3)
+    >>> seen, null = MeanEstimate(-0.5, -0.6, -0.4, 0.01, 3), MeanEstimate(0.1, -0.4, 0.6, 0.9, 3)
     >>> tally([Finding("loss", "a", seen), Finding("loss", "b", null), Finding("loss", "c", null)])
     'lower for a (-0.500 [-0.600, -0.400]); no difference seen for b and c'
     """

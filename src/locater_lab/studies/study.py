@@ -105,7 +105,7 @@ class Study:
     controls: Sequence[str] = ()  # arms of the floors that `conclude` is to see
 
 
-def find(name: str) -> Study:
+def find_study(name: str) -> Study:
     """The study of that name."""
     if name not in STUDIES:
         raise BadArguments(f"no study is called {name!r}: choose one of {', '.join(STUDIES)}")
@@ -124,7 +124,7 @@ def flat(rows: Sequence[Row]) -> list[Json]:
 
 def document(name: str, rows: Sequence[Row], *, num_points: int) -> Json:
     """Summarise a study so far, as the page and the documentation read it."""
-    study = find(name)
+    study = find_study(name)
     with as_written(f"the rows of {name}"):
         measured = flat(rows)
         below = floors(study.judged(measured)) if study.judged else []
@@ -188,11 +188,11 @@ def measure_for(sweep: Sweep) -> Measure:
         from .trained import measure
 
         return measure
-    return find(sweep.kind.removeprefix("study ")).measure
+    return find_study(sweep.kind.removeprefix("study ")).measure
 
 
 def points_of(name: str, *, quick: bool) -> list[Point]:
-    return list(find(name).grid(quick))
+    return list(find_study(name).grid(quick))
 
 
 def kind_of(name: str) -> str:

@@ -75,7 +75,7 @@ def normed(x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
     return torch.nn.functional.layer_norm(x, x.shape[-1:])
 
 
-def attend(x: Float[Tensor, "batch n d"], matrix: Float[Tensor, "d d"], *, sink: bool = False) -> Tensor:
+def attend_densely(x: Float[Tensor, "batch n d"], matrix: Float[Tensor, "d d"], *, sink: bool = False) -> Tensor:
     """Causal attention weights, query by key, of ω = x_t W x_T / λ; a sink adds to every logit of the first token."""
     logits = (x @ matrix @ x.mT).mT / math.sqrt(x.shape[-1])
     logits[..., 0] += SINK_LOGIT * sink
@@ -83,12 +83,12 @@ def attend(x: Float[Tensor, "batch n d"], matrix: Float[Tensor, "d d"], *, sink:
     return logits.masked_fill(future, -math.inf).softmax(-1)
 
 
-def layers(x: Tensor, matrices: list[Tensor], *, has_norm: bool, sink: bool = False) -> dict[str, float]:
+def synthetic_layers(x: Tensor, matrices: list[Tensor], *, has_norm: bool, sink: bool = False) -> dict[str, float]:
     """x ← x + A x layer by layer (with norms: of normed x), values as they are: what becomes of attention and rank."""
     start, entropies, near = residual(x).mean(), [], []
     for matrix in matrices:
         read = normed(x) if has_norm else x
-        weights = attend(read, matrix, sink=sink)
+        weights = attend_densely(read, matrix, sink=sink)
         entropies.append(normalised_entropy(weights))
         near.append(near_share(weights))
         x = x + weights @ read if has_norm else weights @ read

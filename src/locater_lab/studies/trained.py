@@ -11,10 +11,10 @@ from locater.records import Json
 from ..train import run
 from ..train.config import make_config
 from ..train.loader import load
-from ..train.metrics import METRICS, read_rows
+from ..train.metrics import METRICS, read_metrics
 from ..train.model import LanguageModel, WalkModel
 from .runs import QUANTITIES
-from .statistics import Estimate, Finding, corrected, paired
+from .statistics import Finding, MeanEstimate, corrected, paired
 from .sweep.folder import Point
 
 Rows = list[Json]
@@ -24,12 +24,12 @@ def measure(point: Point, place: Path) -> Json:
     """Train, or go on, in the point's folder; SIGTERM saves, and ends the worker without a row."""
     if not _go_on(point, place).is_done:
         raise KeyboardInterrupt
-    return result(place)
+    return result_of_run(place)
 
 
 def advance(point: Point, place: Path) -> bool:
     """Train to the next validation; whether that was the last."""
-    rows = [row for row in read_rows(place / METRICS) if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(place / METRICS) if row["kind"] == "validation"]
     every = make_config(point["preset"], **point["options"]).loop.validate_every
     return _go_on(point, place, stop_after=(rows[-1]["step"] if rows else 0) + every).is_done
 
@@ -37,16 +37,16 @@ def advance(point: Point, place: Path) -> bool:
 def _go_on(point: Point, place: Path, *, stop_after: int | None = None) -> run.Outcome:
     config = make_config(point["preset"], seed=point["seed"], **point["options"])
     if (place / run.CONFIG).exists():
-        kept = run.read_config(place)
+        kept = run.read_run_config(place)
         if replace(kept, data=config.data) != config:
             raise refusal(f"the run of its point in {place}", "one of another config", "move the folder elsewhere")
         return run.resume(place, stop_after=stop_after, say=lambda sentence: None)
     return run.start(config, place, stop_after=stop_after, say=lambda sentence: None)
 
 
-def result(folder: Path, *, is_done: bool = True) -> Json:
+def result_of_run(folder: Path, *, is_done: bool = True) -> Json:
     """Summarise a run: its best and its last validation, and how many directions its W has left."""
-    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(folder / METRICS) if row["kind"] == "validation"]
     if not rows:
         raise missing(f"a validation in {folder / METRICS}")
     best, last = min(rows, key=lambda row: row["loss"]), rows[-1]
@@ -82,7 +82,7 @@ def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, fl
     return {row["seed"]: row[quantity] for row in some}
 
 
-def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tuple[str, str], Estimate]:
+def differences(rows: Rows, quantity: str, *, against: str = "none") -> dict[tuple[str, str], MeanEstimate]:
     """Paired differences of every arm to one, within each condition, by seed."""
     pairs = dict.fromkeys((row["condition"], row["arm"]) for row in rows if row["arm"] != against)
     return {

@@ -70,7 +70,7 @@ def _counts(judged: Judged) -> tuple[int, int, int, int]:
     return judged.said, judged.right, judged.holds, judged.heads
 
 
-def read(document: Json) -> dict[str, list[Measured]]:
+def read_words(document: Json) -> dict[str, list[Measured]]:
     """The kept rows of runs/studies/words.json, model by model."""
     models = {}
     for name, kept in document["models"].items():
@@ -135,9 +135,9 @@ def may_be_said(judged: Mapping[str, Judged], *, fewest: int = FEWEST_HEADS) -> 
     return whole.said >= fewest and models >= FEWEST_MODELS and is_precise
 
 
-def page(document: Json) -> str:
+def words_page(document: Json) -> str:
     """The tables of docs/evidence.md."""
-    models = read(document)
+    models = read_words(document)
     by_model = [models_table(models, source) for source in SOURCES]
     return "\n\n".join([words_table(models), *by_model, base_line(models), warnings_table(models)])
 
@@ -201,7 +201,7 @@ def unsaid_table(document: Json) -> str:
 
 def reference(document: Json) -> dict[str, Json]:
     """Count the heads of every word on text, model by model: the table that the library ships."""
-    models = read(document)
+    models = read_words(document)
     return {
         name: {
             "block": document["models"][name]["heads"][0][0],

@@ -8,7 +8,17 @@ from locater.records import Json
 
 from ..fields import DataOptions, check_fields, option
 from .checksums import digest_of
-from .methods import ACTIONS, ATTACH_QK_CLIP, LOCATER, NONE, QK_DECAY, Method, method_of, read_actions, read_settings
+from .methods import (
+    ACTIONS,
+    ATTACH_QK_CLIP,
+    LOCATER,
+    NONE,
+    QK_DECAY,
+    Method,
+    method_of,
+    read_actions,
+    read_method_settings,
+)
 from .shape import SHAPES, Shape
 
 
@@ -109,7 +119,7 @@ class StabiliserOptions:
     def settings(self) -> dict[str, Any]:
         """The options of a rival, defaults included."""
         given = f"decay={self.qk_decay}" if self.qk_decay else self.stabiliser_options
-        return read_settings(self.name, given)
+        return read_method_settings(self.name, given)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def load_model(folder: Path) -> nn.Module:
 
 def load_tokenizer(folder: Path) -> "OwnTokenizer":
     """The vocabulary beside the weights."""
-    return OwnTokenizer(vocabulary.load(folder))
+    return OwnTokenizer(vocabulary.load_vocabulary(folder))
 
 
 class OwnTokenizer:

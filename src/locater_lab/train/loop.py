@@ -19,10 +19,10 @@ from .config import Config
 from .loader import model_settings
 from .metrics import Metrics, rows_of_run
 from .observe import finite, plain_copy, validate
-from .parts import attach, learning_rate, make_model, make_optimizer, make_stabiliser, release
-from .processes import Processes, made_by, spread, unsynchronised, uses_bf16
+from .parts import attach, learning_rate, lower_strength, make_model, make_optimizer, make_stabiliser
+from .processes import Processes, describe_software, distribute, unsynchronised, uses_bf16
 from .store import Store, optimiser_state, tensors_of
-from .watch import Watch, diagnose
+from .watch import TrainingWatch, diagnose
 
 CHECKPOINTS = "checkpoints"
 Tell = Callable[[int, float, float], None]  # step, loss, tokens per second
@@ -52,7 +52,7 @@ class Trainer:
         self.num_steps = math.ceil(loop.epochs * data.batches.num_training / loop.batch) or loop.steps
         model = make_model(config, data).to(processes.device)
         attached = attach(model, config.stabiliser)
-        self.model = spread(model, processes=processes, sharded=loop.parallel == "fsdp")
+        self.model = distribute(model, processes=processes, sharded=loop.parallel == "fsdp")
         self.module: nn.Module = unwrap(self.model)
         self.optimizer = make_optimizer(self.module, config.optimiser)
         self.stabiliser = attached or make_stabiliser(self.module, config.stabiliser, self.optimizer)
@@ -60,7 +60,7 @@ class Trainer:
         known = (before or config).checksum
         self.store = Store(folder / CHECKPOINTS, processes, settings, config=known, verified=verified)
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
-        self.watch = Watch(self)
+        self.watch = TrainingWatch(self)
         self.say: Callable[[str], None] = print
         kept = self._restore()
         if loop.compile:
@@ -122,7 +122,7 @@ class Trainer:
             "loss_sum": loss_sum,
             "loss_count": loss_count,
             "data": self.data.identity,
-            "made_by": made_by(self.processes.device),
+            "made_by": describe_software(self.processes.device),
             "metrics": self.metrics.state() | {"midway": midway},
             "watch": self.watch.state(),
         }
@@ -154,7 +154,7 @@ class Trainer:
         small = self.store.small()
         if small["data"] != self.data.identity:
             raise refusal("the data that this run began with", "other data", "restore it, or start a new run")
-        now, before = made_by(self.processes.device), small.get("made_by")
+        now, before = describe_software(self.processes.device), small.get("made_by")
         if self.store.verified and now != before:
             remedy = "install that, or go on with other roundings by --unverified"
             raise refusal(f"{before}, which this run was made by", now, remedy)
@@ -173,7 +173,7 @@ class Trainer:
         rate = self.watch.rate * learning_rate(self.step, self.config.optimiser, num_steps=self.num_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        release(self.stabiliser, self.config.stabiliser, self.step)
+        lower_strength(self.stabiliser, self.config.stabiliser, self.step)
         self.model.train()
         loss = self._backward()
         norm = self._clip()

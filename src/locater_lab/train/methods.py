@@ -176,10 +176,10 @@ def method_of(name: str) -> Method:
     return METHODS[name]
 
 
-def read_settings(name: str, text: str) -> dict[str, Any]:
+def read_method_settings(name: str, text: str) -> dict[str, Any]:
     """All options of a stabiliser, from `name=value` pairs between commas or spaces, and its defaults.
 
-    >>> read_settings("qk-clip", "threshold=50")
+    >>> read_method_settings("qk-clip", "threshold=50")
     {'threshold': 50.0, 'log_only': False}
     """
     settings = method_of(name).settings
@@ -205,7 +205,7 @@ def _without_options(name: str) -> str:
 
 
 def written(settings: Mapping[str, Any]) -> str:
-    """The pairs that `read_settings` takes.
+    """The pairs that `read_method_settings` takes.
 
     >>> written({"threshold": 50.0, "log_only": True})
     'threshold=50.0,log_only=yes'

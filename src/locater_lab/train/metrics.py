@@ -22,7 +22,7 @@ Row = Json
 NOTHING: JsonMapping = {}
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_metrics(path: Path) -> list[Row]:
     """The whole lines of a file of metrics; what a killed process left of a last one is dropped."""
     if not path.exists():
         return []
@@ -33,7 +33,7 @@ def rows_of_run(folder: Path) -> list[Row]:
     """The metrics of a run that is to go on."""
     path = folder / METRICS
     with as_written(path):
-        return [row for row in read_rows(path) if row["kind"] and row["step"] >= 0 and _line(row)]
+        return [row for row in read_metrics(path) if row["kind"] and row["step"] >= 0 and _line(row)]
 
 
 class Metrics:
@@ -83,7 +83,7 @@ class Metrics:
         except OSError as reason:
             raise failed(f"write {self.file.name}", reason.strerror or reason, "free some room") from None
         if self.board is not None:
-            for name, value in flat(row):
+            for name, value in _flat(row):
                 self.board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def flat(row: Row) -> Iterator[tuple[str, float]]:
+def _flat(row: Row) -> Iterator[tuple[str, float]]:
     """Names as loggers like them: `validation/loss`, `attention/layer_00/head_00/xi`, `tokens/layer_00/residual`."""
     for name, value in row.items():
         if isinstance(value, int | float) and name != "step":

@@ -118,7 +118,7 @@ def rotate(
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal self-attention; grouped keys serve num_heads / key_heads query heads each."""
 
     cosine: Tensor
@@ -170,7 +170,7 @@ class Layer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.norm_first = shape.norm_first
-        self.attention, self.attention_norm = Attention(shape), make_norm(shape)
+        self.attention, self.attention_norm = SelfAttention(shape), make_norm(shape)
         self.feedforward, self.feedforward_norm = FeedForward(shape), make_norm(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -223,7 +223,7 @@ class LanguageModel(nn.Module):
     def _scale_attention(self) -> None:
         """Multiply queries, keys and values by `qkv_gain`: Xavier's bound scales with its gain."""
         for module in self.modules() if self.config.qkv_gain != 1 else ():
-            if isinstance(module, Attention):
+            if isinstance(module, SelfAttention):
                 for projection in (module.query, module.key, module.value):
                     projection.weight *= self.config.qkv_gain
 

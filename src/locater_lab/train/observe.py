@@ -51,7 +51,7 @@ def validate(model: nn.Module, config: Config, data: Data, processes: Processes,
         row["perplexity"] = math.exp(min(loss, 700.0))
         texts = max(1, TOKENS_OBSERVED // config.shape.context)
         tokens, _ = data.batches.validation(0, min(texts, data.batches.num_validation))
-        observed, layers = attention(plain, tokens.to(next(plain.parameters()).device))
+        observed, layers = observe_attention(plain, tokens.to(next(plain.parameters()).device))
         heads = spectra(plain, length=config.shape.context)
         row["heads"] = finite([{**head, **seen} for head, seen in zip(heads, observed, strict=True)])
         row["entropy"] = sum(head["normalised_entropy"] for head in observed) / len(observed)
@@ -122,7 +122,7 @@ def spectra(model: nn.Module, *, length: int) -> list[Json]:
 
 
 @torch.no_grad()
-def attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
+def observe_attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
     """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.
 
     Heads as the kernel sees them, behind every stabiliser. The rank rows are of each layer's input, and one more of

@@ -123,7 +123,7 @@ def make_stabiliser(model: nn.Module, options: StabiliserOptions, optimizer: Opt
     )
 
 
-def release(stabiliser: Stabiliser, options: StabiliserOptions, step: int) -> None:
+def lower_strength(stabiliser: Stabiliser, options: StabiliserOptions, step: int) -> None:
     """Set κ for this step where it is lowered over the run; a function of the step, so a resumed run has it too."""
     if options.strength_until:
         assert isinstance(stabiliser, LocAteR)

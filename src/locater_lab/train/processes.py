@@ -97,7 +97,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def spread(model: nn.Module, *, processes: Processes, sharded: bool) -> nn.Module:
+def distribute(model: nn.Module, *, processes: Processes, sharded: bool) -> nn.Module:
     """The model as the loop calls it: itself, replicated (DDP), or sharded in place (FSDP2)."""
     if processes.count == 1:
         return model
@@ -127,7 +127,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def made_by(device: torch.device) -> str:
+def describe_software(device: torch.device) -> str:
     """Describe what decides the last bits besides config and data."""
     return f"locater {__version__} and torch {torch.__version__} on {device.type}"
 

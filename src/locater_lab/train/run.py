@@ -20,7 +20,7 @@ from .checksums import seal, unseal
 from .config import Config
 from .loader import export
 from .loop import Trainer, Validated
-from .metrics import METRICS, bar, read_rows
+from .metrics import METRICS, bar, read_metrics
 from .observe import plain_copy
 from .processes import Processes, has_bf16, process_group
 
@@ -74,7 +74,7 @@ def resume(
     `data` says where its data lies now, if elsewhere. The folder must hold what the run wrote, in this version on this
     kind of device, unless `verified` is false.
     """
-    config = before = read_config(folder, verified=verified)
+    config = before = read_run_config(folder, verified=verified)
     if length:
         # As for a new run, epochs go before steps: with a new end those of before do not count any more.
         ends: dict[str, float] = {} if length.keys() == {"patience"} else {"epochs": 0.0}
@@ -85,7 +85,7 @@ def resume(
         return _go(config, folder, processes, before=before, stop_after=stop_after, verified=verified, say=say)
 
 
-def read_config(folder: Path, *, verified: bool = False) -> Config:
+def read_run_config(folder: Path, *, verified: bool = False) -> Config:
     """The config that a run was started with; with `verified` only if it is unchanged."""
     path = folder / CONFIG
     try:
@@ -199,7 +199,7 @@ def _go(
     finally:
         trainer.watch.end()
         trainer.metrics.close()
-    rows = [row for row in read_rows(folder / METRICS) if row["kind"] == "validation"]
+    rows = [row for row in read_metrics(folder / METRICS) if row["kind"] == "validation"]
     last, stopped_by = rows[-1] if rows else None, received[0] if received else None
     who = processes.is_first, processes.count
     return Outcome(folder, trainer.step, trainer.num_steps, last, trainer.is_done, stopped_by, *who)

@@ -85,7 +85,7 @@ MOST_ROLL_BACKS = 3
 GOOD, CANDIDATE, ALARM = "good", "candidate", "alarm"
 
 
-class Watch:
+class TrainingWatch:
     """Looks at every `watch_every`-th step. Actions come between two steps, alike on all processes.
 
     A roll-back needs a good state on disk: a checkpoint is written at every report without serious alarms. The step

@@ -44,7 +44,7 @@ def trial(config: dict[str, Any]) -> None:
     import torch
     from ray import tune
 
-    from ...train.metrics import METRICS, read_rows
+    from ...train.metrics import METRICS, read_metrics
     from ..trained import advance, measure
 
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def trial(config: dict[str, Any]) -> None:
     place = sweep.place(point)
     place.mkdir(parents=True, exist_ok=True)
     while not advance(point, place):
-        rows = [row for row in read_rows(place / METRICS) if row["kind"] == "validation"]
+        rows = [row for row in read_metrics(place / METRICS) if row["kind"] == "validation"]
         tune.report({"loss": rows[-1]["loss"] if rows else math.inf, "validation": len(rows)})
     sweep.work(measure, only=[config["number"]])
     result = sweep.row(point).get("result", {})
@@ -61,10 +61,10 @@ def trial(config: dict[str, Any]) -> None:
 
 
 def _keep_stopped(sweep: Sweep, number: int) -> None:
-    from ..trained import result
+    from ..trained import result_of_run
 
     point = sweep.points[number]
-    found = result(sweep.place(point), is_done=False)
+    found = result_of_run(sweep.place(point), is_done=False)
     write_json({"point": point, "result": found}, sweep.path(point))
 
 
@@ -87,7 +87,7 @@ def address_of(engine: str) -> str | None:
     return address or None
 
 
-def measure_all(sweep: Sweep, engine: str, *, jobs: int, asha: bool = False, tell: Tell = lambda *_: None) -> None:
+def measure_on_ray(sweep: Sweep, engine: str, *, jobs: int, asha: bool = False, tell: Tell = lambda *_: None) -> None:
     """Every missing point, one processor each; a task whose worker dies is begun again, and its run goes on."""
     ray = _connected(engine, jobs)
     try:
@@ -99,7 +99,7 @@ def measure_all(sweep: Sweep, engine: str, *, jobs: int, asha: bool = False, tel
         ray.shutdown()
 
 
-def check(engine: str | None) -> None:
+def check_cluster(engine: str | None) -> None:
     """Refuse an engine that cannot be, before a folder is made for its sweep."""
     if engine is not None:
         address_of(engine)
