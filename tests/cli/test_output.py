@@ -126,5 +126,5 @@ def test_the_trainers_help_can_be_read_at_80_columns():
     result = locater("train", "--help")
     assert result.code == 0 and max(map(len, result.out.splitlines())) <= 80
     options = set(re.findall(r"--[a-z-]+", "\n".join(line[:20] for line in result.out.splitlines()))) - {"--help"}
-    named = "preset config set out resume stop-after unverified print-config json data steps seed strength"
+    named = "preset config set out resume stop-after print-config json data steps seed strength"
     assert options == {f"--{name}" for name in named.split()}

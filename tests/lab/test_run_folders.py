@@ -269,11 +269,11 @@ def test_an_older_run_goes_on_where_it_is_said_to(runs, tmp_path):
     shutil.copytree(runs / "run", tmp_path / "run")
     older(tmp_path / "run")
     refused = locater("train", "--resume", tmp_path / "run")
-    assert refused.code == 1 and "without a checksum" in refused.err and "--unverified" in refused.err
+    assert refused.code == 1 and "without a checksum" in refused.err and "--set verified=no" in refused.err
     assert run.resume(tmp_path / "run", stop_after=8, verified=False, say=quiet).step == 8
     run.resume(tmp_path / "run", say=quiet)  # from then on it is verified again
     assert_same_run(tmp_path / "run", runs / "whole")
-    assert locater("train", "--unverified", "--out", tmp_path / "new").code == 2
+    assert locater("train", "--set", "verified=no", "--out", tmp_path / "new").code == 2
 
 
 def test_another_version_or_device_is_refused(runs, tmp_path, monkeypatch):

@@ -409,7 +409,7 @@ def test_the_command_answers_resumes_and_draws(tmp_path, monkeypatch):
     assert len(found["answer"]) == 2 and found["behind"]["rows"]
     other = locater("study", "profiles", "--quick", "--out", tmp_path / "s")
     assert other.code == 1 and "the points that" in other.err
-    assert locater("study").code == 2 and "reconcile" in locater("study", "--list").out
+    assert "reconcile" in locater("study").out
 
 
 def test_figures_show_every_panel_name_and_interval():

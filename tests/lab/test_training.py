@@ -466,7 +466,7 @@ DAMAGE = {
     "index of a list": (lambda run: write(run / "checkpoints" / "index.json", '["last"]'), "index.json, got .*a list"),
     "no such step": (
         lambda run: write(run / "checkpoints" / "index.json", '{"last": "step-9"}'),
-        "index.json, got one without a checksum, as older versions wrote it; .* --unverified",
+        "index.json, got one without a checksum, as older versions wrote it; .* --set verified=no",
     ),
     "state": (
         lambda run: write(run / "checkpoints" / "step-00000005" / "state.json", '{"step": 5}'),

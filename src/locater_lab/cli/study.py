@@ -1,8 +1,10 @@
 """`locater study`: a question of the paper's readers, measured, drawn and answered; resumes where it was stopped."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,12 +19,16 @@ from locater.records import Json
 
 from .sweep import measure_all
 
+if TYPE_CHECKING:
+    from ..studies.real_data import Reading
+    from ..studies.sweep.folder import Sweep
+
+Measure = Callable[["Sweep"], None]
 REAL_DATA = "What do the columns of a scan say of attention measured on text? (with --model, docs/evidence.md)"
 
 
 def study(
-    name: Annotated[str | None, typer.Argument(help="Which one; --list names them.")] = None,
-    list_them: Annotated[bool, typer.Option("--list", help="Name the studies and their questions.")] = False,
+    name: Annotated[str | None, typer.Argument(help="Which one; without it, all and their questions.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
     jobs: Jobs = 1,
@@ -39,20 +45,23 @@ def study(
     """Answer one of the open questions about localisation: a grid, its rows, a figure, and sentences made from them."""
     from locater.records import write_json
 
-    from ..studies.study import STUDIES, default_folder
+    from ..studies.study import default_folder
+    from ..studies.sweep import on_ray
 
     console = console_for(json)
-    if list_them:
+    if name is None:
         console.print(_questions())
         return
-    if name is None:
-        raise BadArguments(f"name a study: {', '.join(STUDIES)} (--list says what they ask)")
     if name == "real-data":
-        folder = out or default_folder(name, quick=False)
+        from ..studies.real_data import Reading
+
+        folder, reading = out or default_folder(name, quick=False), Reading(text, by_line=by_line, window=window)
         with limited(seconds=timeout):
-            _real_data(console, folder, model or [], dict(text=text, by_line=by_line, window=window), json=json)
+            _real_data(console, folder, model or [], reading, json=json)
         return
-    found = _measured(console, name, out, quick=quick, run=dict(jobs=jobs, retry=retry, on=on))
+    on_ray.check_cluster(on)
+    measure = partial(measure_all, jobs=jobs, retry=retry, on=on)
+    found = _measured(console, name, out, quick=quick, measure=measure)
     if json:
         write_json(found, json)
     if html:
@@ -67,32 +76,30 @@ def _questions() -> FittedTable:
     return table(["study", "", "question"], rows, words=["study", "", "question"])
 
 
-def _measured(console: Console, name: str, out: Path | None, *, quick: bool, run: Json) -> Json:
+def _measured(console: Console, name: str, out: Path | None, *, quick: bool, measure: Measure) -> Json:
     """Every point of a study, then its answer, shown and saved."""
     from ..studies.study import default_folder, document, kind_of, points_of
-    from ..studies.sweep import on_ray
     from ..studies.sweep.folder import create
 
     points = points_of(name, quick=quick)
-    on_ray.check_cluster(run["on"])
     sweep = create(out or default_folder(name, quick=quick), kind_of(name), points)
-    measure_all(sweep, **run)
+    measure(sweep)
     found = document(name, sweep.rows(), num_points=len(points))
     _show(console, found, sweep.folder)
     _save(found, sweep.folder)
     return found
 
 
-def _real_data(console: Console, folder: Path, models: list[str], options: Json, *, json: Path | None) -> None:
+def _real_data(console: Console, folder: Path, models: list[str], reading: "Reading", *, json: Path | None) -> None:
     """The tables of docs/evidence.md for the user's own models, and for those that the folder has rows of already."""
     from locater.records import write_json
 
-    from ..studies.real_data import Reading, evidence, kept_rows, real_data_page
+    from ..studies.real_data import evidence, kept_rows, real_data_page
 
     for number, one in enumerate(models):
         Console(stderr=True).print(f"[dim]{number + 1} of {len(models)}: {escape(one)}[/dim]", soft_wrap=True)
         with net(one):
-            evidence(one, folder, Reading(**options))
+            evidence(one, folder, reading)
     rows = kept_rows(folder)
     if not rows:
         raise BadArguments("real-data needs models: --model PATH, as often as there are")

@@ -28,31 +28,55 @@ if TYPE_CHECKING:
 LENGTH = {"steps", "epochs", "patience"}
 FLAGS = ("data", "steps", "seed", "strength")  # fields with a flag of their own
 DEFAULT = "paper"
-CONFIG = "Options from a YAML or JSON file, such as a run's config.json; --set goes before it."
-SET = "Any option, such as learning_rate=3e-3; may be repeated. --print-config explains them all."
-PRINT = "Print all options with what they mean, as such a file, and exit."
-RESUME = (
-    "Continue the run in this folder; --steps, or --set of epochs or patience, moves its end, --data names moved data."
-)
-UNVERIFIED = "With --resume: go on with a folder that was changed, is of another version or on another device."
-DATA = "A text file or folder, wikitext-2, embedded (Python's documentation), auto, or random-walk."
+UNVERIFIED = "verified=no"  # of --set: of the way to resume, not of the config
+Preset = Annotated[
+    str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. (default: {DEFAULT})")
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Options from a YAML or JSON file, such as a run's config.json; --set goes before."
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any option, such as learning_rate=3e-3; may be repeated. --print-config explains them all.",
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Continue the run in this folder; --steps, or --set of epochs or patience, moves its end, --data names "
+        f"moved data. --set {UNVERIFIED} takes a folder that was changed, is of another version or on another device.",
+    ),
+]
+StopAfter = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")]
+PrintConfig = Annotated[
+    bool, typer.Option("--print-config", help="Print all options with what they mean, as such a file, and exit.")
+]
+DataPlace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="A text file or folder, wikitext-2, embedded (Python's documentation), auto, or random-walk.",
+    ),
+]
 
 
 def train(
-    preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Start from one of {', '.join(PRESETS)}. (default: {DEFAULT})")
-    ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help=CONFIG)] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SET)] = None,
+    preset: Preset = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help=RESUME)] = None,
-    stop_after: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stop at this step, to resume later.")
-    ] = None,
-    unverified: Annotated[bool, typer.Option("--unverified", help=UNVERIFIED)] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help=PRINT)] = False,
+    resume: Resume = None,
+    stop_after: StopAfter = None,
+    print_config: PrintConfig = False,
     json: JsonPath = None,
-    data: Annotated[str | None, typer.Option(metavar="TEXT", help=DATA)] = None,
+    data: DataPlace = None,
     steps: Annotated[str | None, typer.Option(metavar="N", help="Steps of the optimiser.")] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Seed of everything random.")] = None,
     strength: Annotated[str | None, typer.Option(metavar="X|auto", help="κ of LocAteR; 0: none.")] = None,
@@ -60,33 +84,28 @@ def train(
     """Train a small transformer language model, with or without LocAteR; continues to the bit where it was stopped."""
     from ..train.config_file import read_pairs
 
-    short = dict(zip(FLAGS, (data, steps, seed, strength), strict=True))
-    flags = [f"{name}={value}" for name, value in short.items() if value is not None]
-    given = read_pairs([*(settings or ()), *flags])
-    console = console_for(json)
+    flags = dict(zip(FLAGS, (data, steps, seed, strength), strict=True))
+    pairs = [*(settings or ()), *(f"{name}={value}" for name, value in flags.items() if value is not None)]
+    given = read_pairs([pair for pair in pairs if pair != UNVERIFIED])
     if resume is not None:
         _check_resume(given | {"preset": preset, "config": config, "out": out})
+    elif UNVERIFIED in pairs:
+        raise BadArguments(f"--set {UNVERIFIED} goes with --resume DIR")
     chosen = None if resume is not None else _chosen(preset, config, given)
     if print_config:
-        _print(chosen, resume)
-        return
-    if unverified and resume is None:
-        raise BadArguments("--unverified goes with --resume DIR")
-    if chosen is not None and out is None:
-        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
+        return _print(chosen, resume)
     from ..train import run
 
     if chosen is not None and out is not None:
         outcome = run.start(chosen, out, stop_after=stop_after, say=aside)
+    elif resume is not None:
+        moved, verified = given.pop("data", None), UNVERIFIED not in pairs
+        outcome = run.resume(resume, length=given, data=moved, stop_after=stop_after, verified=verified, say=aside)
     else:
-        assert resume is not None
-        moved = given.pop("data", None)
-        outcome = run.resume(
-            resume, length=given, data=moved, stop_after=stop_after, verified=not unverified, say=aside
-        )
+        raise BadArguments("give one of --out DIR, for a new run, and --resume DIR, to continue one")
     if outcome.is_first:
-        _report(console, outcome, json)
-    _leave(outcome)
+        _report(console_for(json), outcome, json)
+    return _leave(outcome)
 
 
 def _leave(outcome: "Outcome") -> None:

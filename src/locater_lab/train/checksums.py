@@ -14,7 +14,7 @@ from locater.errors import Refusal, refusal
 from locater.records import Json
 
 CHECKSUMS, SEAL = "checksums.json", "checksum"
-UNVERIFIED = "restore it, or go on with what is there by --unverified"
+UNVERIFIED = "restore it, or go on with what is there by --set verified=no"
 
 
 def digest_of(document: object) -> str:

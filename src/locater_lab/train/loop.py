@@ -156,7 +156,7 @@ class Trainer:
             raise refusal("the data that this run began with", "other data", "restore it, or start a new run")
         now, before = describe_software(self.processes.device), small.get("made_by")
         if self.store.verified and now != before:
-            remedy = "install that, or go on with other roundings by --unverified"
+            remedy = "install that, or go on with other roundings by --set verified=no"
             raise refusal(f"{before}, which this run was made by", now, remedy)
         state = self._state()
         self.store.load(state)
