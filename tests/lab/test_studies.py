@@ -31,7 +31,7 @@ from locater_lab.studies.statistics import (
     paired,
     pooled,
     seed_means,
-    spearman,
+    spearman_estimate,
     tally,
     wilson,
 )
@@ -65,9 +65,9 @@ def test_words_follow_the_interval():
     null = paired(dict(enumerate((1.0, -1.0, 0.1))), dict.fromkeys(range(3), 0.0))
     assert verdict(null) == "no difference seen"
     assert verdict(paired({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0})) == "too few seeds"
-    assert verdict(spearman(range(9), range(9)), "relation") == "rises"
-    assert verdict(spearman(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4]), "relation") == "no relation seen"
-    assert "no variation" in verdict(spearman([1.0] * 9, range(9)), "relation")
+    assert verdict(spearman_estimate(range(9), range(9)), "relation") == "rises"
+    assert verdict(spearman_estimate(range(9), [3, 8, 1, 7, 2, 6, 0, 5, 4]), "relation") == "no relation seen"
+    assert "no variation" in verdict(spearman_estimate([1.0] * 9, range(9)), "relation")
     many = [Finding("loss", name, lower) for name in "abcd"] + [Finding("loss", "e", null)]
     assert tally(many) == f"lower for 4 of 5, most for a ({lower}); no difference seen for e"
     assert tally(many[:2]) == f"lower for a ({lower}) and b"
@@ -96,11 +96,11 @@ def test_what_is_not_known_is_no_number():
 
 
 def test_seeds_that_agree_to_the_last_rank_are_not_certain():
-    one = spearman(range(5), [0, 1, 2, 4, 3])
+    one = spearman_estimate(range(5), [0, 1, 2, 4, 3])
     found = pooled([one] * 3)
     assert found.value == pytest.approx(one.value) and one.low < found.low < found.value < found.high < one.high
-    assert found.count == 15 and math.isnan(pooled([spearman([1, 2], [1, 2])]).value)
-    assert not pooled([one, spearman(range(5), [3, 4, 2, 1, 0])]).is_seen
+    assert found.count == 15 and math.isnan(pooled([spearman_estimate([1, 2], [1, 2])]).value)
+    assert not pooled([one, spearman_estimate(range(5), [3, 4, 2, 1, 0])]).is_seen
 
 
 def test_wilson_is_scipys():
@@ -117,7 +117,7 @@ def test_spearman_covers_what_it_says():
     held = 0
     for _ in range(300):
         x, noise = torch.randn(2, 40, generator=generator)
-        found = spearman(x.tolist(), (0.6 * x + 0.8 * noise).tolist())
+        found = spearman_estimate(x.tolist(), (0.6 * x + 0.8 * noise).tolist())
         held += found.low <= true <= found.high
     assert 0.91 <= held / 300 <= 0.985
 

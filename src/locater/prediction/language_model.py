@@ -32,12 +32,12 @@ def load_model(source: Source) -> nn.Module:
     if isinstance(source, nn.Module):
         return source
     if (loader := registered_loader(source)) is not None:
-        return loader.load_model(Path(source).expanduser())
+        return loader.load_trained_model(Path(source).expanduser())
     transformers = transformers_here()
     place, options = _place(source)
     _check_pickles(Path(place))
     options[_dtype_option(transformers.__version__)] = torch.float32
-    with quiet(transformers):
+    with quiet_loading(transformers):
         try:
             if (settings := untyped(place)) is not None and "gguf_file" not in options:
                 return _load_untyped(transformers, place, settings, options)
@@ -46,7 +46,7 @@ def load_model(source: Source) -> nn.Module:
         except Refusal:
             raise
         except Exception as reason:
-            raise refusal(f"a model that transformers can load from {source}", first_line(reason)) from None
+            raise refusal(f"a model that transformers can load from {source}", short_reason(reason)) from None
 
 
 def _load_untyped(transformers: Any, place: str, settings: Json, options: Json) -> nn.Module:
@@ -107,10 +107,10 @@ def load_tokenizer(source: Source) -> Tokenizer:
     if isinstance(source, nn.Module):
         raise missing("a tokenizer for a live model", "pass tokenizer=, or tokens= instead of a text")
     if (loader := registered_loader(source)) is not None:
-        return loader.load_tokenizer(Path(source).expanduser())
+        return loader.load_trained_tokenizer(Path(source).expanduser())
     transformers = transformers_here()
     place, options = _place(source)
-    with quiet(transformers):
+    with quiet_loading(transformers):
         try:
             kind = transformers.AutoTokenizer
             tokenizer = _fetched(place, lambda: kind.from_pretrained(place, trust_remote_code=False, **options))
@@ -118,7 +118,7 @@ def load_tokenizer(source: Source) -> Tokenizer:
             raise
         except Exception as reason:
             remedy = "add the files of its tokenizer (tokenizer.json), name one with --tokenizer, or use --text random"
-            raise refusal(f"a tokenizer in {source}", first_line(reason), remedy) from None
+            raise refusal(f"a tokenizer in {source}", short_reason(reason), remedy) from None
     if "gguf_file" in options and begins_with_bos(Path(source)):
         tokenizer.add_bos_token = True
     return tokenizer
@@ -155,7 +155,7 @@ def transformers_here() -> Any:
 
 
 @contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
+def quiet_loading(transformers: Any) -> Iterator[None]:
     """No bars and no advice while a model is loaded."""
     logging = transformers.utils.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -171,7 +171,7 @@ def quiet(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def first_line(reason: Exception) -> str:
+def short_reason(reason: Exception) -> str:
     return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
 
 

@@ -23,7 +23,7 @@ from ..checkpoints import Checkpoint
 from ..errors import Refusal
 from ..models import Config, open_model, wanted_layers
 from ..models.module import AttentionModule
-from .language_model import first_line, quiet, registered_loader, transformers_here
+from .language_model import quiet_loading, registered_loader, short_reason, transformers_here
 
 # Tables with more numbers than this are read by the rows that are looked up.
 LARGE = 2**24
@@ -145,14 +145,14 @@ def _filled_when_called(model: nn.Module, weights: FileWeights) -> Iterator[None
 
 def _without_numbers(place: str) -> nn.Module:
     transformers = transformers_here()
-    with quiet(transformers), WithoutNumbers():
+    with quiet_loading(transformers), WithoutNumbers():
         try:
             config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
             if hasattr(config, "quantization_config"):  # the weights are unpacked while they are read
                 del config.quantization_config
             return transformers.AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as reason:
-            raise CannotStream(f"expected a model that transformers makes, got {first_line(reason)}") from None
+            raise CannotStream(f"expected a model that transformers makes, got {short_reason(reason)}") from None
 
 
 def _stored_names(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:

@@ -17,7 +17,7 @@ from locater.theory.profiles import profile
 from .floors import ARMS as FLOORS
 from .floors import UNIFORM
 from .small import Ran, arms_by_seed, nothing, result, train_small, trained
-from .statistics import Finding, corrected, paired, spearman, tally
+from .statistics import Finding, corrected, paired, spearman_estimate, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import findings
@@ -61,7 +61,7 @@ def agreement(ran: Ran) -> list[float]:
             [profile(head, length=x.shape[1], covariance=step_covariance(x)) for head in read_heads(site).heads]
         )
         # The query itself is left out: its gradient comes past attention too.
-        found.append(spearman(rho.mean(0)[:-1].tolist(), share[:-1].tolist()).value)
+        found.append(spearman_estimate(rho.mean(0)[:-1].tolist(), share[:-1].tolist()).value)
     return [value for value in found if value == value]
 
 

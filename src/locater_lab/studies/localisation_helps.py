@@ -11,7 +11,7 @@ from locater.records import Json
 from .floors import ARMS as FLOORS
 from .interventions import HeldAttention, Temperature, Window, far
 from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_study_text, result, train_small, trained
-from .statistics import FEWEST, Finding, MeanEstimate, corrected, pooled, spearman, tally
+from .statistics import FEWEST, Finding, MeanEstimate, corrected, pooled, spearman_estimate, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -48,7 +48,7 @@ def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> MeanEstimate:
     by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
     if len(by_seed) < FEWEST:
         return MeanEstimate(math.nan, -1.0, 1.0, 1.0, len(rows))
-    return pooled([spearman([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
+    return pooled([spearman_estimate([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
 
 
 def conclude(rows: list[Json]) -> Answer:

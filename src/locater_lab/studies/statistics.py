@@ -71,7 +71,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanEstima
     return MeanEstimate(mean, mean - half, mean + half, 2 * float(t.sf(abs(mean) / error, free)), len(differences))
 
 
-def spearman(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
+def spearman_estimate(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
     """Rank correlation with the interval of Fisher's z, widened for ranks (Bonett and Wright 2000)."""
     from scipy.stats import norm, spearmanr
 
@@ -137,7 +137,7 @@ def holm(estimates: Mapping[str, MeanEstimate]) -> dict[str, MeanEstimate]:
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     """Spearman's, of the points of a grid: an effect size, for a grid that was chosen has no sampling error."""
-    return spearman(x, y).value
+    return spearman_estimate(x, y).value
 
 
 def seed_means(rows: Sequence[Json], keys: Sequence[str], names: Sequence[str]) -> list[Json]:

@@ -84,12 +84,12 @@ def load(folder: Path) -> LanguageModel | WalkModel:
     return model.eval()
 
 
-def load_model(folder: Path) -> nn.Module:
+def load_trained_model(folder: Path) -> nn.Module:
     """The model of a finished run, ready for inference."""
     return load(folder)
 
 
-def load_tokenizer(folder: Path) -> "OwnTokenizer":
+def load_trained_tokenizer(folder: Path) -> "OwnTokenizer":
     """The vocabulary beside the weights."""
     return OwnTokenizer(vocabulary.load_vocabulary(folder))
 
