@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 import hand_written
 from locater.errors import Refusal
 from locater.integrations.hugging_face import AttentionCallback
-from locater.models.live.rate_factor import scaled
+from locater.models.live.rate_factor import current_factor
 from locater.monitor import (
     Attach,
     AttentionMonitor,
@@ -90,7 +90,9 @@ def test_roll_back_returns_to_the_last_good_state_at_a_lower_rate():
     optimizer.step()
     assert monitor.step().alarms
     assert all(torch.equal(value, good[name]) for name, value in model.state_dict().items())
-    assert optimizer.param_groups[0]["lr"] == 1e-3 and scaled(optimizer) == 0.25, "the schedule's own, between steps"
+    assert optimizer.param_groups[0]["lr"] == 1e-3 and current_factor(optimizer) == 0.25, (
+        "the schedule's own, between steps"
+    )
     model(TOKENS)
     assert not monitor.step().alarms
     for _ in range(2):

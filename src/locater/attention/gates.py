@@ -146,7 +146,7 @@ class Trails:
         trail = self.open
         if trail is None or not isinstance(output, Tensor):
             return
-        for place, one in enumerate(_flat(func, args)):
+        for place, one in enumerate(_operands(func, args)):
             own = getattr(one, "_local_tensor", one)  # this process's part of a tensor that is spread over several
             branch = next((b for b in trail.branches if own is not None and b.at() is own), None)
             if branch is not None:
@@ -187,6 +187,6 @@ def _step(
     return replace(moved, gate=trail.multiplied(branch, by, output.shape), steps=(*branch.steps, spread))
 
 
-def _flat(func: Any, args: tuple) -> tuple:
-    """einsum takes its operands behind a pattern, or as a list."""
+def _operands(func: Any, args: tuple) -> tuple:
+    """List the operands of a product: einsum takes them behind a pattern, or as a list."""
     return tuple(args[1]) if func is torch.einsum and len(args) == 2 and isinstance(args[1], list | tuple) else args

@@ -215,7 +215,7 @@ class Alarms:
             near = {head: figures[head] for head in ahead if head not in wrong}
             if near:
                 steps = max(1, round(min(ahead[head] for head in near)))
-                trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.record()}"
+                trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.track_record()}"
                 trends.promise(layer, {head: ahead[head] for head in near}, limit)
                 yield replace(_alarm(layer, condition, near, limit, remedy=remedy, trend=trend), kind=AHEAD)
 

@@ -55,7 +55,7 @@ class Trends:
                 self.num_wrong += not largest > limit
                 del self.due[f"{layer.key} {head}"]
 
-    def record(self) -> str:
+    def track_record(self) -> str:
         """Say how many forecasts that came due have come true, where any did come due."""
         num_due = self.num_true + self.num_wrong
         return f" ({self.num_true} of {num_due} such forecasts came true so far)" if num_due else ""

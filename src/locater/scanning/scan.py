@@ -129,7 +129,7 @@ def _analyse(
                 progress(done, len(modules))
             with net(source):
                 # Handed on without a name of its own: one layer's weights are freed before the next are read.
-                part = _of_layer(read_heads(module), settings, threads)
+                part = _analyse_layer(read_heads(module), settings, threads)
             yield from part
 
     with workers() as threads:
@@ -139,7 +139,7 @@ def _analyse(
     return whole
 
 
-def _of_layer(layer: AttentionModule, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
+def _analyse_layer(layer: AttentionModule, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
     return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
 
 

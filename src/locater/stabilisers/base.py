@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import refusal
 from ..models.live import is_known
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of
-from ..models.live.rate_factor import scaled
+from ..models.live.rate_factor import current_factor
 from ..models.live.tensors import entry_of
 from ..models.live.watch import FirstCall, Sample
 from ..models.live.write_check import Optimizers, several
@@ -107,7 +107,7 @@ class Rates:
         optimizers = several(optimizer)
         self.all_groups = [group for one in optimizers for group in one.param_groups]
         self.groups = {id(one): group for group in self.all_groups for one in group["params"]}
-        self.factors = {id(group): scaled(one) for one in optimizers for group in one.param_groups}
+        self.factors = {id(group): current_factor(one) for one in optimizers for group in one.param_groups}
         self.state = {key: state for one in optimizers for key, state in one.state.items()}
 
     def learning_rate(self, parameter: Tensor, name: str) -> float:

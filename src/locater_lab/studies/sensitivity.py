@@ -40,7 +40,7 @@ def conclude(rows: list[Json]) -> Answer:
     gains = findings(rows, "best_loss", "loss, LocAteR − none")
     gains = [replace(one, of=one.of.removeprefix("locater with ")) for one in gains]
     changes = corrected(
-        [Finding("its change against 'as it is'", factor, _change(rows, factor)) for factor in _others(rows)]
+        [Finding("its change against 'as it is'", factor, _change_of_gain(rows, factor)) for factor in _others(rows)]
     )
     return Answer(
         f"With one thing changed at a time, the loss with LocAteR (κ = auto) against none: {tally(gains)} (paired by "
@@ -54,7 +54,7 @@ def _others(rows: list[Json]) -> list[str]:
     return [name for name in dict.fromkeys(row["condition"] for row in rows) if name != AS_IT_IS]
 
 
-def _change(rows: list[Json], factor: str) -> MeanEstimate:
+def _change_of_gain(rows: list[Json], factor: str) -> MeanEstimate:
     gains = {}
     for name in (factor, AS_IT_IS):
         with_it, without = (by_seed(rows, name, arm, "best_loss") for arm in ("locater", "none"))

@@ -105,7 +105,7 @@ class TrainingWatch:
             self.monitor.detach()  # until the run begins
 
     def begin(self) -> None:
-        """From the trainer's present step on."""
+        """Attach the monitor at the trainer's step, and keep a state to roll back to."""
         if self.monitor is not None:
             self.monitor.attach().num_steps = self.trainer.step
         if ROLL_BACK in self.actions and not self._has_good():

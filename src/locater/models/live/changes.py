@@ -289,6 +289,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def _is_simple(value: object) -> bool:
+    """Tell whether a value is plain data, which `==` compares."""
     if isinstance(value, list | tuple):
         return all(map(_is_simple, value))
     return value is None or isinstance(value, bool | int | float | str)

@@ -46,7 +46,8 @@ class Made:
     def product(self) -> Product:
         return self.source.product
 
-    def before(self, vectors: Vectors) -> Vectors:
+    def without_gain(self, vectors: Vectors) -> Vectors:
+        """Divide by the gain that came after the rotation, where there is one."""
         return vectors if self.behind is None else vectors / self.behind
 
 

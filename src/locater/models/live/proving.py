@@ -71,7 +71,7 @@ class Search:
 
     def _is_beside(self, query: Made, key: Made, rotary: Rotary | None) -> bool:
         """Tell whether the keys turn by the queries' rotation, on the same side of their gain."""
-        if not alike(turned(rotary, key.plain), key.before(self.key), self.allowed):
+        if not alike(turned(rotary, key.plain), key.without_gain(self.key), self.allowed):
             return False
         return (key.behind is None) == (query.behind is None) and (rotary is None or self._is_in_order(key))
 
@@ -85,7 +85,7 @@ class Search:
 
     def _queries(self) -> Iterator[tuple[Made, Rotary | None]]:
         for made in self._made(self.query):
-            rotation = explain_rotation(made.before(self.query), made.plain, self.allowed)
+            rotation = explain_rotation(made.without_gain(self.query), made.plain, self.allowed)
             if rotation is not None and (made.behind is None if rotation[0] is None else self._is_in_order(made)):
                 yield made, rotation[0]
 

@@ -89,7 +89,7 @@ def release(optimizer: Optimizer, owner: object) -> None:
             del _FACTORS[inner]
 
 
-def scaled(optimizer: Optimizer) -> float:
+def current_factor(optimizer: Optimizer) -> float:
     """The factor with which an optimiser steps now."""
     inner = inner_optimizer(optimizer)
     factor = None if inner is None else _FACTORS.get(inner)
@@ -98,4 +98,4 @@ def scaled(optimizer: Optimizer) -> float:
 
 def rates(optimizers: Iterable[Optimizer]) -> list[float]:
     """The first group's rate of each optimiser, as it steps."""
-    return [float(one.param_groups[0]["lr"]) * scaled(one) for one in optimizers]
+    return [float(one.param_groups[0]["lr"]) * current_factor(one) for one in optimizers]
