@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
+from ..errors import counted
 from ..head import Block
 from ..models import spans
 from ..records import Json, State
@@ -215,7 +216,7 @@ class Alarms:
             near = {head: figures[head] for head in ahead if head not in wrong}
             if near:
                 steps = max(1, round(min(ahead[head] for head in near)))
-                trend = f"there in about {steps} step{'s' if steps > 1 else ''} at the present growth{trends.track_record()}"
+                trend = f"there in about {counted(steps, 'step')} at the present growth{trends.track_record()}"
                 trends.promise(layer, {head: ahead[head] for head in near}, limit)
                 yield replace(_alarm(layer, condition, near, limit, remedy=remedy, trend=trend), kind=AHEAD)
 
