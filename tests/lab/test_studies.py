@@ -92,7 +92,7 @@ def test_an_estimate_has_as_many_places_as_its_largest_end():
 
 
 def test_what_is_not_known_is_no_number():
-    assert str(spearman([1.0] * 9, range(9))) == "–" == str(paired({}, {}))
+    assert str(spearman_estimate([1.0] * 9, range(9))) == "–" == str(paired({}, {}))
 
 
 def test_seeds_that_agree_to_the_last_rank_are_not_certain():
