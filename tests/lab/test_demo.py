@@ -80,7 +80,7 @@ def test_the_tables_hold_the_runs_own_numbers(shown, document):
     last = [read_metrics(out / name / "metrics.jsonl")[-1] for name in two_models.NAMES]
     assert all(row["kind"] == "validation" and row["step"] == 6 for row in last)
     assert rows["perplexity (lower: it predicts better)"] == [f"{row['perplexity']:.1f}" for row in last]
-    assert rows["η/λ (their spread)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
+    assert rows["η/λ (their scale)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
     assert rows["regime"] == [row["heads"][0]["regime"] for row in last]
     for model, row in zip(document["models"].values(), last, strict=True):
         head = row["heads"][0]
@@ -132,16 +132,16 @@ def told(document, *, perplexity, entropies, eta, near):
 def test_the_closing_words_follow_the_numbers(document):
     better = told(document, perplexity=90.0, entropies=[0.8, 0.7], eta=0.5, near=0.4)
     assert "predicts held-out text better: perplexity 90.0 against 100.0" in better[0]
-    assert "spread less: η/λ = 0.50 against 1.00" in better[1] and "mean is larger" in better[1]
+    assert "eigenvalues is smaller: η/λ = 0.50 against 1.00" in better[1] and "scale is larger" in better[1]
     assert "attention is broader: entropy 0.70 against 0.50" in better[2]
     assert "fallen from 0.80 at step 1 to 0.70 with LocAteR" in better[2] and "as high as ever" in better[2]
     assert "40 % of its attention, against 50 %" in better[3]
     worse = told(document, perplexity=110.0, entropies=[0.2, 0.3], eta=2.0, near=0.4)
     assert "predicts held-out text worse: perplexity 110.0 against 100.0" in worse[0]
-    assert "spread more" in worse[1] and "mean is smaller" in worse[1]
+    assert "eigenvalues is larger" in worse[1] and "scale is smaller" in worse[1]
     assert "attention is narrower: entropy 0.30 against 0.50" in worse[2] and "fallen" not in worse[2]
     alike = told(document, perplexity=100.4, entropies=[0.5, 0.501], eta=1.0, near=0.4)
-    assert "about as well" in alike[0] and "about as much" in alike[1] and "about as broad" in alike[2]
+    assert "about as well" in alike[0] and "about equal" in alike[1] and "about as broad" in alike[2]
     for words in (better, worse, alike):
         assert "one seed" in words[-1] and "not evidence" in words[-1]
 

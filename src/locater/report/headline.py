@@ -59,7 +59,7 @@ CHANGES = (
     ("eta_over_temperature", "larger logits", "smaller logits", "the usual head's scale η/λ"),
     ("eta", "larger logits", "smaller logits", "the usual head's scale η"),
 )
-SLIGHT = 0.02  # of a number: a smaller change is no change
+SLIGHT = 0.01  # of a number: a smaller change is no change
 
 
 def _of_pair(number: int, view: View, views: list[View]) -> Iterable[Sentence]:
@@ -159,7 +159,7 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
     if len(view.frames) < 2:
         return
     changed = [n for n, pair in enumerate(zip(view.regimes[0], view.regimes[-1], strict=True)) if pair[0] != pair[1]]
-    if moved := view.columns.get("moved"):
+    if (moved := view.columns.get("moved")) and len(view.heads) > 1:
         far = _where(moved[-1], lambda distance: distance > MOVED)
         most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
         yield Sentence(

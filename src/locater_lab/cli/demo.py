@@ -20,7 +20,7 @@ from .demo_models import arrow, say, show_models
 INTRODUCTION = """\
 [bold]Where does attention look?[/bold]
 A head gives every token t a logit ω_t = x_t·W x_T/λ and turns the logits into
-weights. W is the product of the head's key and query weights, and the spread
+weights. W is the product of the head's key and query weights, and the scale
 of its eigenvalues decides which tokens take part at all. The propagation
 probability ρ_t is the chance that token t is still heard: that its weight is
 neither clipped to nothing nor to everything, so that learning can change it.
@@ -28,7 +28,7 @@ neither clipped to nothing nor to everything, so that learning can change it.
 
 ONE_HEAD = """\
 [bold]1. One small head, three ways[/bold]{picture}
-The head has d_h = {d_head}, tr W/λ = {ratio:.2f} and ξ = mean/scale = {xi:.2f}. Its regime is
+The head has d_h = {d_head}, tr W/λ = {ratio:.2f} and ξ = tr W/η = {xi:.2f}. Its regime is
 [bold]{regime}[/bold]: {meaning}.
 The closed form takes the logit for a Gaussian, the exact one does not, and
 Monte Carlo simulates 20,000 random walks. Exact and simulated differ by at

@@ -16,7 +16,7 @@ TRAINING = """\
 Each has one layer with one head of {width} dimensions and learns to guess the next
 token of Python's own documentation. They start alike and see the same texts in
 the same order, for {steps} steps. One difference: LocAteR adds κη² to the loss of
-the second (κ = {strength:g}), so that a wide spread of eigenvalues has a price.
+the second (κ = {strength:g}), so that a large scale of the eigenvalues has a price.
 """
 
 SCAN = """
@@ -115,9 +115,9 @@ def scan_table(document: Json) -> FittedTable:
     """Tabulate the quantities of a scan, from the weights alone."""
     scans = [model["scan"] for model in document["models"].values()]
     rows = {
-        "tr W/λ (mean of the eigenvalues, times d)": [scan["trace"] / scan["temperature"] for scan in scans],
-        "η/λ (their spread)": [scan["eta"] / scan["temperature"] for scan in scans],
-        "ξ (mean over spread)": [scan["xi"] for scan in scans],
+        "tr W/λ (sum of the eigenvalues)": [scan["trace"] / scan["temperature"] for scan in scans],
+        "η/λ (their scale)": [scan["eta"] / scan["temperature"] for scan in scans],
+        "ξ (sum over scale)": [scan["xi"] for scan in scans],
         "localisation": [scan["localisation"] for scan in scans],
     }
     body = [[words, *(f"{number:.3f}" for number in numbers)] for words, numbers in rows.items()]
@@ -145,16 +145,16 @@ def conclusions(document: Json) -> list[str]:
     models = document["models"]
     last = {name: model["validations"][-1] for name, model in models.items()}
     perplexity, entropy = ({name: row[key] for name, row in last.items()} for key in ("perplexity", "entropy"))
-    spread = {name: model["scan"]["eta"] / model["scan"]["temperature"] for name, model in models.items()}
+    scale = {name: model["scan"]["eta"] / model["scan"]["temperature"] for name, model in models.items()}
     xi = {name: model["scan"]["xi"] for name, model in models.items()}
     recent = min(RECENT[1], document["length"])
     near = {name: f"{100 * model['within'][recent - 1]:.0f} %" for name, model in models.items()}
     return [
         f"With LocAteR the model predicts held-out text {_word(perplexity, 'better', 'worse', 'about as well')}: "
         f"perplexity {perplexity['with']:.1f} against {perplexity['without']:.1f} without.",
-        f"Its eigenvalues spread {_word(spread, 'less', 'more', 'about as much')}: η/λ = {spread['with']:.2f} against "
-        f"{spread['without']:.2f}. Beside that spread their mean is {_word(xi, 'smaller', 'larger', 'about equal')}: "
-        f"ξ = {xi['with']:.2f} against {xi['without']:.2f}.",
+        f"The scale of its eigenvalues is {_word(scale, 'smaller', 'larger', 'about equal')}: η/λ = "
+        f"{scale['with']:.2f} against {scale['without']:.2f}. Their sum over that scale is "
+        f"{_word(xi, 'smaller', 'larger', 'about equal')}: ξ = {xi['with']:.2f} against {xi['without']:.2f}.",
         f"Its attention is {_word(entropy, 'narrower', 'broader', 'about as broad')}: entropy {entropy['with']:.2f} "
         f"against {entropy['without']:.2f}. {_course(models['with'])} with LocAteR; "
         f"without, {_course(models['without']).lower()}.",

@@ -201,7 +201,7 @@ function frameSlider(app) {
 }
 
 function boundSlider(app) {
-  if (app.words) return null;
+  if (app.words || app.view.count === 1) return null;
   const { low, high } = app.range;
   const slider = html("input", { type: "range", id: "bound", min: low, max: high, step: "any", value: app.bound ?? (app.side === "above" ? low : high),
     "aria-label": `Mark heads with ${app.quantity.symbol} ${app.side} this value`, oninput: (event) => { event.target.nextSibling.textContent = shownNumber(Number(event.target.value)); }, onchange: (event) => app.markBeyond(Number(event.target.value)) });
