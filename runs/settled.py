@@ -146,7 +146,7 @@ def answer(arms: Arms) -> str:
     word, ends, early = outcome(arms)
     if not word:
         return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
-    shown = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in ends.items()])
+    shown = together([f"{ratio} with {ARMS[arm]}{ratio.shown_p}" for arm, ratio in ends.items()])
     sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
     step = levels(arms)[0][0]
     return (
@@ -157,7 +157,7 @@ def answer(arms: Arms) -> str:
 
 def _judged(ends: Mapping[str, Ratio]) -> str:
     counts = sorted({ratio.estimate.count for ratio in ends.values()})
-    return f"{' and '.join(map(str, counts))} seeds, paired, each arm at its own best rate"
+    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, each arm at its own best rate"
 
 
 def localises(arms: Arms) -> str:

@@ -26,6 +26,19 @@ class Ratio(NamedTuple):
     def word(self) -> str:
         return "" if not self.estimate.is_seen else "lower" if self.estimate.value < 0 else "higher"
 
+    @property
+    def said(self) -> str:
+        """The word in a sentence; an interval that leaves out 1 only as long as it is taken alone is not enough."""
+        if self.word:
+            return {"lower": "it leads", "higher": "it is behind"}[self.word]
+        is_outside = self.estimate.low > 0 or self.estimate.high < 0
+        return "a lead is not sure" if is_outside and self.estimate.value < 0 else "no lead is seen"
+
+    @property
+    def shown_p(self) -> str:
+        """What is left of p after Holm's correction, where the interval alone would mislead."""
+        return f", p = {self.estimate.adjusted:.2g} of two forms" if self.said == "a lead is not sure" else ""
+
     def __str__(self) -> str:
         one = self.estimate
         if not self.is_claimed or math.isinf(one.low):
@@ -57,8 +70,8 @@ def claim(found: Outcome) -> str:
     if not found.word:
         return "Whether it still leads at the end of training is not settled."
     ratio = found.ends[found.best]
-    words = {"lower": "it leads", "higher": "it is behind", "": "no lead is seen"}[ratio.word]
-    end = f"the end of training on WikiText-2 {words}: {ratio} with {ARMS[found.best]} ({ratio.estimate.count} seeds)."
+    how = f"{ARMS[found.best]} ({ratio.estimate.count} seeds{ratio.shown_p})"
+    end = f"the end of training on WikiText-2 {ratio.said}: {ratio} with {how}."
     if found.word != "Only early":
         return f"At {end}"
     return f"It leads only early ({found.early[found.fastest]} of the steps); at {end}"
@@ -68,7 +81,7 @@ def limit(found: Outcome) -> str:
     """The README's paragraph around it."""
     text = (
         f"{LIMIT}In [a small model](docs/reproduction.md) LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm "
-        f"does. {claim(found)} For a run that diverges now, take `RollBack`, QK-Clip or QK-norm."
+        f"does. {claim(found)} If a run diverges now: `RollBack`, QK-Clip or QK-norm."
     )
     return _filled(text, COLUMNS)
 
@@ -86,13 +99,14 @@ def advice(found: Outcome) -> str:
     if not found.word:
         return _box(f"{hold}. {now} At {END_LINK} no gain has been shown yet.")
     ratio, form = found.ends[found.best], FORMS[found.best]
-    shown = f"{ratio} of the perplexity over {ratio.estimate.count} seeds"
+    shown = f"{ratio} of the perplexity, {ratio.estimate.count} seeds{ratio.shown_p}"
     if found.word == "Yes":
         return _box(f"{form}: at {END_LINK} {shown}. A high rate gains more from it: {at_small}. {now}")
-    nothing = "it is behind" if ratio.word == "higher" else "no lead is seen"
     if found.word == "Only early":
-        return _box(f"{hold}, in a run that is stopped early: at {END_LINK} {nothing} ({shown}). {now}")
-    return _box(f"None, in a long run that is stable: at {END_LINK} {nothing} ({shown}). In a short one: {hold}. {now}")
+        return _box(f"{hold}, in a run that is stopped early: at {END_LINK} {ratio.said} ({shown}). {now}")
+    return _box(
+        f"None, in a long run that is stable: at {END_LINK} {ratio.said} ({shown}). In a short one: {hold}. {now}"
+    )
 
 
 def _box(text: str) -> str:

@@ -84,6 +84,11 @@ def test_two_forms_of_locater_are_two_chances(tmp_path):
             write(kept, "released", seed, end=-lead + 0.0015 * (seed - 2))
     arms = settled.read("A", weak)
     assert settled.end_ratio(arms, "released").word == "lower" and settled.outcome(arms).word == "No"
+    assert (
+        "a lead is not sure: 0.9" in said_claim(arms)
+        and "seeds, p = 0.0" in said_claim(arms)
+        and len(said_limit(arms).splitlines()) <= 3
+    )
     told = settled.outcome(settled.read("A", strong))
     assert (told.word, told.best) == ("Yes", "released")
     assert said_advice(strong).startswith("    Let κ go to 0 by a quarter of the run")
