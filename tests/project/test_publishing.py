@@ -10,9 +10,14 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from command import locater
+from locater.monitor import AttentionMonitor, JsonLines
+
 ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "src" / "locater" / "example")
 DOCUMENTS = [*(ROOT / ".github").rglob("*.yml"), ROOT / "action.yml", ROOT / ".pre-commit-config.yaml"]
 
 
@@ -34,12 +39,11 @@ def scan_step(model: str, condition: str, folder: Path) -> subprocess.CompletedP
 
 
 def test_the_action_fails_where_a_condition_is_met(tmp_path):
-    model = str(ROOT / "src" / "locater" / "example")
-    met = scan_step(model, "eta>0", tmp_path)
+    met = scan_step(EXAMPLE, "eta>0", tmp_path)
     assert met.returncode == 3, met.stderr
     assert (tmp_path / "outputs").read_text() == f"json={tmp_path / 'scan.json'}\n"
     assert json.loads((tmp_path / "scan.json").read_text())["heads"]
-    assert scan_step(model, "eta<0", tmp_path).returncode == 0
+    assert scan_step(EXAMPLE, "eta<0", tmp_path).returncode == 0
 
 
 def test_names_are_never_read_as_commands(tmp_path):
@@ -65,8 +69,29 @@ def test_the_placeholder_of_the_owner_stands_where_the_checklist_says():
     assert places == {"pyproject.toml", "docs/notebooks.md"} and all(path in checklist for path in places)
 
 
-@pytest.mark.parametrize("name", ["scan", "predict", "compare", "monitor"])
-def test_every_result_names_its_schema(name):
-    """By the source: each document that a command writes begins with the version of its form."""
-    sources = "".join(path.read_text() for path in (ROOT / "src" / "locater").rglob("*.py"))
-    assert re.search(rf'"schema": "locater\.{name}/\d+"', sources)
+WRITERS = {
+    "scan": ["scan", EXAMPLE],
+    "compare": ["compare", EXAMPLE, EXAMPLE],
+    "predict": ["predict", EXAMPLE, "--text", "random", "--calibration", "2", "--test", "2", "--window", "64"],
+    "theory": ["theory"],
+    "phase-diagram": ["theory", "--phase-diagram", "--length", "16"],
+    "doctor": ["doctor"],
+    "families": ["families"],
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_json_names_its_schema(name, tmp_path):
+    assert locater(*WRITERS[name], "--json", tmp_path / "out.json").code == 0
+    document = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert next(iter(document)) == "schema" and re.fullmatch(rf"locater\.{name}/\d+", document["schema"])
+
+
+def test_every_line_of_a_monitor_names_its_schema(tmp_path):
+    model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    with AttentionMonitor(model, every=1, sinks=[JsonLines(tmp_path / "log.jsonl")]) as monitor:
+        for _ in range(2):
+            model(torch.randn(2, 8, 16)).sum().backward()
+            monitor.step()
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["schema"] for line in lines] == ["locater.monitor/1"] * 2
