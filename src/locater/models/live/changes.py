@@ -140,7 +140,7 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
 
 
 def _functions(home: type | ModuleType) -> Iterator[tuple[str, object]]:
-    """Whatever can be called in a class or module, by its name, without what the compiler leaves there for itself."""
+    """Everything callable in a class or module, by its name, without what the compiler leaves there for itself."""
     for name, value in vars(home).items():
         value = value.fget if isinstance(value, property) else value
         if callable(value) and not isinstance(value, type) and not name.startswith(COMPILED):
