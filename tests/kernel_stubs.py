@@ -2,7 +2,8 @@
 
 Signatures of flash-attn 2.8 (`flash_attn/flash_attn_interface.py`), 3 (`hopper/flash_api.cpp` and
 `hopper/flash_attn_interface.py`) and 4 (`flash_attn/cute/interface.py`) as in Dao-AILab/flash-attention at 0251105, of
-August 2026. What the package `kernels` loads has flash-attn 3's operator under a namespace of its own, and `s_aux`.
+August 2026. What the package `kernels` loads has flash-attn 3's operator under a namespace of its own, and `s_aux`;
+flash-attn 2's and AMD's as in huggingface/kernels-community at 40d4194, of August 2026.
 """
 
 import math
@@ -33,6 +34,25 @@ FLASH_3 = (
     "int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, "
     "int num_splits=0, bool? pack_gqa=None, int sm_margin=0{more}) -> (Tensor, Tensor)"
 )
+KERNELS_2 = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? out_, Tensor? alibi_slopes_, float p_dropout, float softmax_scale, "
+    "bool is_causal, int window_size_left, int window_size_right, float softcap, bool return_softmax, "
+    "Generator? gen_) -> (Tensor, Tensor)"
+)
+KERNELS_2_PACKED = (
+    "varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor? out_, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? seqused_k_, Tensor? leftpad_k_, Tensor? block_table_, Tensor? alibi_slopes_, int max_seqlen_q, "
+    "int max_seqlen_k, float p_dropout, float softmax_scale, bool zero_tensors, bool is_causal, int window_size_left, "
+    "int window_size_right, float softcap, bool return_softmax, Generator? gen_) -> (Tensor, Tensor)"
+)
+AITER_PACKED = (
+    "mha_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, int max_seqlen_q, "
+    "int max_seqlen_k, int min_seqlen_q, float dropout_p, float softmax_scale, float logits_soft_cap, "
+    "bool zero_tensors, bool is_causal, int window_size_left, int window_size_right, int sink_size, "
+    "bool return_softmax_lse, bool return_dropout_randval, Tensor? out, Tensor? block_table, Tensor? bias, "
+    "Tensor? alibi_slopes, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Generator? gen, "
+    "Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_k_padded, Tensor? s_aux) -> (Tensor, Tensor)"
+)
 TORCH_PACKED = (
     "_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, Tensor? cu_seq_k, SymInt max_q, "
     "SymInt max_k, bool is_causal=False, float? scale=None, SymInt[]? window_size=None) -> (Tensor, Tensor)"
@@ -42,6 +62,9 @@ OPERATORS = {
     "flash 2, packed": ("flash_attn", FLASH_2_PACKED),
     "flash 3": ("flash_attn_3", FLASH_3.format(name="fwd", causal="is_causal", more="")),
     "flash 3, custom": ("flash_attn_3", FLASH_3.format(name="_flash_attn_forward", causal="causal", more="")),
+    "kernels, flash 2": ("_flash_attn2_1f0a3b9", KERNELS_2),
+    "kernels, flash 2, packed": ("_flash_attn2_1f0a3b9", KERNELS_2_PACKED),
+    "kernels, AMD, packed": ("_aiter_flash_attn_ck_5c2d", AITER_PACKED),
     "kernels": (
         "_flash_attn3_7d4c2e1",
         FLASH_3.format(name="fwd", causal="is_causal", more=", Tensor? s_aux=None"),
@@ -93,6 +116,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, given: dict) -> Tensor:
 
 def given_of(arguments: dict) -> dict:
     """What a kernel's arguments ask for, in the words of this file."""
+    arguments = {name.rstrip("_"): value for name, value in arguments.items()}
     window = arguments.get("window_size") or (
         arguments.get("window_size_left", -1),
         arguments.get("window_size_right", -1),
@@ -101,7 +125,7 @@ def given_of(arguments: dict) -> dict:
         scale=arguments.get("softmax_scale", arguments.get("scale")),
         causal=arguments.get("causal", arguments.get("is_causal", False)),
         window=window,
-        softcap=arguments.get("softcap"),
+        softcap=arguments.get("softcap", arguments.get("logits_soft_cap")),
         slopes=arguments.get("alibi_slopes"),
         sinks=arguments.get("s_aux", arguments.get("learnable_sink")),
         query_ends=arguments.get("cu_seqlens_q", arguments.get("cu_seq_q")),

@@ -19,6 +19,7 @@ from locater.stabilisers import QKClip
 
 HEADS, KEY_HEADS, SIZE, NEAR = 4, 2, 8, 3
 SEEDS = range(12)
+OFF = {"float": 0.0, "bool": False, "int": 0}  # what asks for nothing, by type
 
 
 def numbers(draw, *shape):
@@ -97,20 +98,21 @@ def test_operators_are_read_as_they_compute(operator, seed):
     names = [one.name for one in operator.default._schema.arguments]
     arguments, causal = options(draw)
     arguments["causal" if "causal" in names else "is_causal"] = causal
-    arguments["softcap"] = draw.choice([0.0, 2.0])
-    if "_varlen_" in str(operator) or ("cu_seqlens_q" in names and draw.random() < 0.5):
+    arguments["softcap" if "softcap" in names else "logits_soft_cap"] = draw.choice([0.0, 2.0])
+    if "varlen_" in str(operator) or ("cu_seqlens_q" in names and draw.random() < 0.5):
         sides, (query_ends, key_ends) = packed(draw)
         arguments |= dict(cu_seqlens_q=query_ends, cu_seqlens_k=key_ends, max_seqlen_q=9, max_seqlen_k=9)
     else:
         sides = batch(draw)
         if "seqused_k" in names and draw.random() < 0.7:
             arguments |= cache(draw, sides, in_pages="page_table" in names and draw.random() < 0.5)
-    if "alibi_slopes" in names:
-        arguments["alibi_slopes"] = draw.choice([None, torch.tensor([0.5, 0.25, 0.1, 0.0])])
+    for slopes in {"alibi_slopes", "alibi_slopes_"} & set(names):
+        arguments[slopes] = draw.choice([None, torch.tensor([0.5, 0.25, 0.1, 0.0])])
     if "s_aux" in names:
         arguments["s_aux"] = draw.choice([None, torch.tensor([1.0, -1.0, 3.0, 0.0])])
-    required = {"dropout_p": 0.0, "return_softmax": False}
-    arguments |= {name: value for name, value in required.items() if name in names}
+    schema = operator.default._schema.arguments
+    missing = [one for one in schema[3:] if one.name not in arguments and not one.has_default_value()]
+    arguments |= {one.name: OFF.get(str(one.type)) for one in missing}
     keys = arguments.pop("keys", None)
     sides = sides if keys is None else [sides[0], *keys]
     call = seen(operator, *sides, **arguments)

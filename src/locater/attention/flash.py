@@ -25,22 +25,23 @@ ALIASES = {
     "window": ("window_size",),
     "back": ("window_size_left",),
     "ahead": ("window_size_right",),
-    "softcap": ("softcap",),
+    "softcap": ("softcap", "logits_soft_cap"),
     "slopes": ("alibi_slopes",),
     "sinks": ("s_aux", "learnable_sink", "sinks"),
     "query_ends": ("cu_seqlens_q", "cu_seq_q", "cum_seq_q"),
-    "key_ends": ("cu_seqlens_k", "cu_seq_k", "cum_seq_k"),
+    "key_ends": ("cu_seqlens_k", "cu_seqlens_kv", "cu_seq_k", "cum_seq_k"),
     "num_used": ("seqused_k", "cache_seqlens"),
     "pages": ("page_table", "block_table"),
 }
 KNOWN = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
 # Arguments that decide how fast an output is computed, where it is put, or what is computed besides.
 HARMLESS = {
-    "max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "min_seqlen_k", "out", "out_", "lse", "dropout_p", "p_dropout",
+    "max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "min_seqlen_k", "out", "lse", "dropout_p", "p_dropout",
     "return_softmax", "return_softmax_lse", "return_lse", "return_debug_mask", "return_attn_probs", "zero_tensors",
-    "num_splits", "pack_gqa", "sm_margin", "deterministic", "scheduler_metadata", "gen_", "generator", "rng_state",
+    "num_splits", "pack_gqa", "sm_margin", "deterministic", "scheduler_metadata", "gen", "generator", "rng_state",
     "v_descale", "tile_mn", "mma_pv_is_rs", "num_threads", "intra_wg_overlap", "seqlen_k_per_split", "_arch",
-    "disable_scheduler_metadata", "rotary_interleaved", "is_rotary_interleaved",
+    "disable_scheduler_metadata", "rotary_interleaved", "is_rotary_interleaved", "min_seqlen_q",
+    "return_dropout_randval",
 }  # fmt: skip
 # Others may have the same arguments with heads before tokens: a name must end like one of these.
 ENDING = re.compile(r"(::|_)(fwd|flash_attn_(varlen_)?(forward|fwd)|flash_attention_forward|varlen_attn)(_v\d+)?$")
@@ -49,16 +50,20 @@ REMEDY = "teach it by locater.monitor.register_kernel"
 
 
 def is_flash(operator: str, names: Iterable[str]) -> bool:
-    """True for the name and arguments of a forward kernel: queries, keys, values, a scale and causality."""
+    """True for the name and arguments of a forward kernel: queries, keys, values, a scale and causality.
+
+    Some builds end the names of optional arguments with an underscore.
+    """
     if not ENDING.search(operator):
         return False
-    known = {KNOWN[name] for name in names if name in KNOWN}
+    known = {KNOWN.get(name.rstrip("_")) for name in names}
     backward = any(name.startswith(("dout", "grad", "d_out")) for name in names)
     return {"query", "key", "value", "scale"} <= known and bool({"is_causal", "window"} & known) and not backward
 
 
 def read_flash(arguments: Mapping[str, Any], defaults: Mapping[str, Any], through: str) -> AttentionCall:
     """Read a call by its arguments; one that is not known and asks for something is refused by its name."""
+    arguments, defaults = ({name.rstrip("_"): value for name, value in one.items()} for one in (arguments, defaults))
     for name, value in arguments.items():
         if name not in KNOWN and name not in HARMLESS and not _is_off(value, defaults.get(name)):
             raise refusal(f"arguments of {through} that are known", f"`{name}`", REMEDY)
