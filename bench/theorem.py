@@ -16,6 +16,7 @@ from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
 from locater.attention.statistics import NEAR
 from locater.head import Head
+from locater.packaged import packaged
 from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.numbers import NAMES, Numbers
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, measure
@@ -70,6 +71,7 @@ def readings(head: Head, moments: InputMoments, sample: torch.Tensor, *, length:
 
 def main(source: str, text: str | None, every: int) -> None:
     effort, start = Effort(), time.perf_counter()
+    source = packaged(source)
     model, tokenizer = load_model(source), load_tokenizer(source)
     content = Path(text).read_text(encoding="utf-8") if text else embedded_text()
     windows = cut_windows(

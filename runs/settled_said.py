@@ -71,10 +71,10 @@ def claim(found: Outcome) -> str:
         return "Whether it still leads at the end of training is not settled."
     ratio = found.ends[found.best]
     how = f"{ARMS[found.best]} ({ratio.estimate.count} seeds{ratio.shown_p})"
-    end = f"the end of training on WikiText-2 {ratio.said}: {ratio} with {how}."
+    end = f"At the end of training on WikiText-2 {ratio.said}: {ratio} with {how}."
     if found.word != "Only early":
-        return f"At {end}"
-    return f"It leads only early ({found.early[found.fastest]} of the steps); at {end}"
+        return end
+    return f"It leads only early: {found.early[found.fastest]} of the steps. {end}"
 
 
 def limit(found: Outcome) -> str:

@@ -68,7 +68,7 @@ def test_a_planted_null_is_no_lead_and_an_early_lead_is_told_as_one(tmp_path):
     assert settled.answer(arms).startswith("**No.**") and "no lead is seen: 1.0" in said_claim(arms)
     assert said_advice(null).startswith("    None, in a long run that is stable")
     arms = settled.read("A", planted(early, end=0.0, early=0.1))
-    assert settled.answer(arms).startswith("**Only early.**") and "It leads only early (0." in said_claim(arms)
+    assert settled.answer(arms).startswith("**Only early.**") and "It leads only early: 0." in said_claim(arms)
     assert "in a run that is stopped early" in " ".join(said_advice(early).split())
     arms = settled.read("A", planted(behind, end=0.03))
     assert "it is behind: 1.0" in said_claim(arms) and "it is behind (1.0" in " ".join(said_advice(behind).split())
@@ -97,8 +97,9 @@ def test_two_forms_of_locater_are_two_chances(tmp_path):
 @pytest.mark.parametrize("end", [-0.03, 0.0, 0.03])
 @pytest.mark.parametrize("early", [0.0, 0.1])
 def test_the_readme_has_room_for_whatever_comes_out(tmp_path, end, early):
-    lines = said_limit(settled.read("A", planted(tmp_path, end=end, early=early))).splitlines()
-    assert len(lines) <= 3 and max(map(len, lines)) <= settled_said.COLUMNS
+    text = said_limit(settled.read("A", planted(tmp_path, end=end, early=early)))
+    assert len(text.splitlines()) <= 3 and max(map(len, text.splitlines())) <= settled_said.COLUMNS
+    assert max(len(part.split()) for part in text.split(". ")) <= 25
     assert len(said_advice(tmp_path).splitlines()) <= 4
 
 
@@ -109,7 +110,7 @@ def test_the_ratio_of_the_small_model_is_that_of_its_table():
 
 
 def test_an_interval_shows_on_which_side_of_one_it_ends():
-    ratio = settled_said.Ratio(settled.Estimate(-0.003, -0.0062, 0.0001, 0.06, 5))
+    ratio = settled_said.Ratio(settled.MeanEstimate(-0.003, -0.0062, 0.0001, 0.06, 5))
     assert str(ratio) == "0.9970 [0.9938, 1.0001]" and ratio.word == ""
 
 
