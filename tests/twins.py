@@ -19,9 +19,9 @@ import torch
 from family_cases.base import shake
 from locater.errors import Refusal, Unforeseen
 from locater.models import Config, open_model
-from locater.models.proof.check import compare
+from locater.models.proof.check import compare_passes
 from locater.models.proof.evidence import Evidence, is_norm
-from locater.models.proof.observe import observe
+from locater.models.proof.observe import observe_twin
 from locater.models.proof.twin import quiet
 
 TOLERANCE = 2e-5  # of the largest logit
@@ -100,7 +100,7 @@ def watch(case: Any, values: Mapping[str, Any]) -> Evidence:
             model = shake(make(config, attn_implementation="eager").eval().float())
             with torch.no_grad():
                 case.prepare(model)
-                seen = observe(model, case.inputs(model.config))
+                seen = observe_twin(model, case.inputs(model.config))
         except Exception as reason:  # whatever transformers raises: it cannot read these values
             raise CannotBuild(f"{type(reason).__name__}: {reason}"[:200]) from None
     return Evidence(model, seen)
@@ -137,7 +137,7 @@ def differences(evidence: Evidence, layers: list, *, is_complete: bool) -> Itera
                 yield f"{place}: another norm before the projection"
         for head in layer.heads:
             try:
-                error, masks_differ = compare(head, x_query, x_key, call)
+                error, masks_differ = compare_passes(head, x_query, x_key, call)
             except Refusal as reason:
                 yield f"{place}: {reason}"
                 continue

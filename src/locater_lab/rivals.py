@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from locater.errors import refusal, within
 from locater.models.live.explicit import Explicit
-from locater.models.live.masters import current, write
+from locater.models.live.masters import current, write_master
 from locater.models.live.watch import Sample
 from locater.models.live.write_check import WriteCheck
 from locater.projections import whole, widen
@@ -222,7 +222,7 @@ class AlphaDecay(Stabiliser):
         rates = Rates(self.optimizer)
         for (name, module, attribute), share in zip(self.places, self.shares(), strict=True):
             weight = getattr(module, attribute)
-            write(weight, current(weight).mul_(1 - rates.learning_rate(weight, name) * self.decay * share))
+            write_master(weight, current(weight).mul_(1 - rates.learning_rate(weight, name) * self.decay * share))
 
     def shares(self) -> list[float]:
         """Factors of the decay of each weight; the middle of both ends where all tails are alike."""

@@ -19,7 +19,7 @@ from locater.errors import Refusal, Unforeseen
 from locater.models import read_heads
 from locater.models.live import open_live
 from locater.models.proof.evidence import Evidence
-from locater.models.proof.observe import observe
+from locater.models.proof.observe import observe_twin
 from twins import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -275,14 +275,14 @@ def fault(model, inputs, sample) -> str | None:
     not_run = sample is not None and not coverage.startswith("COMPLETE")
     if "PARTIAL" in coverage or not_run or any(layer.refused for layer in layers):
         return None
-    evidence = Evidence(model, observe(model, inputs))
+    evidence = Evidence(model, observe_twin(model, inputs))
     words = next(differences(evidence, layers, is_complete=coverage.startswith("COMPLETE")), None)
     return None if words is None else f"{words} ({coverage})"
 
 
 def softmaxes(model, inputs) -> list:
     torch.manual_seed(0)
-    return [call.logits for call in observe(model, inputs).calls]
+    return [call.logits for call in observe_twin(model, inputs).calls]
 
 
 def acts(model, inputs, usual) -> bool:

@@ -14,7 +14,7 @@ from test_edited_tensors import Held
 
 from locater.errors import Refusal
 from locater.models.proof.evidence import Evidence
-from locater.models.proof.observe import observe
+from locater.models.proof.observe import observe_twin
 from twins import CannotBuild, by_reader, differences, watch
 
 SAMPLE = 6
@@ -35,7 +35,7 @@ def loaded(mechanism, values: dict, tensors: dict) -> Evidence:
     fitting = {name: tensor for name, tensor in tensors.items() if sizes.get(name) == tensor.shape}
     model.load_state_dict(fitting, strict=False)
     with torch.no_grad():
-        return Evidence(model, observe(model, mechanism.inputs(model.config)))
+        return Evidence(model, observe_twin(model, mechanism.inputs(model.config)))
 
 
 def fault(names, mechanism) -> str | None:

@@ -64,7 +64,7 @@ def test_a_block_mask_is_obeyed():
     """FlexAttention's masks are rules; the kernel itself is not needed to read one."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from locater.monitor.inputs import ModuleInputs, read_mask
+    from locater.monitor.inputs import ModuleInputs, read_padding
 
     x = torch.randn(2, 16, 32)
     documents = torch.arange(16) // 5
@@ -74,7 +74,7 @@ def test_a_block_mask_is_obeyed():
 
     block_mask = create_block_mask(rule, 2, 4, 16, 16, device="cpu")
     call = ModuleInputs({"attention_mask": block_mask}, x_query=x, x_key=x)
-    mask, positions = read_mask(call, {}, "decoder", (0, 3), is_causal=True)
+    mask, positions = read_padding(call, {}, "decoder", (0, 3), is_causal=True)
     assert positions is None
     found = observe([next(layers(llama())).heads[i] for i in (0, 3)], x, x, mask=mask)
     expected = [[[sum(bool(rule(b, h, q, k)) for k in range(16)) for q in range(16)] for h in (0, 3)] for b in (0, 1)]

@@ -57,11 +57,11 @@ def slow_near(one: Head, *, swing: float) -> float:
     return float(torch.stack(near).mean())
 
 
-def estimated(*heads: Head) -> list[estimate.Estimate | None]:
+def estimated(*heads: Head) -> list[estimate.NearEstimate | None]:
     return [own for batch in batches(heads) for own in estimated_together(batch)]
 
 
-def estimated_together(batch: HeadBatch) -> list[estimate.Estimate | None]:
+def estimated_together(batch: HeadBatch) -> list[estimate.NearEstimate | None]:
     products = multiply(batch, raw=False)
     biases = products.biases
     return estimate.estimates(batch, products.grams, biases, None, num_layers=NUM_LAYERS)

@@ -8,7 +8,7 @@ import torch
 from launch import torchrun, uses_torchrun
 from locater import head_rows, scan
 from locater.errors import Refusal
-from locater.models.live.masters import Copy, current, write
+from locater.models.live.masters import Copy, current, write_master
 from locater.monitor import RollBack
 from locater.monitor.actions import Event, OwnLoop
 from locater.monitor.report import Report
@@ -203,7 +203,7 @@ def test_a_run_of_entries_is_read_and_written_in_its_place():
     assert isinstance(Copy(parameter, lambda: copy), Copy)
     value = current(parameter)
     assert torch.equal(value.flatten()[5:17], copy)
-    write(parameter, value * 3)
+    write_master(parameter, value * 3)
     assert torch.equal(copy, value.flatten()[5:17] * 3)
     assert torch.equal(parameter, (value * 3).bfloat16())
 

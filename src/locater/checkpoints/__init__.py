@@ -6,7 +6,7 @@ from collections.abc import Callable
 from ..errors import Refusal, refusal, within
 from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import open_adapter, read_settings
+from .adapter import open_adapter, read_adapter_settings
 from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_config
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
@@ -48,7 +48,7 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
 
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
-    name = (read_settings(folder) or {}).get("base_model_name_or_path")
+    name = (read_adapter_settings(folder) or {}).get("base_model_name_or_path")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
         # An address here would be untrusted: it could lead to anything, by any protocol.
         expected = f"a directory or a hub id as the base in {ADAPTER_CONFIG}"

@@ -36,7 +36,7 @@ HARMLESS = re.compile(r"[\w.\\^$*-]{1,200}")
 
 
 @dataclass(frozen=True)
-class Pair:
+class _Pair:
     """The factors of one weight, by their names in the adapter; `is_flipped` where the weight is kept as (in, out)."""
 
     down: str
@@ -63,7 +63,7 @@ class Adapted(Checkpoint):
         wide = torch.promote_types(weight.dtype, torch.float32)
         return (weight.to(wide) + self._change(self.pairs[name], rows).to(wide)).to(weight.dtype)
 
-    def _change(self, pair: Pair, rows: Rows | None) -> Tensor:
+    def _change(self, pair: _Pair, rows: Rows | None) -> Tensor:
         """Rows of s·B·A, or of its transpose."""
         down, up = (_wide(self.adapter.read(stored)) for stored in (pair.down, pair.up))
         down, up = (factor.to(torch.promote_types(down.dtype, up.dtype)) for factor in (down, up))
@@ -71,7 +71,7 @@ class Adapted(Checkpoint):
         return pair.scale * (left if rows is None else left[rows[0] : rows[1]]) @ right
 
 
-def read_settings(folder: Folder) -> Json | None:
+def read_adapter_settings(folder: Folder) -> Json | None:
     """`adapter_config.json`, or nothing where there is none; fails on what is not plain LoRA."""
     source = folder.find(CONFIG)
     if source is None:
@@ -90,7 +90,7 @@ def read_settings(folder: Folder) -> Json | None:
 
 def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Adapted:
     """The base with the adapter of a folder on top of it."""
-    settings = read_settings(folder)
+    settings = read_adapter_settings(folder)
     source = next((found for name in WEIGHTS if (found := folder.find(name)) is not None), None)
     if settings is None or source is None:
         file = CONFIG if settings is None else WEIGHTS[0]
@@ -146,7 +146,7 @@ def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collec
     return name or plain
 
 
-def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> Pair:
+def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> _Pair:
     down, up = adapter.entries[sides["A"]], adapter.entries[sides["B"]]
     straight = _product_shape(up, down)
     kinds = (tensor.dtype for tensor in (up, down, weight))
@@ -158,7 +158,7 @@ def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str
     # A square weight fits both ways: only the settings tell. Embeddings are always kept as (in, out).
     wants_flip = _flag(settings, "fan_in_fan_out") or "lora_embedding_" in sides["A"]
     is_flipped = wants_flip if straight == straight[::-1] else weight.shape != straight
-    return Pair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
+    return _Pair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
 
 
 def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
@@ -167,7 +167,7 @@ def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
     return up.shape[0], down.shape[1]
 
 
-def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, Pair]) -> None:
+def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, _Pair]) -> None:
     """Hold what the settings say of square weights against what the shapes say of the others.
 
     `fan_in_fan_out` is one word for the whole adapter, and peft itself overrules it module by module.

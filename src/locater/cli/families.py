@@ -13,7 +13,7 @@ from .options import JsonPath, MarkdownPath
 from .output import console_for, table
 
 if TYPE_CHECKING:
-    from ..models.proof.survey import Entry
+    from ..models.proof.survey import SurveyEntry
 
 
 def families(
@@ -24,12 +24,12 @@ def families(
 ) -> None:
     """List the model types that are read: by a table row, by proof on a tiny twin, or refused and why."""
     from ..models.proof import version
-    from ..models.proof.survey import counts
+    from ..models.proof.survey import count_entries
     from ..records import write, write_json
 
     console = console_for(json)
     entries = _surveyed(types, update=update)
-    numbers = counts(entries)
+    numbers = count_entries(entries)
     console.print(
         table(
             ["model type", "known by", "row or reason"],
@@ -54,7 +54,7 @@ def families(
         write(markdown, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _surveyed(types: list[str] | None, *, update: bool) -> "list[Entry]":
+def _surveyed(types: list[str] | None, *, update: bool) -> "list[SurveyEntry]":
     from ..models.proof.survey import model_types, survey
 
     wanted = types or model_types()
@@ -80,18 +80,18 @@ def summary(numbers: dict[str, int]) -> str:
     return f"{read}, {numbers['refused']} refused, {numbers['untried']} not tried; {media}"
 
 
-def _cells(entry: "Entry") -> list[str]:
+def _cells(entry: "SurveyEntry") -> list[str]:
     how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
     return [escape(entry.model_type), how, escape(words(entry))]
 
 
-def words(entry: "Entry") -> str:
+def words(entry: "SurveyEntry") -> str:
     """The row, and what it leaves out; or the reason."""
     left_out = f"; PARTIAL: {', '.join(entry.notes)} left out" if entry.notes else ""
     return entry.reason or entry.row + left_out
 
 
-def as_markdown(entries: "list[Entry]", numbers: dict[str, int], transformers: str) -> str:
+def as_markdown(entries: "list[SurveyEntry]", numbers: dict[str, int], transformers: str) -> str:
     lines = [
         "# Model types and how they are known",
         "",

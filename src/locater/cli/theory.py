@@ -212,7 +212,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     if plot:
         from ..report import figures
 
-        figures.save(figures.profile(document), plot)
+        figures.save(figures.draw_profile(document), plot)
         console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)

@@ -37,7 +37,7 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     if plot:
         from ..report import figures
 
-        figures.save(figures.phase_diagram(document), plot)
+        figures.save(figures.draw_phase_diagram(document), plot)
         console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)

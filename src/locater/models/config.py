@@ -119,7 +119,7 @@ def count(cell: Cell, config: Config, what: str, *, layer: int = 0, least: int =
     return value
 
 
-def number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float:
+def config_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float:
     """The value of a cell that must be a finite number."""
     value = resolve(cell, config, layer)
     if not is_number(value):
@@ -133,7 +133,7 @@ def optional_count(cell: Cell, config: Config, what: str, *, layer: int = 0) -> 
 
 
 def optional_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float | None:
-    return None if resolve(cell, config, layer) is None else number(cell, config, what, layer=layer)
+    return None if resolve(cell, config, layer) is None else config_number(cell, config, what, layer=layer)
 
 
 def is_number(value: object) -> bool:

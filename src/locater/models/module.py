@@ -16,13 +16,13 @@ from ..errors import missing, refusal, within
 from ..head import Block, Head
 from .config import Config, ask, count, optional_count, resolve
 from .schema import Attention
-from .tensors import Held, Tensors
+from .tensors import HeldTensors, Tensors
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 REMEDY = "correct config.json"
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """The sizes that every layout depends on."""
 
     num_heads: int
@@ -95,7 +95,7 @@ class AttentionModule:
             return self.shape.num_heads
 
     @cached_property
-    def shape(self) -> Shape:
+    def shape(self) -> HeadShape:
         """Heads, key heads and their size; Gemma 4's global layers have heads of another size."""
         row, layer = self.row, self.number
         num_heads = num_key_heads = count(row.heads, self.config, "number of heads", layer=layer)
@@ -109,7 +109,7 @@ class AttentionModule:
             d_head, rest = divmod(self.width, num_heads)
             if rest:
                 raise refusal("a model width that is a multiple of the number of heads", f"{num_heads} heads")
-        return Shape(num_heads, num_key_heads, d_head)
+        return HeadShape(num_heads, num_key_heads, d_head)
 
     def _longest(self) -> int:
         """The largest size of the queries: every head has a row of its own in them."""
@@ -230,4 +230,4 @@ def refused_module(
     """An attention module whose heads cannot be read, for the reason given."""
     query, key = (name.replace("{", "{{").replace("}", "}}") for name in names)
     row = Attention(block, query, key, heads=num_heads)
-    return AttentionModule(row, Config(), Held({}), number, reason=reason)
+    return AttentionModule(row, Config(), HeldTensors({}), number, reason=reason)

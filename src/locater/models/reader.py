@@ -11,7 +11,7 @@ from ..errors import Refusal, refusal, within
 from ..head import Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
-from .config import ask, count, number, optional_count, optional_number, resolve
+from .config import ask, config_number, count, optional_count, optional_number, resolve
 from .module import AttentionModule
 from .rope import rotary_of
 from .schema import NormCell
@@ -24,13 +24,13 @@ def read_norm(module: AttentionModule, cell: NormCell, *, head: int = 0) -> Norm
     if (place := norm_place(module, cell, head=head)) is None:
         return None
     at, name = place
-    epsilon = number(at.epsilon, module.config, "norm's epsilon", layer=module.number)
+    epsilon = config_number(at.epsilon, module.config, "norm's epsilon", layer=module.number)
     if at.plain or (at.kind == "l2" and module.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
     gain, bias = module.weight(name).flatten(), module.bias(name)
     gain = 1 + gain.float() if at.plus_one else gain
     bias = None if bias is None else bias.flatten()
-    if (times := number(at.times, module.config, "norm's multiple", layer=module.number)) != 1:
+    if (times := config_number(at.times, module.config, "norm's multiple", layer=module.number)) != 1:
         gain, bias = times * gain.float(), None if bias is None else times * bias.float()
     return Norm(at.bare if at.bare and bias is None else at.kind, gain, bias, epsilon)
 

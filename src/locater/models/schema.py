@@ -143,14 +143,14 @@ class Family:
     needs: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()  # how names end that it has; `.x`: in every block
 
 
-class Biases(TypedDict):
+class _Biases(TypedDict):
     """Two columns of `Attention`."""
 
     query_bias: Cell
     key_bias: Cell
 
 
-def both_biased(cell: Cell) -> Biases:
+def both_biased(cell: Cell) -> _Biases:
     """The columns of projections that have biases together, or neither."""
     return {"query_bias": cell, "key_bias": cell}
 

@@ -11,7 +11,7 @@ from ..errors import Refusal, refusal, within
 from ..head import Block
 from ..positions import Rotary
 from .config import ask, count, optional_number
-from .module import AttentionModule, Shape
+from .module import AttentionModule, HeadShape
 from .rope import rotary_of
 from .schema import Layout, LowRankAt, NormAt, NormCell, Starts
 
@@ -120,7 +120,7 @@ def side_slices(module: AttentionModule, *, key: bool) -> tuple[Slice, ...]:
     return tuple([Slice(name, spacing * start, shape.d_head, transposed) for start in starts])
 
 
-def first_rows(layout: Layout | Starts | None, num_heads: int, shape: Shape, part: Part) -> list[int]:
+def first_rows(layout: Layout | Starts | None, num_heads: int, shape: HeadShape, part: Part) -> list[int]:
     """First row of every query head, or of the key or value that a group shares.
 
     None: a tensor of its own. `qkv`: all queries, all keys, all values. `grouped`: group by group its

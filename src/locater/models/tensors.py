@@ -21,7 +21,7 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensors:
     """Tensors in memory, as a checkpoint would hold them."""
 
     tensors: dict[str, Tensor]

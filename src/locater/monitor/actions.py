@@ -170,7 +170,7 @@ class Checkpoint(Action):
         self.is_done = state["is_done"]
 
 
-class Call(Action):
+class _Call(Action):
     """A function of the event."""
 
     def __init__(self, function: Callable[[Event], object]) -> None:
@@ -217,7 +217,7 @@ class Responses:
         serious = kinds.intersection(SERIOUS)
         for action in self.all():  # each once, however many kinds it is for
             wanted = {kind for kind, actions in self.table.items() if action in actions}
-            unnamed = kinds - {AHEAD} if isinstance(action, Call) else serious
+            unnamed = kinds - {AHEAD} if isinstance(action, _Call) else serious
             if wanted & kinds or ("" in wanted and unnamed):
                 self._do(action, action, event)
             elif not serious:
@@ -225,7 +225,7 @@ class Responses:
 
     def _do(self, action: Action, act: Callable[[Event], None], event: Event) -> None:
         """One action, which must not end the run; a function of the user's may."""
-        if isinstance(action, Call):
+        if isinstance(action, _Call):
             act(event)
             return
         try:
@@ -277,4 +277,4 @@ def _action(entry: object) -> Action:
         return entry
     if isinstance(entry, type) or not callable(entry):
         raise refusal("an action such as Stop(), Checkpoint(), RollBack(), Attach(…) or a function", repr(entry))
-    return Call(entry)
+    return _Call(entry)

@@ -89,7 +89,7 @@ def has_cached_keys(run: Mapping[str, object]) -> bool:
     return int(cache.get_seq_length()) > 0 if hasattr(cache, "get_seq_length") else cache is not None
 
 
-def read_mask(
+def read_padding(
     call: ModuleInputs, run: Mapping[str, object], block: Block, heads: tuple[int, ...], *, is_causal: bool
 ) -> tuple[Mask, Positions | None]:
     """Everything but causality and window, which the heads know. `run` are the arguments of the model's own call.

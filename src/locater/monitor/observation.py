@@ -21,7 +21,7 @@ from ..models.live import AttentionModule, sites
 from ..models.live.tensors import WholeTensors, named_modules, unwrap
 from ..models.sources import Live
 from .finding import FoundHeads
-from .inputs import ModuleInputs, WatchedPass, fitting, padding, read_mask
+from .inputs import ModuleInputs, WatchedPass, fitting, padding, read_padding
 from .places import (
     RENAMED,
     Agreement,
@@ -34,7 +34,7 @@ from .places import (
     written_out,
 )
 from .report import MODULE_INPUTS, LayerReport
-from .tally import MODES, LogitBudget, Mode, Scope, Tally, merge
+from .tally import MODES, LogitBudget, Mode, Scope, Tally, merge_tallies
 
 Key = tuple[int, Mode]  # a site's index, and what the pass was for
 
@@ -204,7 +204,7 @@ class Observation:
         if sample is not None and not len(sample):
             return
         with torch.no_grad(), torch.autocast(inputs.x_query.device.type, enabled=False):
-            mask, positions = read_mask(inputs, run.given, site.block, indices, is_causal=heads[0].lookahead == 0)
+            mask, positions = read_padding(inputs, run.given, site.block, indices, is_causal=heads[0].lookahead == 0)
             statistics = observe(
                 heads, inputs.x_query, inputs.x_key,
                 mask=mask, positions=positions, sample=sample, near=self.scope.near, blocks=self.scope.blocks,
@@ -251,7 +251,7 @@ class Observation:
         if self.agreement.is_renamed:
             self.refused.add(RENAMED)
         keys: list[Key] = [(index, mode) for index in self.order for mode in MODES]
-        return dict(zip(keys, merge([self.tallies[key] for key in keys], self.group), strict=True))
+        return dict(zip(keys, merge_tallies([self.tallies[key] for key in keys], self.group), strict=True))
 
     def check(self, seen: Sequence[LayerReport], *, has_run: bool) -> None:
         """Refuse a model whose passes showed nothing; note what they did not show of one that no table knows."""

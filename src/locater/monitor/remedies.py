@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import missing, refusal, within
-from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write
+from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write_master
 from ..models.live.rate_factor import factor_on, rates, release
 from ..models.live.tensors import called
-from ..models.live.watch import Sample, quietly, run
+from ..models.live.watch import Sample, quietly, run_watched
 from ..models.live.write_check import RestoreCheck, in_doubt
 from ..records import State
 from .actions import Action, Event, Host
@@ -168,7 +168,7 @@ def _put_back(kept: Kept, model: nn.Module, host: Host, tell: Any) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the same tensor, where it is one
     for name, value in kept["masters"].items():
-        write(model.get_parameter(name), value)
+        write_master(model.get_parameter(name), value)
     for other, state in zip(_movable(host.others), kept["others"], strict=True):
         other.load_state_dict(copy.deepcopy(state))
     for check, optimizer in zip(checks, optimizers, strict=True):
@@ -205,7 +205,7 @@ class Attach(Action):
                     self._check_parameters(tried, host)
                     if sample is not None:
                         with quietly(called(model)), torch.enable_grad():  # in whose passes logits are looked at
-                            run(called(model), sample)
+                            run_watched(called(model), sample)
                 finally:
                     tried.detach()
 

@@ -105,7 +105,7 @@ class Tally:
         )
 
 
-def merge(tallies: Sequence[Tally], group: dist.ProcessGroup | None = None) -> list[Tally]:
+def merge_tallies(tallies: Sequence[Tally], group: dist.ProcessGroup | None = None) -> list[Tally]:
     """The same tallies over all processes, by one collective call; alone, only brought to the CPU."""
     if not tallies:
         return []

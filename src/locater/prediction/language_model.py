@@ -13,7 +13,7 @@ from torch import nn
 from .. import checkpoints
 from ..budget import timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder, read_config
-from ..checkpoints.gguf.header import read_header
+from ..checkpoints.gguf.header import read_gguf_header
 from ..errors import Refusal, missing, refusal
 from ..models import Config
 from ..models.registry import find_family
@@ -126,7 +126,7 @@ def load_tokenizer(source: Source) -> Tokenizer:
 
 def begins_with_bos(path: Path) -> bool:
     """Read from the GGUF file itself whether texts begin with BOS; transformers drops it."""
-    return bool(read_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
+    return bool(read_gguf_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, Json]:

@@ -81,7 +81,7 @@ def attentions_of(view: View, frame: int) -> list[MeanAttention | None]:
     return [one if any(value == value for value in one) else None for one in every]
 
 
-def verdict(view: View) -> str:
+def head_verdict(view: View) -> str:
     """One sentence on what the heads of a model do: the commonest words, and the evidence."""
     found = does(view)
     counts = Counter(word for words in found.words[-1] for word in words or ())

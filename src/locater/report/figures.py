@@ -25,7 +25,7 @@ def save(figure: "Figure", path: Path) -> None:
     write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
 
 
-def profile(document: Json) -> "Figure":
+def draw_profile(document: Json) -> "Figure":
     """ρ_t over t, a line per method; Monte Carlo as a band of two standard errors."""
     figure, (axes,) = canvas(1, size=(7.2, 3.8))
     t = range(1, document["length"] + 1)
@@ -55,7 +55,7 @@ def profile(document: Json) -> "Figure":
     return figure
 
 
-def phase_diagram(document: Json) -> "Figure":
+def draw_phase_diagram(document: Json) -> "Figure":
     """Two panels of theory above two of measurement, over the same plane."""
     figure, axes = canvas(4, size=(10, 7.6))
     _regimes(axes[0], document)

@@ -22,7 +22,7 @@ from ..errors import counted
 from ..quantities import quantity
 from ..records import Json
 from .does import MEASURED_SIDES, attentions_of
-from .does import verdict as summary
+from .does import head_verdict as summary
 from .stories import Sentence, of_runs, of_study
 from .views import View
 

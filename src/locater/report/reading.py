@@ -35,14 +35,14 @@ def read_record(path: Path) -> Document:
             return _of_lines(rows, str(path.parent if path.name == METRICS else path))
     document = read_json(path, constant=_absent)
     with within(str(path)):
-        return check(document)
+        return check_document(document)
 
 
 def _absent(word: str) -> None:
     """NaN and infinity are not JSON: what has no value is absent."""
 
 
-def check(document: Any) -> Document:
+def check_document(document: Any) -> Document:
     """A document whose schema this version knows, with the parts that its schema promises."""
     schema = document.get("schema") if isinstance(document, dict) else None
     if not isinstance(schema, str) or not schema.startswith("locater."):
@@ -64,13 +64,13 @@ def check(document: Any) -> Document:
 def _of_lines(rows: list[Document], source: str) -> Document:
     """Lines of `locater train` or of a monitor as steps."""
     if rows and all(row.get("schema") == MONITOR for row in rows):
-        return check(steps_of(rows, source))
+        return check_document(steps_of(rows, source))
     steps = [row for row in rows if row.get("kind") == "validation" and row.get("heads")]
     if not steps:
         raise refusal("validations of locater train with heads, or reports of a monitor", f"{len(rows)} other lines")
     # A watched run keeps an alarm as a sentence.
     notes = [f"step {row['step']}: {alarm}" for row in rows for alarm in row.get("alarms", ())]
-    return check({"schema": STEPS, "source": source, "steps": steps, "course": _course(rows), "notes": notes})
+    return check_document({"schema": STEPS, "source": source, "steps": steps, "course": _course(rows), "notes": notes})
 
 
 def _course(rows: list[Document]) -> dict[str, list[list[float]]]:

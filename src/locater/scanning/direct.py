@@ -26,7 +26,7 @@ WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings",
 POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
 
 
-class Tensors(Protocol):
+class StoredTensors(Protocol):
     """Named tensors, stored or live."""
 
     @property
@@ -58,7 +58,7 @@ class DirectInputs:
 Direct = Callable[[Block, bool], DirectInputs | None]
 
 
-def nothing(block: Block, with_positions: bool) -> None:
+def no_direct(block: Block, with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are known."""
 
 
@@ -129,13 +129,13 @@ def _as_one(weights: Sequence[Tensor]) -> Float[Tensor, "groups d_head d_model"]
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_of(tensors: Tensors, config: Config) -> Direct:
+def direct_of(tensors: StoredTensors, config: Config) -> Direct:
     """The direct path of a model, read when it is asked for; words that blocks share are read once."""
     return cache(partial(direct_inputs, tensors, config, cache(partial(_words, tensors))))
 
 
 def direct_inputs(
-    tensors: Tensors, config: Config, read_words: Callable[[str], Tensor], block: Block, with_positions: bool
+    tensors: StoredTensors, config: Config, read_words: Callable[[str], Tensor], block: Block, with_positions: bool
 ) -> DirectInputs | None:
     """Embeddings of random words, as the model scales them, plus the position table; None where either is not known.
 
@@ -162,7 +162,7 @@ def direct_inputs(
     return DirectInputs(x.cpu())
 
 
-def _table(tensors: Tensors, endings: Sequence[str], block: Block) -> str | None:
+def _table(tensors: StoredTensors, endings: Sequence[str], block: Block) -> str | None:
     """The shortest of such names; encoder and decoder may each have a table of their own."""
     ends = tuple(f".{end}.weight" for end in endings)
     found = [name for name in tensors.names if f".{name}".endswith(ends)]
@@ -171,7 +171,7 @@ def _table(tensors: Tensors, endings: Sequence[str], block: Block) -> str | None
     return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
 
 
-def _words(tensors: Tensors, name: str) -> Float[Tensor, "tokens d_model"]:
+def _words(tensors: StoredTensors, name: str) -> Float[Tensor, "tokens d_model"]:
     """The rows of the table among which the words lie, a block that is read once."""
     ids = _random_ids(tensors.shape(name)[0])
     start, stop = int(ids.min()), int(ids.max()) + 1

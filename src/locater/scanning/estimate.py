@@ -38,7 +38,7 @@ ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
 
 
 @dataclass(frozen=True)
-class Estimate:
+class NearEstimate:
     """The mass on keys nearer than 16 beyond the first token, in texts of 256 tokens, within `interval`.
 
     No interval where no trained model with such positions was measured: then no words are made of it either.
@@ -68,8 +68,8 @@ def estimates(
     queries: Float[Tensor, "groups heads d_head queries"] | None = None,
     *,
     num_layers: int,
-) -> list[Estimate | None]:
-    """An `Estimate` of every head of a batch, or None where nothing is known that holds.
+) -> list[NearEstimate | None]:
+    """An `NearEstimate` of every head of a batch, or None where nothing is known that holds.
 
     `acting` are the Gram products with all gains and norms in them, `biases` those of heads without norms; `inputs`
     and `queries` are of the direct path, where there is one; `num_layers` are those of the model, for its depth. Rotary
@@ -84,9 +84,9 @@ def estimates(
     else:
         margin, near = ROTARY_MARGIN, _rotary(batch, first.rotary, acting, biases, num_layers)
     if margin is None:
-        return [Estimate(mass, None) if math.isfinite(mass) else None for mass in near]
+        return [NearEstimate(mass, None) if math.isfinite(mass) else None for mass in near]
     ends = [(max(0.0, mass - margin), min(1.0, mass + margin)) for mass in near]
-    return [Estimate(mass, own) if math.isfinite(mass) else None for mass, own in zip(near, ends, strict=True)]
+    return [NearEstimate(mass, own) if math.isfinite(mass) else None for mass, own in zip(near, ends, strict=True)]
 
 
 @lru_cache(maxsize=8)

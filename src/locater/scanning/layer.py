@@ -19,9 +19,9 @@ from ..theory import closed_form, exact, regimes
 from ..theory.random_walk import Turns
 from ..theory.rotary import Series
 from .batch import HeadBatch, batches
-from .direct import Direct, nothing, wanted_queries
+from .direct import Direct, no_direct, wanted_queries
 from .estimate import direct_into, estimates
-from .products import Linear, logit_bounds, multiply
+from .products import LinearPart, logit_bounds, multiply
 from .rows import HeadRow, make_rows
 
 Curves = dict[str, dict[str, list[float]]]
@@ -137,7 +137,7 @@ class Settings:
     keep_eigenvalues: bool = False
     keep_curves: bool = False
     exact: bool = False
-    direct: Direct = nothing  # what embeddings and positions alone make of a text
+    direct: Direct = no_direct  # what embeddings and positions alone make of a text
     num_layers: int = 0  # of the whole model
 
     def temperature_of(self, head: Head) -> float:
@@ -175,7 +175,7 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
     inputs = None if raw else direct_into(batch, settings.direct)
     x = None if inputs is None else wanted_queries(batch, inputs)
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
-    linear = None if raw or batch.is_linear else Linear(raw=False)
+    linear = None if raw or batch.is_linear else LinearPart(raw=False)
     products = multiply(batch, x, raw=raw, linear=linear)
     grams, biases, queries = products.grams, products.biases, None if x is None else products.queries
     spectrum = moments_of(grams, d_model=batch.first.d_model)
@@ -221,7 +221,7 @@ def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Setti
     """ρ over the context for every head of a batch, by the closed form, with its positions and norms."""
     head = batch.first
     if settings.raw and not batch.is_linear:
-        grams = multiply(batch, raw=True, linear=Linear(raw=True)).grams
+        grams = multiply(batch, raw=True, linear=LinearPart(raw=True)).grams
         spectrum = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:

@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 256
 CACHE_BYTES = 2**22  # weights that are folded and multiplied at a time, unless one group has more
 
 
-class Linear:
+class LinearPart:
     """norm(W x) as a matrix, its divisor taken at its root mean square over white x.
 
     What a norm over all heads needs of the whole projection, or an inner norm of the down projection, is summed once.
@@ -112,7 +112,7 @@ class Products:
 
 
 def multiply(
-    batch: HeadBatch, x: Float[Tensor, "inputs d_model"] | None = None, *, raw: bool, linear: Linear | None = None
+    batch: HeadBatch, x: Float[Tensor, "inputs d_model"] | None = None, *, raw: bool, linear: LinearPart | None = None
 ) -> Products:
     """The products of all heads of a batch, and W_Q x: beside W_Q W_Q^T it costs little.
 
@@ -143,7 +143,7 @@ def _total(side: Sequence[Projection], shift: Tensor | None, num_groups: int) ->
 class _Buffer:
     """Room for the weights of some groups, keys first, and for all that they are multiplied into."""
 
-    def __init__(self, batch: HeadBatch, x: Tensor | None, *, raw: bool, linear: Linear | None) -> None:
+    def __init__(self, batch: HeadBatch, x: Tensor | None, *, raw: bool, linear: LinearPart | None) -> None:
         self.batch, self.raw, self.linear = batch, raw, linear
         weight, groups, heads, size = batch.first.query.weight, batch.num_groups, batch.per_group, batch.first.d_head
         self.stored_transposed = weight.stride(0) < weight.stride(1)  # copying into another order is slow

@@ -23,7 +23,7 @@ from ..models import (
 )
 from ..models.coverage import Coverage
 from ..models.sources import Live, Source, Stored, as_source
-from .direct import Tensors
+from .direct import StoredTensors
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class OpenedModel:
     numbers: Sequence[int]  # the layers of its attention modules
     modules: Callable[[frozenset[int]], Sequence[AttentionModule]]  # those of some layers
     num_layers: int  # of the whole model, stored here or not
-    tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
+    tensors: StoredTensors | None = None  # all of its tensors by name, where they have the names of a family
     config: Config = field(default_factory=Config)
 
     def wanted(self, layers: Iterable[int] | None) -> Sequence[AttentionModule]:

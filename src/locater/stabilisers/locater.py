@@ -17,7 +17,7 @@ from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck
 from ..records import State, head_key, layer_key
 from .base import Rates, Stabiliser, non_negative
-from .live.find import Inputs, Raw, find_pairs
+from .live.find import PairInputs, Raw, find_pairs
 from .live.pairs import Pair
 from .mean import Mean, Projected, as_mean
 from .scales import Eta, Objective, Scale
@@ -45,7 +45,7 @@ class LocAteR(Stabiliser):
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
         family: Family | None = None,
-        inputs: Inputs | None = None,
+        inputs: PairInputs | None = None,
     ) -> None:
         self.auto = Auto() if strength == "auto" else strength if isinstance(strength, Auto) else None
         self.strength = 0.0 if self.auto else _number(strength)

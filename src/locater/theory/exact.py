@@ -263,13 +263,13 @@ def _one_piece(
     values, wanted = None, guide(positions)
     for num_intervals in GRIDS:
         nodes = _nodes(positions, num_intervals)
-        fits = float((interpolate(nodes, guide(nodes), positions) - wanted).abs().max()) <= tolerance
+        fits = float((_interpolate(nodes, guide(nodes), positions) - wanted).abs().max()) <= tolerance
         if num_intervals + 1 >= len(positions) or not (fits or values is not None):
             continue
         values = function(nodes) if values is None else _refined(values, function(nodes[1::2]))
-        coarse = interpolate(nodes[::2], values[::2], nodes[1::2])
+        coarse = _interpolate(nodes[::2], values[::2], nodes[1::2])
         if float((coarse - values[1::2]).abs().max()) <= tolerance:
-            return interpolate(nodes, values, positions)
+            return _interpolate(nodes, values, positions)
     return None
 
 
@@ -280,7 +280,7 @@ def _refined(values: Float[Tensor, " coarse"], between: Float[Tensor, " gaps"]) 
     return finer
 
 
-def interpolate(
+def _interpolate(
     nodes: Float[Tensor, " nodes"], values: Float[Tensor, " nodes"], positions: Float[Tensor, " positions"]
 ) -> Float[Tensor, " positions"]:
     """The barycentric formula at Chebyshev–Lobatto points; O(nodes × positions), stable at any degree."""

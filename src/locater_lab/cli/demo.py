@@ -123,11 +123,11 @@ def _show_theory(console: Console, out: Path | None) -> None:
     head, plane = (out / "one_head.png", out / "phase_diagram.png") if out else (None, None)
     document = profile_of_weights(*example_head(), length=64, seed=1)
     if head:
-        figures.save(figures.profile(document), head)
+        figures.save(figures.draw_profile(document), head)
     say(console, ONE_HEAD.format(picture=arrow(head), **_one_head_words(document)))
     diagram = phase_diagram(generator=generator)
     if plane:
-        figures.save(figures.phase_diagram(diagram), plane)
+        figures.save(figures.draw_phase_diagram(diagram), plane)
     say(console, PLANE.format(picture=arrow(plane), **_plane_words(diagram["summary"])))
 
 

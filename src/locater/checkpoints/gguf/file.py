@@ -15,8 +15,8 @@ from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
-from .config import make_config
-from .header import Header, Stored, read_header
+from .config import config_of_gguf
+from .header import Header, StoredTensor, read_gguf_header
 from .translate import Shape, Translated, translate
 
 # Kinds that torch has a type for; everything else is unpacked into float32.
@@ -34,11 +34,11 @@ PLAIN = {
 LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """A stored tensor, the file it lies in and how many bytes it has there."""
 
     source: ByteSource
-    stored: Stored
+    stored: StoredTensor
     num_bytes: int
 
 
@@ -51,11 +51,11 @@ class GGUFFile(Checkpoint):
     format = "gguf"
 
     def __init__(self, sources: list[ByteSource], *, config: Json) -> None:
-        headers = [read_header(source) for source in sources]
+        headers = [read_gguf_header(source) for source in sources]
         self.places = _places(sources, headers)
         shapes = {name: place.stored.shape for name, place in self.places.items()}
         settings = headers[0].settings
-        own = make_config(settings, self.places)
+        own = config_of_gguf(settings, self.places)
         self.translated = translate(settings, shapes)
         entries = {name: self._entry(item) for name, item in self.translated.items()}
         # What lies beside the file may know more, but only if it contradicts nothing of what the file says itself.
@@ -116,8 +116,8 @@ def _numbers(data: bytearray, kind: int, shape: Shape) -> Tensor:
         return torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind)))
 
 
-def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place]:
-    places: dict[str, Place] = {}
+def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, _Place]:
+    places: dict[str, _Place] = {}
     for source, header in zip(sources, headers, strict=True):
         end = 0
         for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].start):
@@ -125,13 +125,13 @@ def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, Place
             check_range(source, stored.start, length)
             if stored.start < end or name in places:
                 raise refusal(f"tensors one after another in {source.name}", f"an overlap at {name[:80]!r}")
-            places[name], end = Place(source, stored, length), stored.start + length
+            places[name], end = _Place(source, stored, length), stored.start + length
     if not places:
         raise missing(f"tensors in {sources[0].name}", "name a file that holds weights")
     return {name: places[name] for header in headers for name in header.tensors}
 
 
-def _row_bytes(name: str, stored: Stored) -> int:
+def _row_bytes(name: str, stored: StoredTensor) -> int:
     width = stored.shape[-1] if stored.shape else 1
     if stored.kind in PLAIN:
         return width * PLAIN[stored.kind].itemsize

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import refusal, within
 from ...records import Json
 from .architectures import ARCHITECTURES
-from .config import architecture_of, num_heads
+from .config import architecture_of, gguf_num_heads
 from .names import Architecture
 
 Shape = tuple[int, ...]
@@ -58,7 +58,7 @@ class Shifted(Change):
 class Permuted(Change):
     """Rotary rows of a head stored as pairs (0, d/2), (1, d/2+1), …: back to halves. Holds for biases, too."""
 
-    num_heads: int
+    gguf_num_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:
         if not shapes[0] or not shapes[0][0] or shapes[0][0] % (2 * self.num_heads):
@@ -89,7 +89,7 @@ class Transposed(OfWhole):
 class Regrouped(OfWhole):
     """Fused rows stored as all queries, all keys, all values: back to one group per key head, its queries first."""
 
-    num_heads: int
+    gguf_num_heads: int
     num_key_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:
@@ -176,9 +176,9 @@ def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: st
     if suffix not in ("", "weight", "bias"):
         return Change()
     if row.is_permuted and stem in ("attn_q", "attn_k"):
-        return Permuted(num_heads(settings, layer)[stem == "attn_k"])
+        return Permuted(gguf_num_heads(settings, layer)[stem == "attn_k"])
     if row.is_regrouped and stem == "attn_qkv":
-        return Regrouped(*num_heads(settings, layer))
+        return Regrouped(*gguf_num_heads(settings, layer))
     if suffix == "weight" and stem in row.transposed:
         return Transposed()
     return Shifted() if suffix == "weight" and row.has_shifted_norms and stem.endswith("norm") else Change()

@@ -18,7 +18,7 @@ METHODS: dict[str, Find] = {
     "fbgemm_fp8": floating.find_eight_bits,
     "mxfp8": floating.find_eight_bits,
     "modelopt": floating.find_modelopt,
-    "compressed-tensors": compressed.find,
+    "compressed-tensors": compressed.find_scheme,
     "gptq": packed.find_gptq,
     "awq": packed.find_awq,
     "bitsandbytes": stacked.find_bitsandbytes,

@@ -20,7 +20,7 @@ BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Whole(Declared):
+class _Whole(Declared):
     """Signed codes; packed ones are stored with 2^(bits − 1) added, zero points along the outputs."""
 
     @property
@@ -78,8 +78,8 @@ class Whole(Declared):
         return unpack_bits(words, self.bits)[:, :width].float() - 2 ** (self.bits - 1)
 
 
-def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_scheme(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
     yield from find_eight_bits(store, settings)
     yield from find_four_bits(store, settings)
     for ending, dtype in (("weight_packed", torch.int32), ("weight", torch.int8)):
-        yield from find_by(Whole, ending, *PARTS, dtypes=(dtype,))(store, settings)
+        yield from find_by(_Whole, ending, *PARTS, dtypes=(dtype,))(store, settings)

@@ -19,8 +19,8 @@ from .weight import (
     exponents,
     find_by,
     modules_with,
-    number,
     parts_of,
+    stored_number,
     unpack_bits,
     word,
 )
@@ -40,7 +40,7 @@ class InputFirst(Grouped):
     @property
     def block(self) -> Shape:
         size = self.settings.get("group_size", self.settings.get("q_group_size", self.usual_size))
-        return 1, self.shape[1] if size == -1 else number({"group_size": size}, "group_size")
+        return 1, self.shape[1] if size == -1 else stored_number({"group_size": size}, "group_size")
 
     @property
     def usual_size(self) -> int:
@@ -60,7 +60,7 @@ class GPTQ(InputFirst):
 
     @property
     def bits(self) -> int:
-        bits = number(self.settings, "bits")
+        bits = stored_number(self.settings, "bits")
         if "g_idx" in self.parts:  # a module may have bits of its own; the number of inputs tells
             bits = 32 * self.part_size("qweight") // max(1, self.part_size("g_idx"))
         self.check(bits in GPTQ_BITS, "codes of 2, 4 or 8 bits", bits)
@@ -156,7 +156,7 @@ class MLX(Grouped):
 
     @property
     def bits(self) -> int:
-        bits = number(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
+        bits = stored_number(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
         self.check(bits == FIXED[self.mode][0] if self.mode in FIXED else bits in MLX_BITS, "a number of bits", bits)
         return bits
 
@@ -167,7 +167,7 @@ class MLX(Grouped):
 
     @property
     def block(self) -> Shape:
-        size = number(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
+        size = stored_number(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
         self.check(self.mode == "affine" or size == FIXED[self.mode][1], "the group of its kind", size)
         return 1, size
 

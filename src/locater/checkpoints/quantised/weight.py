@@ -169,7 +169,7 @@ def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[s
     return {ending: name for ending, name in names if name in store.entries}
 
 
-def number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
+def stored_number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number that the config must hold."""
     value = settings.get(key, default)
     if type(value) is not int or not least <= value < 2**31:

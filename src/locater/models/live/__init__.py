@@ -18,8 +18,8 @@ from ..schema import Family
 from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import discover
-from .explicit import Explicit, describe, explicit_row
-from .modules import search
+from .explicit import Explicit, describe_explicit, explicit_row
+from .modules import search_modules
 from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample
@@ -138,7 +138,7 @@ def open_live(
     elif sample is not None:
         return replace(_of_modules(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
     else:
-        opened = _of_modules(model, list(search(modules, tensors)), tensors, BY_KINDS)
+        opened = _of_modules(model, list(search_modules(modules, tensors)), tensors, BY_KINDS)
     if not opened.sites:
         raise _unknown(tensors, config)
     if sample is None:
@@ -149,7 +149,9 @@ def open_live(
 
 def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
     kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
-    return refusal("a live model of a known family or with known modules", kind, describe(named_modules(tensors.model)))
+    return refusal(
+        "a live model of a known family or with known modules", kind, describe_explicit(named_modules(tensors.model))
+    )
 
 
 def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family: Family | None) -> LiveModel:

@@ -16,7 +16,7 @@ from ...errors import Refusal, missing, within
 from ..module import AttentionModule, module_of_row, refused_module
 from .proving import Search
 from .tensors import ModuleTensors, called, named_modules
-from .watch import Sample, Watch, quietly, recorded, run
+from .watch import Sample, Watch, quietly, recorded, run_watched
 
 
 def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[AttentionModule]:
@@ -45,7 +45,7 @@ class Finder:
         seeing = Interception(lambda call: rows.append((self.name_of(call), self.explain(call))), written_out=True)
         model = called(self.tensors.given)
         with Eagerly(), quietly(model), self.recording(), seeing:
-            run(model, sample)
+            run_watched(model, sample)
         return [(name, found) for name, found in rows if found is not None]
 
     def recording(self) -> AbstractContextManager[None]:

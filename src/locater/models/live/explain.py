@@ -43,10 +43,10 @@ def explain_plain(vectors: Vectors, source: Source, allowed: float) -> Iterator[
     for factor in (1.0, size**-0.5, size**-0.25):
         starts = _starts(vectors[:, 0] / factor, rows[:, 0], allowed)
         if starts is not None:
-            yield Made(source, starts, cut(rows, starts, size) * factor, factor=factor)
+            yield Made(source, starts, cut_heads(rows, starts, size) * factor, factor=factor)
 
 
-def cut(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
+def cut_heads(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
     return torch.stack([rows[..., start : start + size] for start in starts], -2)
 
 
@@ -164,7 +164,7 @@ def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> b
     raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
 
 
-def norm_at(norm: HeadNorm | None) -> NormAt | None:
+def norm_of_input(norm: HeadNorm | None) -> NormAt | None:
     if norm is None:
         return None
     gain = norm.gain or ""

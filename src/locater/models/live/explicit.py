@@ -70,7 +70,7 @@ def _row(query: str, key: str, shape: tuple[int, int, int], transposed: bool, fu
     )
 
 
-def describe(modules: dict[str, nn.Module]) -> str:
+def describe_explicit(modules: dict[str, nn.Module]) -> str:
     """Describe the modules that look like attention, and the way to name them."""
     likely = [name for name, module in modules.items() if name and _is_likely(module)]
     known = next(((name, pair) for name in likely if (pair := _pair(modules[name]))), None)

@@ -19,7 +19,7 @@ from ..tensors import Tensors
 TorchLayer = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 
 
-def norm_at(name: str, module: object) -> NormAt | None:
+def _norm_at(name: str, module: object) -> NormAt | None:
     """The place of a norm that the tables can read; None for none, or for an identity."""
     if module is None or isinstance(module, nn.Identity):
         return None
@@ -42,7 +42,7 @@ class Stacks:
 
     def norm(self, owner: str, norm: str) -> NormAt | None:
         name = f"{owner}.{norm}".lstrip(".")
-        return norm_at(name, self.modules.get(name))
+        return _norm_at(name, self.modules.get(name))
 
     def output_norm(self, layer: str) -> NormAt | None:
         """The norm that ends a post-LN layer."""
@@ -80,7 +80,7 @@ class Stacks:
 TIMM_PARTS = {"qkv", "q_norm", "k_norm", "proj", "norm", "gate", "attn_drop", "proj_drop"}
 
 
-def search(modules: dict[str, nn.Module], tensors: Tensors) -> Iterator[AttentionModule]:
+def search_modules(modules: dict[str, nn.Module], tensors: Tensors) -> Iterator[AttentionModule]:
     """Every attention module of a known kind, in the order of the tree."""
     stacks, seen = Stacks(modules), set()
     for name, module in modules.items():
@@ -164,9 +164,9 @@ def _timm(block: Block, at: str, module: Any, parent: nn.Module | None) -> Atten
         d_head=d_head,
         fused="qkv",
         prefixes=("",),
-        input_norm=norm_at(f"{parent_at}.norm1".lstrip("."), before),
-        query_norm=norm_at(f"{at}q_norm", getattr(module, "q_norm", None)),
-        key_norm=norm_at(f"{at}k_norm", getattr(module, "k_norm", None)),
+        input_norm=_norm_at(f"{parent_at}.norm1".lstrip("."), before),
+        query_norm=_norm_at(f"{at}q_norm", getattr(module, "q_norm", None)),
+        key_norm=_norm_at(f"{at}k_norm", getattr(module, "k_norm", None)),
         scale=float(getattr(module, "scale", d_head**-0.5)),
     )
 

@@ -21,11 +21,11 @@ from .explain import (
     EPSILONS,
     alike,
     batched,
-    cut,
+    cut_heads,
     explain_plain,
     explain_rotation,
     is_transposed,
-    norm_at,
+    norm_of_input,
     norm_over,
     read_norm_of,
     tolerance,
@@ -121,7 +121,7 @@ class Search:
         values = self._values(gain, made.plain)
         if len(values) > 1:
             values = values.unflatten(0, (-1, size)).repeat_interleave(len(made.starts) * size // len(values), 0)
-        before = (cut(made.source.rows, made.starts, size) * values)[:, :, self._distinct(made)]
+        before = (cut_heads(made.source.rows, made.starts, size) * values)[:, :, self._distinct(made)]
         seen = [one for one, names in self.watch.marks.values() if gain in map(module_of, names)]
         return not any(alike(one, before, 10 * self.allowed) for mark in seen for one in self._shapes(mark, before))
 
@@ -234,8 +234,8 @@ class Search:
             prefixes=("",),
             input_norm=input_norm,
             key_input_norm=self._input_norm(key.product.x) if is_cross else None,
-            query_norm=norm_at(query.norm),
-            key_norm=norm_at(key.norm),
+            query_norm=norm_of_input(query.norm),
+            key_norm=norm_of_input(key.norm),
             norm_over=norm_over(query.norm, key.norm),
             rotary=rotary,
             turns_first=query.behind is not None,

@@ -26,11 +26,11 @@ from ..reader import read_heads
 from .discover import Finder
 from .explain import tolerance
 from .tensors import ModuleTensors, called
-from .watch import Product, Sample, quietly, run
+from .watch import Product, Sample, quietly, run_watched
 
 
 @dataclass
-class Outcome:
+class _Outcome:
     """Outcome of the calls of one attention module: nothing yet, that its heads are right, or what differs."""
 
     was_run: bool = False
@@ -44,11 +44,11 @@ class Trial:
 
     tensors: ModuleTensors
     sites: Sequence[AttentionModule]
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[_Outcome] = field(default_factory=list)
     further: list[str] = field(default_factory=list)  # modules whose attention is none of these sites'
 
     def __post_init__(self) -> None:
-        self.finder, self.outcomes = Finder(self.tensors), [Outcome() for _ in self.sites]
+        self.finder, self.outcomes = Finder(self.tensors), [_Outcome() for _ in self.sites]
         self.by_names: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, site in enumerate(self.sites):
             self.by_names[site.query_name, site.key_name].append(index)
@@ -58,7 +58,7 @@ class Trial:
         """Run the model once, in evaluation mode, without gradients and outside of compiled code."""
         seeing, model = Interception(self.see, written_out=True), called(self.tensors.given)
         with Eagerly(), quietly(model), self.finder.recording(), seeing:
-            run(model, sample)
+            run_watched(model, sample)
         self.finder.watch.clear()
         return self
 
@@ -83,7 +83,7 @@ class Trial:
             except (Refusal, RuntimeError) as reason:
                 words = f"it could not be compared: {reason}"
         if words is not None and outcome.words is None:
-            self.outcomes[index] = Outcome(True, words, self.finder.explained(call))
+            self.outcomes[index] = _Outcome(True, words, self.finder.explained(call))
         outcome.was_run = True
 
     def _difference(self, layer: AttentionModule, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
@@ -106,7 +106,7 @@ class Trial:
         """The sites, with those that differ replaced by what the call shows, or refused."""
         return [self._site(site, outcome) for site, outcome in zip(self.sites, self.outcomes, strict=True)]
 
-    def _site(self, site: AttentionModule, outcome: Outcome) -> AttentionModule:
+    def _site(self, site: AttentionModule, outcome: _Outcome) -> AttentionModule:
         if outcome.words is None or outcome.instead is None:
             return site
         instead, names = outcome.instead, (site.query_name, site.key_name)
@@ -167,7 +167,7 @@ def difference(
             return f"{num_heads} heads, where {len(heads)} were read"
         num_tokens = None if heads[0].block == "cross" else num_queries
         inputs = _texts_first(x_query, texts, num_queries), _texts_first(x_key, texts, num_tokens)
-        positions = tuple(spread(x.shape[1], x.device) for x in inputs)
+        positions = tuple(_spread(x.shape[1], x.device) for x in inputs)
         further = num_keys - inputs[1].shape[1]  # keys that are no tokens: a sink's column, or what came from elsewhere
         if further < 0:
             raise refusal(f"a call over {inputs[1].shape[1]} keys", num_keys)
@@ -253,7 +253,7 @@ def _logits(
     return logits, mask.block(some, every)[..., columns].expand(logits.shape)
 
 
-def spread(number: int, device: torch.device) -> Int[Tensor, " chosen"]:
+def _spread(number: int, device: torch.device) -> Int[Tensor, " chosen"]:
     """Indices of all tokens, or of some from the first to the last."""
     return torch.linspace(0, number - 1, min(number, MOST_TOKENS), device=device).round().long().unique()
 

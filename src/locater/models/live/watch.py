@@ -80,7 +80,7 @@ class Watch:
         self.products, self.norms, self.marks = [], [], {}
 
 
-def run(model: nn.Module, sample: Sample) -> None:
+def run_watched(model: nn.Module, sample: Sample) -> None:
     """One batch as the model takes it: a tensor, named arguments, or several."""
     if isinstance(sample, Mapping):
         model(**sample)

@@ -89,12 +89,12 @@ def version() -> str:
 def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     """Build the twin, watch one pass of it, and look for a row for each of its stacks of attention."""
     from . import twin
-    from .observe import observe
+    from .observe import observe_twin
 
     known = Proof(model_type, version())
     try:
-        config = twin.config_of(model_type, values)
-        model, seen = twin.run(config, partial(observe, offers=twin.inputs_of))
+        config = twin.twin_config(model_type, values)
+        model, seen = twin.run_twin(config, partial(observe_twin, offers=twin.twin_inputs))
         return _of_places(known, model, seen)
     except Refusal as reason:
         return replace(known, reason=str(reason))
@@ -131,7 +131,7 @@ def _outcome(calls: "Calls") -> _Outcome:
 
 def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
     """Proven if some stack is, and no decoder is left over; whatever else is left over is named."""
-    from .check import later, silent
+    from .check import later, silent_heads
     from .evidence import Evidence
 
     evidence = Evidence(model, seen)
@@ -149,7 +149,7 @@ def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
         return replace(known, reason=reason)
     notes = [*later(model.config.to_dict()), *(note for one in proven.values() for note in one.notes)]
     notes += [f"the attention of `{one.pattern}`: {one.reason or f'a second {one.block} stack'}" for one in left]
-    notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in silent(evidence)]
+    notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in silent_heads(evidence)]
     rows, error = tuple(one.recipe for one in proven.values()), max(one.error for one in proven.values())
     known = replace(known, rows=rows, error=error, notes=tuple(dict.fromkeys(notes)))
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
@@ -194,7 +194,7 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
     notes += [f"not read in the config: `{path[:120]}`" for path in unread[:1]]
     left_out = ", ".join(notes) or None
     family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)
-    return family, Config(expanded(twin.config_of(proof.model_type, values)))
+    return family, Config(expanded(twin.twin_config(proof.model_type, values)))
 
 
 # --------------------------------------------------------------------------------------------- proofs kept: a file each
@@ -212,7 +212,7 @@ def proven(config: Config, names: Collection[str], unknown: Refusal) -> tuple[Fa
     Refuses as the tables did where transformers is missing, does not know the type, or its twin follows no row.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or is_in_tables(model_type) or not is_known(model_type):
+    if not isinstance(model_type, str) or is_in_tables(model_type) or not _is_known(model_type):
         raise unknown
     proof = recall(model_type, config.values)
     if not proof.is_proven:
@@ -223,7 +223,7 @@ def proven(config: Config, names: Collection[str], unknown: Refusal) -> tuple[Fa
     return family, own, words
 
 
-def is_known(model_type: str) -> bool:
+def _is_known(model_type: str) -> bool:
     """Tell whether transformers is installed and has a config class for it."""
     try:
         version()
@@ -237,7 +237,7 @@ def is_known(model_type: str) -> bool:
 def recall(model_type: str, values: JsonMapping | None = None, *, again: bool = False) -> Proof:
     """The proof from the cache, or made now and kept."""
     path = path_of_proof(model_type, values)
-    if not again and (kept := read(path)) is not None:
+    if not again and (kept := read_proof(path)) is not None:
         return kept
     proof = prove(model_type, values)
     keep(proof, path)
@@ -252,7 +252,7 @@ def path_of_proof(model_type: str, values: JsonMapping | None = None) -> Path:
     return cache_folder() / "proofs" / f"{safe}-{identity}.json"
 
 
-def read(path: Path) -> Proof | None:
+def read_proof(path: Path) -> Proof | None:
     """A kept proof; None where there is none, or where the file is damaged: it can be made again."""
     try:
         with as_written(path):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ...records import Json
 from ..config import Cell, Config, resolve
-from ..module import Shape, find_stack
+from ..module import HeadShape, find_stack
 from ..reader import read_heads
 from .check import input_of
-from .evidence import Calls, admitted, same
+from .evidence import Calls, admitted_keys, same
 from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of
 
 QUERY = re.compile(r"(^|_)(q|query|wq|queries)($|_)|query")
@@ -77,7 +77,7 @@ def _separate(calls: Calls, query: str, key: str) -> Iterator[Recipe]:
             yield _recipe(calls, query, key, shape | dict(fused=None, gated=gated, transposed=transposed))
 
 
-def _apart(calls: Calls, query: str, key: str, layer: int, *, gated: bool) -> Shape | None:
+def _apart(calls: Calls, query: str, key: str, layer: int, *, gated: bool) -> HeadShape | None:
     """Heads, key heads and their size in one layer, by the rows that its projections have."""
     names = [calls.name(layer) + name.removeprefix(calls.owner) for name in (query, key)]
     if not all(calls.evidence.seen.inputs.get(name.removesuffix(".in_proj")) for name in names):
@@ -87,7 +87,7 @@ def _apart(calls: Calls, query: str, key: str, layer: int, *, gated: bool) -> Sh
     d_head, rest = divmod(rows, num_heads * (2 if gated else 1))
     if rest or not d_head or key_rows % d_head or num_heads % (key_rows // d_head):
         return None
-    return Shape(num_heads, key_rows // d_head, d_head)
+    return HeadShape(num_heads, key_rows // d_head, d_head)
 
 
 def _together(calls: Calls, name: str, num_heads: int) -> Iterator[Recipe]:
@@ -95,7 +95,7 @@ def _together(calls: Calls, name: str, num_heads: int) -> Iterator[Recipe]:
     for num_key_heads in dict.fromkeys((num_heads, num_heads // 2, 1)):
         if not num_key_heads or num_heads % num_key_heads or rows % (num_heads + 2 * num_key_heads):
             continue
-        found = Shape(num_heads, num_key_heads, rows // (num_heads + 2 * num_key_heads))
+        found = HeadShape(num_heads, num_key_heads, rows // (num_heads + 2 * num_key_heads))
         shape = _shape(calls, name, [found] * len(calls.by_layer))
         if shape is None:
             continue
@@ -108,7 +108,7 @@ def _recipe(calls: Calls, query: str, key: str, shape: Recipe) -> Recipe:
     return names | shape | dict(prefixes=[""], config=calls.path)
 
 
-def _shape(calls: Calls, query: str, shapes: list[Shape]) -> Recipe | None:
+def _shape(calls: Calls, query: str, shapes: list[HeadShape]) -> Recipe | None:
     """The config's entries that hold these numbers, layer by layer; None where one is in no entry."""
     width = input_of(calls.evidence, query).shape[-1]
     num_heads, num_key_heads, sizes = (list(numbers) for numbers in zip(*shapes, strict=True))
@@ -143,7 +143,7 @@ def _block(calls: Calls, query: str, key: str) -> str:
     left, right = input_of(calls.evidence, query), input_of(calls.evidence, key)
     if left.shape != right.shape or not torch.equal(left, right):
         return "cross"
-    mask = admitted(calls.by_layer[calls.first][0].own)
+    mask = admitted_keys(calls.by_layer[calls.first][0].own)
     causal = mask.shape[-2] > 1 and not bool(mask[..., 0, 1:].any())
     seen = re.search(r"vision|visual|image|pixel", calls.place)
     if seen or (not causal and calls.evidence.model.main_input_name == "pixel_values"):
@@ -186,7 +186,7 @@ def _is_meant(rule: Any, calls: Calls) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- scale
-def scaled(calls: Calls, base: Recipe) -> Iterator[Recipe]:
+def scaled_candidates(calls: Calls, base: Recipe) -> Iterator[Recipe]:
     """The rule for the scale whose number the logits show; with a soft-cap no number shows, and all are tried."""
     # The twin's own number picks the rule: a rule that fits its sizes by chance would be wrong at the model's.
     known = [name for name, cell in SCALES.items() if cell is None or calls.value(cell) is not None]
@@ -223,7 +223,7 @@ def _measured_scale(calls: Calls, recipe: Recipe) -> float | None:
 
 
 def _factor(own: Tensor, theirs: Tensor) -> float | None:
-    seen = admitted(theirs)
+    seen = admitted_keys(theirs)
     if bool((theirs.masked_fill(~seen, -torch.inf).amax(-1) <= 1e-6).all()):  # the model subtracts its largest logit
         number = seen.sum(-1, keepdim=True)
         own, theirs = (part - part.masked_fill(~seen, 0).sum(-1, keepdim=True) / number for part in (own, theirs))
@@ -233,9 +233,9 @@ def _factor(own: Tensor, theirs: Tensor) -> float | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- mask
-def masked(calls: Calls, recipe: Recipe) -> Recipe:
+def masked_candidates(calls: Calls, recipe: Recipe) -> Recipe:
     """The rule for causality and window that admits what the model admits; plain causality where none does."""
-    masks = {layer: admitted(seen[0].own)[:, 0] for layer, seen in calls.by_layer.items()}
+    masks = {layer: admitted_keys(seen[0].own)[:, 0] for layer, seen in calls.by_layer.items()}
     for ahead, back in itertools.product(("causal", "both ways", "as far as back"), WINDOWS):
         if all(_is_mask(calls, back, ahead, layer, mask) for layer, mask in masks.items()):
             return recipe | dict(lookback=back, lookahead=ahead)

@@ -15,8 +15,8 @@ from ..module import AttentionModule, find_stack
 from ..neighbours import misplaced_bias
 from ..reader import read_heads
 from ..schema import Attention
-from .evidence import Calls, Evidence, admitted, made_by, normed_rows, same
-from .observe import Call
+from .evidence import Calls, Evidence, admitted_keys, normed_rows, same, tensors_made_by
+from .observe import ObservedCall
 from .twin import NUM_TOKENS
 
 TOLERANCE = 1e-5
@@ -35,7 +35,7 @@ class Verdict:
         return self.differs is None
 
 
-def check(row: Attention, calls: Calls, *, hasty: bool = False) -> Verdict:
+def check_row(row: Attention, calls: Calls, *, hasty: bool = False) -> Verdict:
     """`hasty` looks at the first head of the first layer only: enough to throw most rows out."""
     verdict = Verdict()
     try:
@@ -70,7 +70,7 @@ def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty:
             return Verdict(differs=f"the input norm of layer {layer}: {differs}")
     for call in calls:
         for head in built.heads[:1] if hasty else built.heads:
-            error, masks = compare(head, x_query, x_key, call)
+            error, masks = compare_passes(head, x_query, x_key, call)
             if not error <= TOLERANCE:
                 return Verdict(error, f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
             verdict.error = max(verdict.error, error)
@@ -90,17 +90,17 @@ def input_of(evidence: Evidence, file_name: str) -> Tensor:
     return found
 
 
-def compare(head: Head, x_query: Tensor, x_key: Tensor, call: Call) -> tuple[float, bool]:
+def compare_passes(head: Head, x_query: Tensor, x_key: Tensor, call: ObservedCall) -> tuple[float, bool]:
     """The largest difference of admitted logits, relative to the largest of them or 1; and whether masks differ."""
     theirs = call.logits[:, head.index]
     x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
     own = head.logits(x_query, x_key)
     admits = head.admits(torch.arange(own.shape[-2]), torch.arange(own.shape[-1]))
-    masks_differ = not bool((admits == admitted(theirs)[..., : own.shape[-1]]).all())
+    masks_differ = not bool((admits == admitted_keys(theirs)[..., : own.shape[-1]]).all())
     if head.sink is not None:  # the sink is one more key
         own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
     theirs = theirs[..., : own.shape[-1]]
-    seen = admitted(theirs)
+    seen = admitted_keys(theirs)
     if own.shape != theirs.shape or not seen.any():
         raise Refusal(f"logits of {tuple(own.shape)}, where the model has {tuple(theirs.shape)}")
     largest = theirs[seen].abs().max().clamp(min=1)
@@ -117,7 +117,7 @@ def shifted(own: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
 
 def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:
     """Compare this input with the row's norm: of all norms in the model, the one whose output it is."""
-    name = made_by(evidence, x)
+    name = tensors_made_by(evidence, x)
     if norm is None:
         return None if name is None else f"none in the row, `{name}` in the model"
     if name is None:
@@ -164,7 +164,7 @@ def _own(module: nn.Module) -> Iterator[str]:
     return (name.removesuffix(".weight").removesuffix(".bias") for name, _ in module.named_parameters())
 
 
-def is_plain(call: Call, evidence: Evidence) -> bool:
+def is_plain(call: ObservedCall, evidence: Evidence) -> bool:
     """Tell whether the average of values goes into the output projection as it is."""
     for product in call.averages:
         out = product[1] if isinstance(product, tuple) else product
@@ -178,14 +178,14 @@ def is_plain(call: Call, evidence: Evidence) -> bool:
     return False
 
 
-def _is_of(left: Tensor, call: Call) -> bool:
+def _is_of(left: Tensor, call: ObservedCall) -> bool:
     weights = call.weights
     if weights is None or left.numel() != weights.numel():
         return weights is not None and left.dim() == weights.dim() and same(left, weights[..., : left.shape[-1]])
     return same(left.reshape(weights.shape), weights)
 
 
-def _is_taken(merged: Tensor, call: Call, evidence: Evidence) -> bool:
+def _is_taken(merged: Tensor, call: ObservedCall, evidence: Evidence) -> bool:
     """Tell whether some module under or next to the attention takes this tensor."""
     near = call.module.rpartition(".")[0]
     for name, inputs in evidence.seen.inputs.items():
@@ -211,7 +211,7 @@ def _listed(value: object) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def silent(evidence: Evidence) -> Iterator[str]:
+def silent_heads(evidence: Evidence) -> Iterator[str]:
     """Places of attention modules with parameters in which no softmax was seen."""
     heard = {call.module for call in evidence.seen.calls}
     patterns = {}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...attention.masks import admits
 from ...records import Json
 from ..config import Config, resolve
-from ..tensors import Held
-from .observe import Call, Pass
+from ..tensors import HeldTensors
+from .observe import ObservedCall, ObservedPass
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -25,7 +25,7 @@ class Calls:
     evidence: "Evidence"
     place: str
     length: int  # of the list of layers, attention or not
-    by_layer: dict[int, list[Call]]
+    by_layer: dict[int, list[ObservedCall]]
 
     def name(self, layer: int) -> str:
         return self.place.format(layer=layer)
@@ -73,16 +73,16 @@ class Evidence:
     """Observations of a twin."""
 
     model: Any
-    seen: Pass
+    seen: ObservedPass
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
         return dict(self.model.named_modules(remove_duplicate=False))
 
     @cached_property
-    def tensors(self) -> Held:
+    def tensors(self) -> HeldTensors:
         """Under the names that `save_pretrained` would write."""
-        return Held(_saved(self.model))
+        return HeldTensors(_saved(self.model))
 
     @cached_property
     def config(self) -> Config:
@@ -142,7 +142,7 @@ class Evidence:
 
     def places(self) -> Iterator[Calls]:
         """Attention modules that differ by one number only."""
-        found: dict[str, dict[int, list[Call]]] = {}
+        found: dict[str, dict[int, list[ObservedCall]]] = {}
         for call in self.seen.calls:
             pattern, layer = self._place(self._owner(call.module))
             found.setdefault(pattern, {}).setdefault(layer, []).append(call)
@@ -185,7 +185,7 @@ def _mark(tensor: Tensor) -> tuple:
     return (tuple(tensor.shape), float(flat.double().sum()), float(flat[0]) if len(flat) else 0.0)
 
 
-def admitted(logits: Tensor) -> Tensor:
+def admitted_keys(logits: Tensor) -> Tensor:
     """True where a logit was not masked."""
     return admits(logits)
 
@@ -199,7 +199,7 @@ def is_norm(name: str, module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
 
 
-def made_by(evidence: Evidence, x: Tensor) -> str | None:
+def tensors_made_by(evidence: Evidence, x: Tensor) -> str | None:
     """The norm whose output this is, as a whole or put together from its calls: in chunks, in windows, reshaped."""
     outputs = {name: made for name, made in evidence.seen.outputs.items() if is_norm(name, evidence.modules[name])}
     for name, made in outputs.items():

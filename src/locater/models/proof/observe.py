@@ -21,7 +21,7 @@ PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm
 
 
 @dataclass
-class Call:
+class ObservedCall:
     """One softmax over keys: logits (batch, heads, queries, keys), masked ones far below zero."""
 
     module: str
@@ -42,16 +42,16 @@ class Call:
 
 
 @dataclass
-class Pass:
+class ObservedPass:
     """One forward pass: the calls in order, and what went into and came out of every module, call by call."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ObservedCall] = field(default_factory=list)
     inputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
 
 
 class _Watcher(TorchFunctionMode):
-    def __init__(self, seen: Pass, stack: list[str], batch: int) -> None:
+    def __init__(self, seen: ObservedPass, stack: list[str], batch: int) -> None:
         super().__init__()
         self.seen, self.stack, self.batch = seen, stack, batch
 
@@ -81,12 +81,12 @@ class _Watcher(TorchFunctionMode):
         if logits.dim() == 4:
             turn = len(self.seen.inputs[name]) - 1
             self.seen.calls.append(
-                Call(name, turn, logits.detach().clone(), None if weights is None else weights.detach())
+                ObservedCall(name, turn, logits.detach().clone(), None if weights is None else weights.detach())
             )
 
 
 @contextmanager
-def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
+def _hooked(model: nn.Module, seen: ObservedPass, stack: list[str]) -> Iterator[None]:
     handles = []
 
     def before(name: str):
@@ -119,9 +119,9 @@ def _hooked(model: nn.Module, seen: Pass, stack: list[str]) -> Iterator[None]:
 Offers = Callable[[Any], Iterable[Mapping[str, Tensor]]]  # the inputs worth trying on a model
 
 
-def observe(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lambda part: ()) -> Pass:
+def observe_twin(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lambda part: ()) -> ObservedPass:
     """One pass of the model, watched; then one of each model inside it that has not run, such as an image tower."""
-    seen, stack = Pass(), []
+    seen, stack = ObservedPass(), []
     batch = len(next(iter(inputs.values())))
     with _hooked(model, seen, stack), _Watcher(seen, stack, batch):
         model(**inputs)
@@ -131,11 +131,11 @@ def observe(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lam
     return seen
 
 
-def _has_run(name: str, seen: Pass) -> bool:
+def _has_run(name: str, seen: ObservedPass) -> bool:
     return any(calls and (other == name or other.startswith(f"{name}.")) for other, calls in seen.inputs.items())
 
 
-def _run_alone(part: nn.Module, offers: Iterable[Mapping[str, Tensor]], seen: Pass, stack: list[str]) -> None:
+def _run_alone(part: nn.Module, offers: Iterable[Mapping[str, Tensor]], seen: ObservedPass, stack: list[str]) -> None:
     """The first inputs that it takes; what a failed try has left is taken back."""
     for inputs in offers:
         num_calls, known = len(seen.calls), {name: len(calls) for name, calls in seen.inputs.items()}

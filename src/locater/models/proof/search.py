@@ -11,9 +11,9 @@ from ..config import Config
 from ..live.explain import explain_norm
 from ..module import find_stack
 from ..registry import FAMILIES
-from .candidates import Recipe, masked, projections, rotaries, rows_of_module, scaled
-from .check import Verdict, check, input_of
-from .evidence import Calls, is_norm, made_by, same
+from .candidates import Recipe, masked_candidates, projections, rotaries, rows_of_module, scaled_candidates
+from .check import Verdict, check_row, input_of
+from .evidence import Calls, is_norm, same, tensors_made_by
 from .recipes import LAYERS, row_of
 
 
@@ -23,12 +23,12 @@ def search(calls: Calls) -> tuple[Recipe, Verdict]:
     sink = _sink(calls)
     for recipe in itertools.chain(of_tables(calls), spelled(calls)):
         recipe = recipe | (_beneath(sink, recipe["prefixes"]) if sink else {})
-        verdict = check(
+        verdict = check_row(
             row_of(recipe), calls, hasty=True
         )  # one head first: all of them for each candidate take minutes
         if verdict.is_proven:
             recipe = recipe | _biases(calls, recipe)
-            verdict = check(row_of(recipe), calls)
+            verdict = check_row(row_of(recipe), calls)
         if verdict.is_proven and not verdict.masks_differ:
             return recipe, verdict
         if verdict.is_proven:
@@ -109,7 +109,9 @@ def spelled(calls: Calls) -> Iterator[Recipe]:
     for base in projections(calls):
         base = base | norms(calls, base) | dict(lookback="none", lookahead="both ways", softcap=None)
         for rotary in rotaries(calls):
-            yield from (masked(calls, recipe) for recipe in scaled(calls, base | dict(rotary=rotary)))
+            yield from (
+                masked_candidates(calls, recipe) for recipe in scaled_candidates(calls, base | dict(rotary=rotary))
+            )
 
 
 # ------------------------------------------------------------------------------------------------- the norms of a stack
@@ -131,7 +133,7 @@ def _inner(calls: Calls) -> dict[str, Any]:
     found: dict[str, Any] = dict(query_norm=None, key_norm=None)
     for name, module in calls.evidence.modules.items():
         inside = name.startswith(f"{calls.owner}.") and is_norm(name, module)
-        if not inside or (at := norm_at(calls, name)) is None:
+        if not inside or (at := _norm_at(calls, name)) is None:
             continue
         short = name.removeprefix(f"{calls.owner}.")
         shared = re.search(r"qk|query_key", short)
@@ -192,7 +194,7 @@ def _holds(rule: Any, config: Config, wanted: dict[int, bool]) -> bool:
         return False
 
 
-def norm_at(calls: Calls, name: str) -> Recipe | None:
+def _norm_at(calls: Calls, name: str) -> Recipe | None:
     """Kind, epsilon and gain of a norm, by its own input and output; None where no kind explains them."""
     evidence = calls.evidence
     module = evidence.modules[name]
@@ -214,10 +216,10 @@ def norm_at(calls: Calls, name: str) -> Recipe | None:
 def _input_norm(calls: Calls, pattern: str) -> Recipe | None:
     """The norm whose output the projection takes, in every layer: its own, or the last of the layer before."""
     evidence = calls.evidence
-    by_layer = {n: made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in calls.by_layer}
+    by_layer = {n: tensors_made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in calls.by_layer}
     last = max(by_layer)
     name = by_layer[last]
-    if name is None or (at := norm_at(calls, name)) is None:
+    if name is None or (at := _norm_at(calls, name)) is None:
         return None
     for token, shift in (("{layer}", 0), ("{previous}", 1)):
         short = evidence.with_number(name, last - shift, token)

@@ -11,14 +11,14 @@ from typing import Any
 
 from ...records import Json
 from ..registry import FAMILIES
-from . import Proof, keep, path_of_proof, read, recall, version
+from . import Proof, keep, path_of_proof, read_proof, recall, version
 
 TIMEOUT = 120.0  # seconds of the clock, for machines that have other work too
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 
 @dataclass(frozen=True)
-class Entry:
+class SurveyEntry:
     """`how` is table, proven, refused or untried."""
 
     model_type: str
@@ -57,27 +57,27 @@ def survey(
     update: bool = False,
     timeout: float = TIMEOUT,
     tell: Callable[[str], None] = lambda line: None,
-) -> Iterator[Entry]:
+) -> Iterator[SurveyEntry]:
     """Yield an entry per type: from the tables and the cache, or with `update` proven again, one after the other."""
     worker = Worker(timeout)
     try:
         for model_type in types:
             family = next((family.name for family in FAMILIES if model_type in family.model_types), None)
             if family is not None:
-                yield Entry(model_type, "table", family)
+                yield SurveyEntry(model_type, "table", family)
                 continue
             tell(model_type)
-            yield _entry(model_type, worker.prove(model_type) if update else read(path_of_proof(model_type)))
+            yield _entry(model_type, worker.prove(model_type) if update else read_proof(path_of_proof(model_type)))
     finally:
         worker.end()
 
 
-def _entry(model_type: str, proof: Proof | None) -> Entry:
+def _entry(model_type: str, proof: Proof | None) -> SurveyEntry:
     if proof is None:
-        return Entry(model_type, "untried", reason="not tried yet: locater families --update")
+        return SurveyEntry(model_type, "untried", reason="not tried yet: locater families --update")
     if not proof.is_proven:
-        return Entry(model_type, "refused", reason=proof.reason or "", inputs=proof.inputs)
-    return Entry(model_type, "proven", proof.names, proof.error, proof.notes, inputs=proof.inputs)
+        return SurveyEntry(model_type, "refused", reason=proof.reason or "", inputs=proof.inputs)
+    return SurveyEntry(model_type, "proven", proof.names, proof.error, proof.notes, inputs=proof.inputs)
 
 
 class Worker:
@@ -130,7 +130,7 @@ def _serve(connection: Connection) -> None:
         connection.send(recall(model_type, again=True).to_json())
 
 
-def counts(entries: Iterable[Entry]) -> dict[str, int]:
+def count_entries(entries: Iterable[SurveyEntry]) -> dict[str, int]:
     """Count the types known in each way, and those of the known that take images or sound."""
     entries = list(entries)
     numbers = {how: sum(entry.how == how for entry in entries) for how in ("table", "proven", "refused", "untried")}

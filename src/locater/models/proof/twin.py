@@ -29,7 +29,7 @@ AUTO_CLASSES = (
 )  # fmt: skip
 
 
-def config_of(model_type: str, values: JsonMapping | None = None) -> Any:
+def twin_config(model_type: str, values: JsonMapping | None = None) -> Any:
     """The config object that transformers makes of a stored config, all defaults filled in."""
     from transformers import CONFIG_MAPPING
 
@@ -45,7 +45,7 @@ def known_entries(model_type: str, values: JsonMapping) -> set[str]:
     """Names at any depth that transformers' class of this type knows, and the classes of the tables inside `values`."""
     from transformers import CONFIG_MAPPING
 
-    config = config_of(model_type)
+    config = twin_config(model_type)
     known = {*_names(config.to_dict()), *type(config).attribute_map}
     known |= OLDER_ROTATIONS if "rope_parameters" in known else set()
     for table in values.values():
@@ -117,7 +117,7 @@ def shake(model: nn.Module) -> nn.Module:
     return model
 
 
-def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
+def twin_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs worth trying, the likeliest first: text, then images, then sound as frames or as a wave."""
     generator, config = torch.Generator().manual_seed(1), model.config
     stated = getattr(getattr(config, "text_config", config), "vocab_size", None)
@@ -156,7 +156,7 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
-def run(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
+def run_twin(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
     """The first twin that can be built and run, and what `watch(model, inputs)` made of its pass."""
     failures: list[str] = []
     start = time.process_time()
@@ -171,7 +171,7 @@ def run(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple
             except Exception as reason:  # whatever transformers raises: the next sizes may do
                 failures.append(f"{model_class.__name__} could not be built: {first_line(reason)}")
                 continue
-            for inputs in inputs_of(model):
+            for inputs in twin_inputs(model):
                 try:
                     with torch.no_grad():
                         return model, watch(model, inputs)

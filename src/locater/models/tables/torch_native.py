@@ -1,6 +1,6 @@
 """State dicts of `torch.nn.TransformerEncoder`, `TransformerDecoder` and `Transformer`, under any prefix.
 
-The config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `causal` may be.
+The config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `_causal` may be.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def norm(*, first_norm: str, last_norm: str, at_start: str | None = None) -> Nor
     return choose
 
 
-def causal(default: bool):
+def _causal(default: bool):
     return lambda config, layer: 0 if config.get("causal|is_causal", default) else None
 
 
@@ -38,7 +38,7 @@ def rows(encoder: str, decoder: str) -> tuple[Attention, Attention, Attention]:
         fused="qkv",
         prefixes=None,
         input_norm=norm(first_norm=encoder + "layers.{layer}.norm1", last_norm=encoder + "layers.{previous}.norm2"),
-        lookahead=causal(False),
+        lookahead=_causal(False),
     )
     decoder_row = replace(
         encoder_row,
@@ -46,7 +46,7 @@ def rows(encoder: str, decoder: str) -> tuple[Attention, Attention, Attention]:
         query=decoder + "layers.{layer}.self_attn.in_proj",
         key=decoder + "layers.{layer}.self_attn.in_proj",
         input_norm=norm(first_norm=decoder + "layers.{layer}.norm1", last_norm=decoder + "layers.{previous}.norm3"),
-        lookahead=causal(True),
+        lookahead=_causal(True),
     )
     between = decoder + "layers.{layer}.norm1"
     cross_row = replace(

@@ -103,7 +103,7 @@ def _pair(module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleT
 
 
 @runtime_checkable
-class Inputs(Protocol):
+class PairInputs(Protocol):
     """The gain that multiplies the columns of each pair's weights; None for none."""
 
     def find(self, model: nn.Module, pairs: Sequence[Pair], **options: object) -> None: ...

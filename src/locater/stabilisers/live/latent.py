@@ -19,18 +19,18 @@ from ...spectra import Grams, Moments, gram_products, moments_of
 from ..penalty import Gain
 from ..scales import Scale
 from .pairs import Pair, PerHead
-from .weights import Rows, Weight, find_rows, find_weight
+from .weights import LiveWeight, Rows, find_rows, find_weight
 
 
 @dataclass(frozen=True)
 class Inner:
     """Input of an up projection: the down projection, and the gain of the norm between them."""
 
-    down: Weight
-    gain: Weight | None
+    down: LiveWeight
+    gain: LiveWeight | None
     rank: int
 
-    def stored(self) -> list[Weight]:
+    def stored(self) -> list[LiveWeight]:
         return [self.down] if self.gain is None else [self.down, self.gain]
 
 
@@ -53,7 +53,7 @@ class LatentPair(Pair):
         """Rows of a head without positions: those that the up projection of the keys gives."""
         return self.key.d_head
 
-    def parts(self) -> list[Weight]:
+    def parts(self) -> list[LiveWeight]:
         """Everything that the heads are made of."""
         inner = [*self.key_inner.stored(), *(self.query_inner.stored() if self.query_inner else [])]
         return [self.query.weight, self.key.weight, *inner]
@@ -112,7 +112,7 @@ class LatentPair(Pair):
         return up, down
 
 
-def _full(weight: Weight) -> Tensor:
+def _full(weight: LiveWeight) -> Tensor:
     return widen(whole(weight.read()))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import refusal
 from ...head import Block
-from ...models.live.masters import current, write
+from ...models.live.masters import current, write_master
 from ...positions import Rotary
 from ...projections import whole
 from ...spectra import Moments
@@ -93,7 +93,7 @@ class Pair(ABC):
             known = rates.second_moment(leaf)
             unit = 1.0 if known is None else (known[0].mean() * known[1] + by.square().mean()).sqrt().clamp_min(TINY)
             value = current(leaf)
-            write(leaf, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(leaf, name)))
+            write_master(leaf, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(leaf, name)))
         return torch.stack([torch.isfinite(whole(by)).all() for by in slopes]).all()
 
     def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import refusal
-from ...models.live.masters import current, write
+from ...models.live.masters import current, write_master
 from ...projections import whole, widen
 from ...spectra import Grams
 from .pairs import Pair
@@ -112,7 +112,7 @@ class HeadShard:
     def commit(self) -> None:
         """Write heads that were changed in place back to parameters that they are not the memory of."""
         for working, base, weight in zip(self.working, self.bases, self.weights, strict=True):
-            write(weight, _placed_as(working, base))
+            write_master(weight, _placed_as(working, base))
 
 
 def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:

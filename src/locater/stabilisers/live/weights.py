@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...models import Slice
 from ...models.live import ModuleTensors
-from ...models.live.masters import current, write
+from ...models.live.masters import current, write_master
 from ...models.live.tensors import adapted, named_modules
 from ...projections import widen
 
 
 @dataclass(frozen=True)
-class Weight:
+class LiveWeight:
     """One weight of a live module, and the attention module that it serves.
 
     `adapted` is the module that adds a low-rank update to it (LoRA), if any.
@@ -63,7 +63,7 @@ class Weight:
 class Rows:
     """Rows of a weight as heads in groups: head h of group g starts at first + g·group_step + h·head_step."""
 
-    weight: Weight
+    weight: LiveWeight
     transposed: bool
     d_head: int
     num_groups: int
@@ -137,16 +137,16 @@ def _multiply(parameter: Tensor, numbers: Tensor, axis: int) -> None:
         spread = numbers.expand(tensor.shape).contiguous()
         same = DTensor.from_local(spread, mesh, [Replicate()] * mesh.ndim, run_check=False)
         tensor, numbers = tensor.to_local(), same.redistribute(mesh, tensor.placements).to_local()
-    write(parameter, widen(tensor) * numbers)
+    write_master(parameter, widen(tensor) * numbers)
 
 
-def find_weight(tensors: ModuleTensors, name: str) -> Weight:
+def find_weight(tensors: ModuleTensors, name: str) -> LiveWeight:
     """The parameter of that name, or what is computed under it."""
     module, attribute = tensors.owners[name]
     # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
     outer = name.rpartition(".")[0].rpartition(".")[0]
     attention = named_modules(tensors.model).get(outer, module) if attribute == "weight" else module
-    return Weight(name, module, attribute, attention, tensors.adapters.get(id(module)))
+    return LiveWeight(name, module, attribute, attention, tensors.adapters.get(id(module)))
 
 
 def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors) -> Rows | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from locater.documents import as_written, read_json
 from locater.errors import refusal
 from locater.records import Json
-from locater.report.reading import check, is_record
+from locater.report.reading import check_document, is_record
 
 from ...train.metrics import METRICS
 from ..runs import QUANTITIES, Run, compare_all, compare_runs, read_run
@@ -19,7 +19,7 @@ STUDY = "study.json"
 def read_folder(folder: Path) -> Json | None:
     """The document of a sweep's folder, finished or not, or of a folder of runs; None for any other folder."""
     if (folder / LIST).is_file():
-        return check(sweep_document(folder))
+        return check_document(sweep_document(folder))
     if not is_record(folder) and any((entry / METRICS).is_file() for entry in folder.iterdir()):
         return compare_runs(folder)
     return None
