@@ -277,7 +277,7 @@ def test_an_older_run_goes_on_where_it_is_said_to(runs, tmp_path):
 
 
 def test_another_version_or_device_is_refused(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr("locater_lab.train.loop.made_by", lambda device: "locater 9 and torch 9 on abacus")
+    monkeypatch.setattr("locater_lab.train.loop.describe_software", lambda device: "locater 9 and torch 9 on abacus")
     assert outcome(runs, tmp_path / "run", lambda folder: None) == "refused"
     assert run.resume(tmp_path / "run", verified=False, say=quiet).is_done
 

@@ -13,7 +13,7 @@ from locater.errors import Refusal
 from locater.head import BLOCKS
 from locater.scanning.scan import scan
 from locater.spectra import moments
-from locater.theory import closed_form, regimes, rotary
+from locater.theory import closed_form, monte_carlo, regimes, rotary
 from locater.theory.random_walk import Turns
 from saved_models import by_place, case_named, heads_of
 
@@ -158,7 +158,7 @@ def test_a_rotary_head_agrees_with_simulation(saved):
     head = heads["decoder", 0, 1].folded()
     given = dict(length=32, turns=Turns(head.rotary.pairs, head.rotary.frequencies(32)), temperature=40.0)
     chance = torch.Generator().manual_seed(0)
-    walks = rotary.monte_carlo(head.query.weight, head.key.weight, num_walks=4000, generator=chance, **given)
+    walks = monte_carlo.profile(head.query.weight, head.key.weight, num_walks=4000, generator=chance, **given)
     found = float(regimes.localisation(walks.mean))
     assert rows["decoder", 0, 1].localisation == pytest.approx(found, abs=0.06)
 
