@@ -19,10 +19,10 @@ import torch
 from family_cases.base import shake
 from locater.errors import Refusal, Unforeseen
 from locater.models import Config, open_model
-from locater.models.proof.check import compare_passes
+from locater.models.proof.check import head_error
 from locater.models.proof.evidence import Evidence, is_norm
 from locater.models.proof.observe import observe_twin
-from locater.models.proof.twin import quiet
+from locater.models.proof.twin import without_warnings
 
 TOLERANCE = 2e-5  # of the largest logit
 LARGEST = 512  # of the sizes that a model is built with
@@ -79,7 +79,7 @@ def judge(
     return Verdict("partial" if coverage != usual and "PARTIAL" in coverage else "wrong", fault, coverage)
 
 
-def config_of(case: Any, values: Mapping[str, Any]) -> Any:
+def full_config(case: Any, values: Mapping[str, Any]) -> Any:
     """The config object that transformers reads from a file with these entries."""
     import transformers
 
@@ -91,10 +91,10 @@ def watch(case: Any, values: Mapping[str, Any]) -> Evidence:
     import transformers
 
     torch.manual_seed(0)
-    with warnings.catch_warnings(), quiet():
+    with warnings.catch_warnings(), without_warnings():
         warnings.simplefilter("ignore")
         try:
-            config, make = config_of(case, values), getattr(transformers, case.model)._from_config
+            config, make = full_config(case, values), getattr(transformers, case.model)._from_config
             if largest(config.to_dict()) > LARGEST:  # a size that was taken out is the published model's
                 raise CannotBuild("too large")
             model = shake(make(config, attn_implementation="eager").eval().float())
@@ -137,7 +137,7 @@ def differences(evidence: Evidence, layers: list, *, is_complete: bool) -> Itera
                 yield f"{place}: another norm before the projection"
         for head in layer.heads:
             try:
-                error, masks_differ = compare_passes(head, x_query, x_key, call)
+                error, masks_differ = head_error(head, x_query, x_key, call)
             except Refusal as reason:
                 yield f"{place}: {reason}"
                 continue

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from locater.errors import refusal, within
 from locater.models.live.explicit import Explicit
 from locater.models.live.masters import current, write_master
+from locater.models.live.rate_factor import Rates
 from locater.models.live.watch import Sample
 from locater.models.live.write_check import WriteCheck
 from locater.projections import whole, widen
 from locater.records import State
 from locater.spectra import moments
-from locater.stabilisers.base import Rates, Stabiliser, non_negative
+from locater.stabilisers.base import Stabiliser, non_negative
 from locater.stabilisers.live.find import find_pairs
 from locater.stabilisers.live.pairs import Pair, check_stored
 from locater.stabilisers.live.sharding import check_not_spread, shard_of

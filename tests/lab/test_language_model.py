@@ -184,7 +184,7 @@ def test_the_family_table_reads_the_attention_that_the_model_computes(shape):
         layer.attention.register_forward_hook(lambda module, args, output: seen.append((module, args[0], output)))
     with torch.no_grad():
         model(TOKENS)
-    found = list(modules.layers(model))
+    found = list(modules.open_live(model).layers())
     assert [len(layer.heads) for layer in found] == [4, 4]
     for layer, (attention, x, output) in zip(found, seen, strict=True):
         value = attention.value(x).unflatten(-1, (shape.key_heads, -1))
@@ -220,7 +220,7 @@ def test_stabilisers_hold_its_heads():
 def test_the_walks_model_is_read_too():
     model = WalkModel(WalkShape(d_model=8, context=10))
     walk = torch.randn(3, 10, 8).cumsum(1)
-    ((head,),) = (layer.heads for layer in modules.layers(model))
+    ((head,),) = (layer.heads for layer in modules.open_live(model).layers())
     expected = head.logits(walk[:, -1:], walk)[:, 0]
     torch.testing.assert_close(model.layers[0].attention.logits(walk), expected)
     assert model(walk).shape == (3, 8)

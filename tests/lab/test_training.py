@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from command import locater
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.prediction.language_model import load_tokenizer
 from locater.prediction.predict import Effort, predict
 from locater_lab.data.sources import open_data
@@ -243,7 +243,7 @@ def test_validation_is_what_it_says(text, tmp_path):
         logs = model(tokens).log_softmax(-1).gather(-1, targets[..., None])
         assert row["perplexity"] == pytest.approx(float(logs.mean().neg().exp()), rel=1e-5)
         x = model.embed(tokens[: observe.TOKENS_OBSERVED // 16])
-        probabilities = [head.attention(x, x) for head in next(layers(model)).heads]
+        probabilities = [head.attention(x, x) for head in next(open_live(model).layers()).heads]
     entropies = [-(p * p.clamp(min=1e-30).log()).sum(-1)[:, 1:] / torch.arange(2, 17).log() for p in probabilities]
     found = [head["normalised_entropy"] for head in row["heads"][:2]]
     assert found == pytest.approx([float(entropy.mean()) for entropy in entropies], rel=1e-4)

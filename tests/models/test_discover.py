@@ -12,7 +12,7 @@ import hand_written as own
 from hand_written import HEADS, SIZE, TOKENS, WIDTH, decoder
 from locater import Live, LocAteR, scan
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.scanning.source import heads
 from locater.stabilisers import QKClip
 from locater_lab.rivals import SpectralInitialisation
@@ -68,7 +68,7 @@ def measured(model, monkeypatch):
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_attention_from_the_heads_is_the_models_own(attention, norm, monkeypatch):
     model = decoder(attention, norm)
-    found = list(layers(model, sample=TOKENS))
+    found = list(open_live(model, sample=TOKENS).layers())
     assert len(found) == 2 and not any(layer.refused for layer in found)
     for layer, (probabilities, x) in zip(found, measured(model, monkeypatch), strict=True):
         x_key = x[:, :7].cos() if attention is own.Cross else x
@@ -88,14 +88,14 @@ def test_attention_from_the_heads_is_the_models_own(attention, norm, monkeypatch
     ],
 )
 def test_what_a_call_may_see(attention, block, reach):
-    layer = next(layers(decoder(attention), sample=TOKENS))
+    layer = next(open_live(decoder(attention), sample=TOKENS).layers())
     assert layer.block == block and (layer.heads[0].lookback, layer.heads[0].lookahead) == reach
 
 
 def test_rotary_positions_are_those_of_the_model():
-    head = next(layers(decoder(own.Rotary), sample=TOKENS)).heads[0]
+    head = next(open_live(decoder(own.Rotary), sample=TOKENS).layers()).heads[0]
     assert (head.rotary.base, head.rotary.num_dims, head.rotary.interleaved) == (10_000.0, SIZE, False)
-    head = next(layers(decoder(own.Interleaved), sample=TOKENS)).heads[0]
+    head = next(open_live(decoder(own.Interleaved), sample=TOKENS).layers()).heads[0]
     assert (head.rotary.base, head.rotary.num_dims, head.rotary.interleaved) == (500.0, 4, True)
 
 
@@ -108,14 +108,14 @@ def test_frequencies_of_no_known_law_are_measured():
             cosine, sine = (part.repeat(1, 2) for part in (angles.cos(), angles.sin()))
             return (x * cosine + torch.cat([-x[..., 4:], x[..., :4]], -1) * sine for x in (q, k))
 
-    head = next(layers(decoder(Odd), sample=TOKENS)).heads[0]
+    head = next(open_live(decoder(Odd), sample=TOKENS).layers()).heads[0]
     torch.testing.assert_close(head.rotary.frequencies(12).float(), Odd.frequencies, atol=1e-5, rtol=0)
 
 
 def test_qk_norm_is_read_with_its_gain():
-    head = next(layers(decoder(own.NormedByHand), sample=TOKENS)).heads[0]
+    head = next(open_live(decoder(own.NormedByHand), sample=TOKENS).layers()).heads[0]
     assert head.query.norm.kind == "rms" and head.query.norm.epsilon == 1e-5 and not head.turns_first
-    assert next(layers(decoder(own.TurnedThenNormed), sample=TOKENS)).heads[0].turns_first
+    assert next(open_live(decoder(own.TurnedThenNormed), sample=TOKENS).layers()).heads[0].turns_first
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_qk_norm_is_read_with_its_gain():
     ],
 )
 def test_what_cannot_be_explained_is_refused_by_name(attention, message):
-    for layer in layers(decoder(attention), sample=TOKENS):
+    for layer in open_live(decoder(attention), sample=TOKENS).layers():
         assert not layer.heads
     with pytest.raises(Refusal, match=message):
         scan(Live(decoder(attention), sample=TOKENS))
@@ -142,7 +142,7 @@ def test_a_float_mask_of_another_kind_is_refused():
             q, k, v = own.heads(self.q_proj(x)), own.heads(self.k_proj(x)), own.heads(self.v_proj(x))
             return own.join(functional.scaled_dot_product_attention(q, k, v, attn_mask=self.added))
 
-    (refused, *_), *_ = (layer.refused for layer in layers(decoder(Learned), sample=TOKENS))
+    (refused, *_), *_ = (layer.refused for layer in open_live(decoder(Learned), sample=TOKENS).layers())
     assert "fall with distance, as ALiBi's do, got another float mask" in refused
 
 
@@ -156,7 +156,7 @@ def test_a_bias_that_is_added_by_hand_is_not_lost():
             q, k = own.heads(x @ self.w_query + self.shift), own.heads(x @ self.w_key)
             return own.join(functional.scaled_dot_product_attention(q, k, own.heads(x), is_causal=True))
 
-    layer = next(layers(decoder(Added), sample=TOKENS))
+    layer = next(open_live(decoder(Added), sample=TOKENS).layers())
     assert not layer.heads and "something else behind" in layer.refused[0]
 
 
@@ -164,7 +164,7 @@ def test_the_pass_changes_nothing():
     model = decoder(own.Fused).train()
     model.stack[0].add_module("noise", nn.Dropout(0.5))
     before, random = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
-    list(layers(model, sample=TOKENS))
+    list(open_live(model, sample=TOKENS).layers())
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(torch.random.get_rng_state(), random)
@@ -174,7 +174,7 @@ def test_the_pass_changes_nothing():
 
 def test_heads_are_views_of_the_parameters():
     model = decoder(own.PerHead)
-    heads = next(layers(model, sample=TOKENS)).heads
+    heads = next(open_live(model, sample=TOKENS).layers()).heads
     assert heads[1].key.weight.data_ptr() == model.stack[0].mixer.qkv.weight[4 * SIZE].data_ptr()
     heads[1].key.weight.sum().backward()
     assert model.stack[0].mixer.qkv.weight.grad[4 * SIZE : 5 * SIZE].eq(1).all()
@@ -182,15 +182,15 @@ def test_heads_are_views_of_the_parameters():
 
 @pytest.mark.parametrize("sample", [{"tokens": TOKENS}, (TOKENS,), TOKENS[:1]], ids=["named", "several", "one text"])
 def test_samples_as_models_take_them(sample):
-    found = list(layers(decoder(own.Normed), sample=sample))
+    found = list(open_live(decoder(own.Normed), sample=sample).layers())
     assert [len(layer.heads) for layer in found] == [HEADS, HEADS]
 
 
 def test_wrappers_are_taken_off():
     model = decoder(own.Fused)
-    plain = [head.key.weight for layer in layers(model, sample=TOKENS) for head in layer.heads]
+    plain = [head.key.weight for layer in open_live(model, sample=TOKENS).layers() for head in layer.heads]
     for wrapped in (torch.compile(model, backend="eager"), nn.DataParallel(model)):
-        found = [head.key.weight for layer in layers(wrapped, sample=TOKENS) for head in layer.heads]
+        found = [head.key.weight for layer in open_live(wrapped, sample=TOKENS).layers() for head in layer.heads]
         assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
 
 
@@ -204,7 +204,7 @@ def test_adapters_are_part_of_the_weights(attention, dora, monkeypatch):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(0.2 * torch.rand_like(parameter))
-    found = list(layers(model, sample=TOKENS))
+    found = list(open_live(model, sample=TOKENS).layers())
     for layer, (probabilities, x) in zip(found, measured(model.get_base_model(), monkeypatch), strict=True):
         assert not layer.refused
         for head in layer.heads:
@@ -255,7 +255,7 @@ def test_a_constant_behind_a_norm_is_found():
     model, inputs = Net(Constant).eval(), []
     for block in model.blocks:
         block.attn.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    rows = list(layers(model, sample=tokens))
+    rows = list(open_live(model, sample=tokens).layers())
     inputs.clear()
     with torch.no_grad():
         model(tokens)

@@ -7,7 +7,7 @@ import torch
 
 from drawn_attention import drawn
 from locater.models import read_heads
-from locater.models.live import sites
+from locater.models.live import open_live
 
 
 def is_known(draw):
@@ -34,7 +34,7 @@ def apart(model, layers):
 @torch.no_grad()
 def check(seed):
     model, draw, tokens = drawn(seed)
-    found = sites(model, sample=tokens)
+    found = open_live(model, sample=tokens).sites
     model(tokens)
     if not is_known(draw):
         assert all("mixer: expected " in read_heads(site).refused[0] for site in found), str(draw)

@@ -8,7 +8,7 @@ from torch.nn import functional
 from locater import Live, scan
 from locater.errors import Refusal
 from locater.models import read_heads
-from locater.models.live import sites
+from locater.models.live import open_live
 from locater.stabilisers import QKClip
 
 WIDTH, HEADS, SIZE = 32, 4, 8
@@ -132,7 +132,7 @@ class Net(nn.Module):
 
 def error_after_training(model: Net) -> float:
     """Largest error of the logits by heads found now, once the learned numbers have moved."""
-    found = sites(model, sample=TOKENS)[1]
+    found = open_live(model, sample=TOKENS).sites[1]
     with torch.no_grad():
         for attention in (model.first, model.last):
             for number in (one for name, one in attention.named_parameters() if "scale" in name):
@@ -154,7 +154,7 @@ def test_heads_follow_the_number_as_it_is_learned(kind, value):
 @pytest.mark.parametrize("value", [1.0, 1.3])
 @pytest.mark.parametrize("kind", [Exponential, Squared, WithGain, BeforeNorm])
 def test_what_no_head_can_follow_is_refused(kind, value):
-    for site in sites(Net(kind, value), sample=TOKENS):
+    for site in open_live(Net(kind, value), sample=TOKENS).sites:
         assert "queries that are rows of one product" in str(site.reason)
 
 
@@ -162,7 +162,7 @@ def test_a_scan_has_the_number_and_gradients_reach_it():
     rows = [scan(Live(Net(Scaled, value), sample=TOKENS)).heads[0] for value in (1.0, 2.0)]
     assert rows[1].logit_bound == pytest.approx(4 * rows[0].logit_bound, rel=1e-4)
     model = Net(EachHead, 1.0)
-    head = read_heads(sites(model, sample=TOKENS)[0]).heads[2]
+    head = read_heads(open_live(model, sample=TOKENS).sites[0]).heads[2]
     x = torch.randn(1, 3, WIDTH)
     head.logits(x, x).sum().backward()
     moved = model.first.scale.grad

@@ -377,7 +377,7 @@ def say(model, inputs, sample) -> tuple[str, list]:
     """The coverage line and the layers; a refusal is a line of its own."""
     try:
         line = locater.scan(locater.Live(model, sample=sample), length=16).coverage
-        return line, list(locater.models.live.layers(model, sample=sample))
+        return line, list(locater.models.live.open_live(model, sample=sample).layers())
     except Refusal as reason:
         return f"refused: {reason}", []
 
@@ -429,7 +429,7 @@ def test_no_bound_stands_beside_a_changed_models_logits(change):
             pairs = zip(layer.statistics["max_logit"], bounds_of(layer), strict=True)
             assert all(math.isnan(bound) or logit <= 1.01 * bound for logit, bound in pairs)
         if len(bounded) == len(report.training) > 0 and change.name not in BOUNDED:
-            layers = list(locater.models.live.layers(model))
+            layers = list(locater.models.live.open_live(model).layers())
             assert is_right(model.eval(), inputs, layers), report.notes
 
 

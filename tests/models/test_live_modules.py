@@ -75,21 +75,21 @@ def test_live_heads_are_the_files_bit_for_bit(case, tmp_path):
     case.save(model, tmp_path)
     with checkpoints.open(tmp_path) as checkpoint:
         stored = list(open_model(Config(checkpoint.config), checkpoint).layers())
-    assert_same_heads(modules.layers(model), stored)
+    assert_same_heads(modules.open_live(model).layers(), stored)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bart", "vit"])
 def test_gradients_reach_the_parameters(name):
     """tr W of every head through the views, against the same trace of the parameters alone."""
     model = next(case for case in CASES if case.name == name).build()
-    heads = [head for layer in modules.layers(model) for head in layer.heads]
+    heads = [head for layer in modules.open_live(model).layers() for head in layer.heads]
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     for _ in range(2):  # the second time after a step: the views show the new numbers
         model.zero_grad()
         sum((head.query.weight * head.key.weight).sum() for head in heads).backward()
         reached = {parameters[id(parameter)] for parameter in model.parameters() if parameter.grad is not None}
         assert reached and all(any(part in name for part in ("attn", "attention")) for name in reached)
-        fresh = [head for layer in modules.layers(model) for head in layer.heads]
+        fresh = [head for layer in modules.open_live(model).layers() for head in layer.heads]
         assert all(torch.equal(old.query.weight, new.query.weight) for old, new in zip(heads, fresh, strict=True))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -101,7 +101,7 @@ def test_gradients_reach_the_parameters(name):
 
 def test_the_gradient_of_a_trace_is_the_other_weight():
     model = llama.CASES[0].build()
-    head = next(modules.layers(model)).heads[0]
+    head = next(modules.open_live(model).layers()).heads[0]
     (head.query.weight * head.key.weight).sum().backward()
     attention = model.model.layers[0].self_attn
     torch.testing.assert_close(attention.q_proj.weight.grad[: head.d_head], head.key.weight.detach())
@@ -112,7 +112,10 @@ def test_wrappers_leave_names_alone():
     case = llama.CASES[0]
     model, plain = case.build(), case.build()
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
-    assert_same_heads(modules.layers(nn.DataParallel(torch.compile(model, backend="eager"))), modules.layers(plain))
+    assert_same_heads(
+        modules.open_live(nn.DataParallel(torch.compile(model, backend="eager"))).layers(),
+        modules.open_live(plain).layers(),
+    )
 
 
 def test_a_parametrised_weight_is_read_as_it_is_used():
@@ -125,7 +128,7 @@ def test_a_parametrised_weight_is_read_as_it_is_used():
             return 2 * weight
 
     nn.utils.parametrize.register_parametrization(projection, "weight", Double())
-    head = next(modules.layers(model)).heads[0]
+    head = next(modules.open_live(model).layers()).heads[0]
     assert torch.equal(head.query.weight, used[: head.d_head])
     head.query.weight.sum().backward()
     assert projection.parametrizations.weight.original.grad is not None
@@ -188,7 +191,7 @@ def norms(layers):
 def test_the_attention_of_a_transformer_is_its_own(norm_first, tmp_path):
     model = transformer(norm_first)
     seen = recorded(model, run_transformer)
-    live = list(modules.layers(model))
+    live = list(modules.open_live(model).layers())
     assert_own_attention(live, seen)
     config = {"nhead": HEADS, "norm_first": norm_first, "layer_norm_eps": 1e-6}
     stored = from_file(tmp_path, {f"net.{name}": tensor for name, tensor in model.state_dict().items()}, config)
@@ -206,7 +209,7 @@ def test_stacks_alone_are_read_from_files_too(tmp_path):
         path.mkdir()
         tensors = {f"lm.stack.{key}": tensor for key, tensor in stack.state_dict().items()}
         stored = from_file(path, tensors, {"nhead": HEADS, "norm_first": norm_first, "layer_norm_eps": 1e-6})
-        live = sorted(modules.layers(stack), key=lambda layer: layer.block == "cross")
+        live = sorted(modules.open_live(stack).layers(), key=lambda layer: layer.block == "cross")
         assert_same_heads(live, stored)
         assert stored[-1].heads[0].key.input_norm is None or name == "encoder"
         with pytest.raises(Refusal, match="`nhead`"):
@@ -235,7 +238,7 @@ def test_multihead_attention_anywhere_in_a_model(dtype, tolerance, bias):
 
     model = randomise(Model()).to(dtype)
     seen = recorded(model, lambda model: model(torch.randn(2, TOKENS, D_MODEL, dtype=dtype)))
-    live = list(modules.layers(model))
+    live = list(modules.open_live(model).layers())
     assert [layer.number for layer in live] == [0, 1] and {layer.block for layer in live} == {"encoder"}
     assert_own_attention(live, seen, tolerance=tolerance)
 
@@ -243,12 +246,12 @@ def test_multihead_attention_anywhere_in_a_model(dtype, tolerance, bias):
 def test_a_module_may_be_attention_itself():
     attention = randomise(nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True))
     seen = recorded(attention, lambda model: model(*[torch.randn(2, TOKENS, D_MODEL).double()] * 3))
-    assert_own_attention(modules.layers(attention), {"in_proj": seen[""]})
+    assert_own_attention(modules.open_live(attention).layers(), {"in_proj": seen[""]})
 
 
 def test_layers_of_torch_outside_a_stack_have_unknown_inputs():
     layers = nn.ModuleList([nn.TransformerEncoderLayer(D_MODEL, HEADS), nn.TransformerDecoderLayer(D_MODEL, HEADS)])
-    live = {layer.block: layer.heads[0] for layer in modules.layers(layers)}
+    live = {layer.block: layer.heads[0] for layer in modules.open_live(layers).layers()}
     assert live["encoder"].query.input_norm is None and live["decoder"].query.input_norm is None
     assert live["cross"].query.input_norm is not None and live["cross"].key.input_norm is None
 
@@ -256,14 +259,18 @@ def test_layers_of_torch_outside_a_stack_have_unknown_inputs():
 def test_an_encoder_without_a_last_norm_ends_in_its_last_layers():
     stack = nn.TransformerEncoder(nn.TransformerEncoderLayer(D_MODEL, HEADS, batch_first=True), 2)
     model = nn.Transformer(D_MODEL, HEADS, 2, 1, 32, custom_encoder=stack, batch_first=True)
-    norm = [layer.heads[0].key.input_norm for layer in modules.layers(model) if layer.block == "cross"][0]
+    norm = [layer.heads[0].key.input_norm for layer in modules.open_live(model).layers() if layer.block == "cross"][0]
     assert norm is not None and norm.gain is not None
     assert norm.gain.data_ptr() == stack.layers[1].norm2.weight.data_ptr()
     for layer in stack.layers:
         layer.norm_first = True
-    assert all(layer.heads[0].key.input_norm is None for layer in modules.layers(model) if layer.block == "cross")
+    assert all(
+        layer.heads[0].key.input_norm is None for layer in modules.open_live(model).layers() if layer.block == "cross"
+    )
     model.encoder = nn.Identity()
-    assert all(layer.heads[0].key.input_norm is None for layer in modules.layers(model) if layer.block == "cross")
+    assert all(
+        layer.heads[0].key.input_norm is None for layer in modules.open_live(model).layers() if layer.block == "cross"
+    )
 
 
 @pytest.mark.parametrize(
@@ -279,7 +286,7 @@ def test_what_is_not_a_head_is_said(options, message):
     model = nn.ModuleDict(
         {"odd": nn.MultiheadAttention(D_MODEL, HEADS, **options), "even": nn.MultiheadAttention(D_MODEL, 2)}
     )
-    odd, even = modules.layers(model)
+    odd, even = modules.open_live(model).layers()
     assert not odd.heads and len(even.heads) == 2
     with pytest.raises(Refusal, match=message):
         raise Refusal(odd.refused[0])
@@ -347,7 +354,7 @@ def identity(dims):
 def test_timms_shape_live_and_stored(block, norm, head_norm, tmp_path):
     model = randomise(Image(block, norm, head_norm))
     model(torch.randn(2, TOKENS, D_MODEL).double())
-    live = list(modules.layers(model))
+    live = list(modules.open_live(model).layers())
     name = "vit_base_patch16_rpn_224" if block is ResPostBlock else "vit_medium_patch16_224"
     stored = from_file(
         tmp_path, model.state_dict() | PATCHES, {"architecture": name, "model_args": {"num_heads": HEADS}}
@@ -409,7 +416,7 @@ def test_blocks_of_a_language_model_are_not_taken_for_an_image_models(tmp_path):
 
 
 def refused_by(attention):
-    (layer,) = modules.layers(nn.ModuleDict({"attn": attention}))
+    (layer,) = modules.open_live(nn.ModuleDict({"attn": attention})).layers()
     return layer.refused[0]
 
 
@@ -445,7 +452,7 @@ class Own(nn.Module):
 def test_named_projections_are_heads():
     model = nn.Sequential(Own(), Own())
     entries = [(model[0].to_q, model[0].to_k, 4, 2), ("1.to_q", "1.to_k", 4, 2)]
-    first, second = modules.layers(model, heads=entries)
+    first, second = modules.open_live(model, heads=entries).layers()
     assert [first.number, second.number] == [0, 1] and second.query_name == "1.to_q"
     assert len(first.heads) == 4 and [head.key_index for head in first.heads] == [0, 0, 1, 1]
     head = second.heads[3]
@@ -456,11 +463,11 @@ def test_named_projections_are_heads():
 @pytest.mark.parametrize(("layout", "first_key"), [("qkv", 16), ("grouped", 8)])
 def test_one_fused_projection_is_heads(layout, first_key):
     model = nn.ModuleDict({"qkv": nn.Linear(D_MODEL, (4 + 2 * 2) * 4)})
-    (layer,) = modules.layers(model, heads=[("qkv", 4, 2, layout)])
+    (layer,) = modules.open_live(model, heads=[("qkv", 4, 2, layout)]).layers()
     assert len(layer.heads) == 4 and torch.equal(layer.heads[0].query.weight, model["qkv"].weight[:4])
     assert torch.equal(layer.heads[0].key.weight, model["qkv"].weight[first_key : first_key + 4])
     if layout == "qkv":
-        (same,) = modules.layers(model, heads=[(model["qkv"], 4, 2)])
+        (same,) = modules.open_live(model, heads=[(model["qkv"], 4, 2)]).layers()
         assert torch.equal(same.heads[3].key.bias, layer.heads[3].key.bias)
 
 
@@ -469,13 +476,13 @@ def test_names_do_not_make_a_vision_model():
         __module__ = "mine"
 
     with pytest.raises(Refusal, match=r"`attn` \(FusedAttention\): give a batch by sample=…"):
-        modules.layers(nn.ModuleDict({"attn": FusedAttention(identity)}))
+        modules.open_live(nn.ModuleDict({"attn": FusedAttention(identity)})).layers()
 
 
 def test_conv1d_is_turned():
     model = next(case for case in gpt.CASES if case.name == "gpt2").build()
     projection = model.transformer.h[0].attn.c_proj
-    (layer,) = modules.layers(model, heads=[(projection, model.transformer.h[1].attn.c_proj, 4, 4)])
+    (layer,) = modules.open_live(model, heads=[(projection, model.transformer.h[1].attn.c_proj, 4, 4)]).layers()
     assert torch.equal(layer.heads[1].query.weight, projection.weight.T[12:24])
 
 
@@ -496,14 +503,14 @@ def test_conv1d_is_turned():
 )
 def test_what_cannot_be_named(entry, message):
     with pytest.raises(Refusal, match=message):
-        modules.layers(nn.Sequential(Own()), heads=[entry])
+        modules.open_live(nn.Sequential(Own()), heads=[entry]).layers()
 
 
 def test_an_unknown_model_is_described():
     with pytest.raises(Refusal, match=r'`0` \(Own\), .* and 2 more: .*heads=\[\("0.to_q", "0.to_k", num_heads'):
-        modules.layers(nn.Sequential(*(Own() for _ in range(6))))
+        modules.open_live(nn.Sequential(*(Own() for _ in range(6)))).layers()
     with pytest.raises(Refusal, match="no module that looks like attention"):
-        modules.layers(nn.Linear(2, 2))
+        modules.open_live(nn.Linear(2, 2)).layers()
 
 
 def test_an_unknown_config_is_not_searched():
@@ -511,7 +518,7 @@ def test_an_unknown_config_is_not_searched():
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(D_MODEL, HEADS)})
     model.config = {"model_type": "unheard-of"}
     with pytest.raises(Refusal, match=r"unheard-of.*`attn` \(MultiheadAttention\)"):
-        modules.layers(model)
+        modules.open_live(model).layers()
 
 
 def test_a_config_may_be_a_dataclass():
@@ -527,7 +534,7 @@ def test_a_config_may_be_a_dataclass():
     model = llama.CASES[0].build()
     held = nn.ModuleDict({"model": model.model})
     held.config = Settings()
-    assert_same_heads(modules.layers(held), modules.layers(model))
+    assert_same_heads(modules.open_live(held).layers(), modules.open_live(model).layers())
 
 
 def test_tensors_of_a_module():

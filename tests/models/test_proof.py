@@ -280,7 +280,7 @@ def test_without_transformers_the_refusal_is_that_of_the_tables(monkeypatch, tmp
 
 
 def test_no_code_from_outside_transformers_is_asked_for(tmp_path):
-    config = twin.twin_config(
+    config = twin.full_config(
         "glm4", {"model_type": "glm4", "auto_map": {"AutoConfig": "evil.Evil"}, "num_hidden_layers": 2}
     )
     assert type(config).__module__.startswith("transformers.")

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from locater import Live
-from locater.models.proof.twin import run_twin, twin_config
+from locater.models.proof.twin import full_config, run_twin
 from locater.monitor import AttentionMonitor, Scope
 
 WIDTH, HEADS, SIZE = 24, 3, 8
@@ -166,7 +166,7 @@ def test_gates_of_transformers(model_type, monkeypatch):
 
 
 def check_type(model_type, monkeypatch):
-    model, given = run_twin(twin_config(model_type), lambda model, inputs: (model(**inputs), inputs)[1])
+    model, given = run_twin(full_config(model_type), lambda model, inputs: (model(**inputs), inputs)[1])
     model.set_attn_implementation("sdpa")
     outputs, expected, kernel = [], {}, functional.scaled_dot_product_attention
 

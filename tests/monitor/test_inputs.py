@@ -12,7 +12,7 @@ from family_cases.base import shake
 from locater import Live
 from locater.attention import observe
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.monitor import AttentionMonitor
 
 
@@ -76,7 +76,7 @@ def test_a_block_mask_is_obeyed():
     call = ModuleInputs({"attention_mask": block_mask}, x_query=x, x_key=x)
     mask, positions = read_padding(call, {}, "decoder", (0, 3), is_causal=True)
     assert positions is None
-    found = observe([next(layers(llama())).heads[i] for i in (0, 3)], x, x, mask=mask)
+    found = observe([next(open_live(llama()).layers()).heads[i] for i in (0, 3)], x, x, mask=mask)
     expected = [[[sum(bool(rule(b, h, q, k)) for k in range(16)) for q in range(16)] for h in (0, 3)] for b in (0, 1)]
     assert found.num_keys.tolist() == expected
 

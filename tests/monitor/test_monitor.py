@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from family_cases.base import shake
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.monitor import AttentionMonitor, Scope
 from locater.monitor.alarms import Alarms
 
@@ -172,7 +172,7 @@ def test_the_largest_logit_is_that_of_the_heads():
     report = watch(model, lambda: model(TOKENS))
     for handle in handles:
         handle.remove()
-    for layer, mine in zip(layers(model), report.training, strict=True):
+    for layer, mine in zip(open_live(model).layers(), report.training, strict=True):
         x = seen_x[layer.query_name]
         positions = torch.arange(16)
         for head in layer.heads:

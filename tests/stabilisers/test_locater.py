@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.spectra import moments
 from locater.stabilisers import (
     Constant,
@@ -32,7 +32,7 @@ from stabiliser_models import MODELS, Encoder, OwnAttention, gpt2, llama, output
 def eta_squared(model: nn.Module) -> torch.Tensor:
     """Σ η² over all different heads, from the dense matrices of the scan's own heads."""
     total, seen = torch.zeros((), dtype=torch.float64), set()
-    for head in (head for layer in layers(model) for head in layer.heads):
+    for head in (head for layer in open_live(model).layers() for head in layer.heads):
         place = head.query.weight.data_ptr(), head.key.weight.data_ptr()
         if place not in seen:
             seen.add(place)
@@ -152,7 +152,7 @@ def test_folded_gains_are_those_of_the_folded_heads():
     nn.init.uniform_(model.model.layers[0].input_layernorm.weight, 0.5, 1.5)
     expected = sum(
         moments(head.folded().query.weight, head.folded().key.weight).eta_squared
-        for layer in layers(model)
+        for layer in open_live(model).layers()
         for head in layer.heads
     )
     torch.testing.assert_close(LocAteR(model, strength=1.0, inputs=Normalised()).penalty(), expected)
@@ -224,7 +224,7 @@ def test_projection_sees_the_folded_gain():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean = Projected(Constant(0.01))
     LocAteR(model, strength=0.0, mean=mean, inputs=Normalised(), optimizer=optimizer).step()
-    for layer in layers(model):
+    for layer in open_live(model).layers():
         for head in layer.heads:
             folded = head.folded()
             trace = float((folded.query.weight * folded.key.weight).sum().detach()) / head.temperature
@@ -404,7 +404,7 @@ def test_metrics_name_layers_and_on_request_heads():
     found = locater.metrics()
     assert sorted(found) == [f"qk/layer_{n:02d}/{what}" for n in range(2) for what in ("eta", "trace", "xi")]
     single = locater.metrics(heads=True)
-    heads = next(iter(layers(model))).heads
+    heads = next(iter(open_live(model).layers())).heads
     for head in heads:
         expected = moments(head.query.weight, head.key.weight)
         assert single[f"qk/layer_00/head_{head.index:02d}/xi"] == pytest.approx(float(expected.xi.detach()))

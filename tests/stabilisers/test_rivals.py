@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from locater.attention.calls import AttentionCall
 from locater.errors import Refusal
-from locater.models.live import layers
+from locater.models.live import open_live
 from locater.spectra import moments
 from locater.stabilisers import (
     L2,
@@ -260,7 +260,7 @@ def test_clip_measures_the_logits_that_the_scan_knows():
     hook.remove()
     clip.step()
     found = clip.metrics(heads=True)
-    for head in next(iter(layers(model))).heads:
+    for head in next(iter(open_live(model).layers())).heads:
         logits = head.logits(captured["x"], captured["x"]).masked_fill(~torch.ones(9, 9).bool().tril(), -torch.inf)
         assert found[f"qk/layer_00/head_{head.index:02d}/max_logit"] == pytest.approx(
             float(logits.max().detach()), rel=1e-4
@@ -303,7 +303,7 @@ def test_spectral_norm_of_queries_and_of_keys_is_one(name):
         for module, attribute in stabiliser.places:
             getattr(module, attribute)
     stabiliser.detach(bake=True)
-    for layer in layers(model):
+    for layer in open_live(model).layers():
         query = torch.cat([head.query.weight for head in layer.heads]).detach()
         key = torch.cat(
             [head.key.weight for head in layer.heads[:: len(layer.heads) // (1 + layer.heads[-1].key_index)]]
@@ -330,14 +330,14 @@ def test_decay_in_the_loss_and_decoupled_agree_for_plain_descent(name):
 def test_mimetic_heads_look_like_the_identity():
     model = llama(num_key_value_heads=4).double()
     MimeticInitialisation(model, identity=0.7, noise=0.0)
-    for layer in layers(model):
+    for layer in open_live(model).layers():
         for head in layer.heads:
             w = (head.key.weight.mT @ head.query.weight).detach()
             values = torch.linalg.eigvalsh((w + w.mT) / 2)
             torch.testing.assert_close(values[-8:], torch.full((8,), 0.7).double(), rtol=1e-5, atol=0)
     with_noise = llama(num_key_value_heads=4).double()
     MimeticInitialisation(with_noise, generator=torch.Generator().manual_seed(3))
-    heads = [head for layer in layers(with_noise) for head in layer.heads]
+    heads = [head for layer in open_live(with_noise).layers() for head in layer.heads]
     assert all(float(moments(head.query.weight, head.key.weight).xi.detach()) > 0.3 for head in heads)
 
 
@@ -359,7 +359,7 @@ def test_mimetic_factors_are_the_best_of_their_rank():
 def test_spectral_initialisation_gives_what_was_asked(name, xi):
     model = MODELS[name]().double()
     SpectralInitialisation(model, xi=xi, eta=0.6)
-    for layer in layers(model):
+    for layer in open_live(model).layers():
         for head in layer.heads:
             found = moments(head.query.weight.detach(), head.key.weight.detach())
             assert float(found.xi) == pytest.approx(xi, abs=1e-9)

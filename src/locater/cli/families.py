@@ -24,12 +24,12 @@ def families(
 ) -> None:
     """List the model types that are read: by a table row, by proof on a tiny twin, or refused and why."""
     from ..models.proof import version
-    from ..models.proof.survey import count_entries
+    from ..models.proof.survey import count_kinds
     from ..records import write, write_json
 
     console = console_for(json)
     entries = _surveyed(types, update=update)
-    numbers = count_entries(entries)
+    numbers = count_kinds(entries)
     console.print(
         table(
             ["model type", "known by", "row or reason"],

@@ -5,7 +5,7 @@ A cell is a literal, the name of a config entry, or a function of the config and
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,10 @@ class Config:
         Refused where tables disagree: a config of a whole run may describe several models.
         """
         for key in keys.split("|"):
-            values = list(dict.fromkeys(value for value in _nested(self.values, key) if is_number(value)))
+            tables = [self.values]
+            for table in tables:  # grows by the tables within each
+                tables += [value for value in table.values() if isinstance(value, Mapping)]
+            values = list(dict.fromkeys(table[key] for table in tables if is_number(table.get(key))))
             if len(values) > 1:
                 listed = ", ".join(map(str, values[:4]))
                 raise refusal(f"one value of `{key}` in the config", listed, "keep one of them")
@@ -78,16 +81,6 @@ class Config:
         return Config(part)
 
 
-def _nested(values: JsonMapping, key: str) -> Iterator[Any]:
-    """Yield the values under a key in tables, and in tables within them."""
-    pending: list[JsonMapping] = [values]
-    while pending:
-        table = pending.pop()
-        if key in table:
-            yield table[key]
-        pending += [value for value in table.values() if isinstance(value, Mapping)]
-
-
 # A cell of a table: a literal, the name of a config entry, or a function of the config and the layer.
 Cell = int | float | bool | str | None | Callable[[Config, int], Any]
 
@@ -110,7 +103,7 @@ def resolve(cell: Cell, config: Config, layer: int = 0) -> Any:
     return config[cell] if isinstance(cell, str) else cell
 
 
-def count(cell: Cell, config: Config, what: str, *, layer: int = 0, least: int = 1) -> int:
+def whole_number(cell: Cell, config: Config, what: str, *, layer: int = 0, least: int = 1) -> int:
     """The value of a cell that must be a whole number, by default a positive one."""
     value = resolve(cell, config, layer)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
@@ -119,7 +112,7 @@ def count(cell: Cell, config: Config, what: str, *, layer: int = 0, least: int =
     return value
 
 
-def config_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float:
+def finite_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float:
     """The value of a cell that must be a finite number."""
     value = resolve(cell, config, layer)
     if not is_number(value):
@@ -127,13 +120,13 @@ def config_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> f
     return float(value)
 
 
-def optional_count(cell: Cell, config: Config, what: str, *, layer: int = 0) -> int | None:
+def optional_whole_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> int | None:
     """A whole number from 0 on, or nothing."""
-    return None if resolve(cell, config, layer) is None else count(cell, config, what, layer=layer, least=0)
+    return None if resolve(cell, config, layer) is None else whole_number(cell, config, what, layer=layer, least=0)
 
 
 def optional_number(cell: Cell, config: Config, what: str, *, layer: int = 0) -> float | None:
-    return None if resolve(cell, config, layer) is None else config_number(cell, config, what, layer=layer)
+    return None if resolve(cell, config, layer) is None else finite_number(cell, config, what, layer=layer)
 
 
 def is_number(value: object) -> bool:

@@ -13,19 +13,20 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import Refusal
-from .config import Config, ask, resolve
+from .config import Cell, Config, ask, resolve
 from .module import AttentionModule, Stack
 from .neighbours import (
     Surroundings,
     lost_norm,
     misplaced_bias,
     missing_layers,
+    outer_modules,
     uneven_layers,
     unknown_neighbours,
     unread_queries,
 )
 from .rope import rotary_of
-from .schema import Attention, Family, NormAt, RotaryAt
+from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
 
 BY_TABLE, BY_LAYOUT = "by the table, not run", "by the layout, not run"
 
@@ -67,36 +68,31 @@ def coverage_of(family: Family, config: Config, stacks: tuple[Stack, ...], *, pr
     `proven`: the config with all defaults of a twin that has all settings, so that none of them can be unread.
     """
     partial = ask(family.partial, proven or config) if family.partial else None
-    reasons = [reason for stack in stacks for reason in _missing(stack)] + ([partial] if partial else [])
+    reasons = [
+        words.format(f"{stack[0].block} layers {spans(numbers)}")
+        for stack in stacks
+        for words, numbers in missing_layers(stack).items()
+        if numbers
+    ]
+    reasons += [partial] if partial else []
     checks = (misplaced_bias, lost_norm) if family.model_types else ()  # rows of known code say which biases there are
     reasons += [reason for stack in stacks for check in (uneven_layers, *checks) if (reason := check(stack))]
-    reasons += () if partial else _beside(stacks)
-    if unread := [] if proven else unread_settings(family, config, stacks):
-        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        reasons.append(f"not read in the config: `{unread[0][:120]}`{more}")
+    if not partial:
+        around, tensors = Surroundings.of(module for stack in stacks for module in stack), stacks[0][0].tensors
+        reasons += _first("not in the heads", unknown_neighbours(around, tensors))
+        unread = unread_queries(around, tensors.names)
+        reasons += (
+            [f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`"] if unread else []
+        )
+    reasons += [] if proven else _first("not read in the config", unread_settings(family, config, stacks))
     reasons += foreign_code(config, family)
     num_read, num_all = sum(map(len, stacks)), sum(stack[0].num_layers for stack in stacks)
     return Coverage(num_read, num_all, reasons=tuple(reasons))
 
 
-def _beside(stacks: tuple[Stack, ...]) -> Iterator[str]:
-    """Tensors that no row reads."""
-    around, tensors = Surroundings.of(module for stack in stacks for module in stack), stacks[0][0].tensors
-    if unknown := unknown_neighbours(around, tensors):
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        yield f"not in the heads: `{unknown[0][:120]}`{more}"
-    if unread := unread_queries(around, tensors.names):
-        yield f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`"
-
-
-def _missing(stack: Stack) -> Iterator[str]:
-    without, absent, beyond = missing_layers(stack)
-    if without:
-        yield f"no queries and keys in {stack[0].block} layers {spans(without)}"
-    if absent:
-        yield f"{stack[0].block} layers {spans(absent)} are not in the file"
-    if beyond:
-        yield f"{stack[0].block} layers {spans(beyond)} of the file are not in the config"
+def _first(what: str, names: list[str]) -> list[str]:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"{what}: `{names[0][:120]}`{more}"] if names else []
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -130,6 +126,7 @@ HARMLESS = re.compile(
     r"|max_window_layers|every_n_layers|no_rope_layer_interval"
 )
 
+NOTHING = (None, False, 0, "", "none", "default", "absolute")
 READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
 
 
@@ -157,13 +154,9 @@ def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> 
     if any(stack[0].row.rotary is not None for stack in stacks):  # read where a layer turns at all
         asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
     words = TELLING if config.get("model_type") in family.model_types else UNDECLARED
-    return sorted(path for path in telling(config.values, words=words) if not _was_asked(path, asked))
-
-
-def _was_asked(path: str, asked: set[str]) -> bool:
-    """Tell whether an entry, or a table that is taken whole, was asked for."""
-    parts = path.split(".")
-    return any(".".join(parts[: number + 1]) in asked for number in range(len(parts)))
+    # An entry counts as asked for where a table around it was taken whole.
+    paths = telling(config.values, words=words)
+    return sorted(path for path in paths if asked.isdisjoint({path, *outer_modules(path)}))
 
 
 def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:
@@ -173,11 +166,8 @@ def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = 
             yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
             says_no = words is UNDECLARED and value is False and "causal" in key
-            yield from (f"{path}{key}",) if says_no or not _is_nothing(value) else ()
-
-
-def _is_nothing(value: Any) -> bool:
-    return isinstance(value, list | tuple) or value in (None, False, 0, "", "none", "default", "absolute")
+            is_nothing = isinstance(value, list | tuple) or value in NOTHING
+            yield from (f"{path}{key}",) if says_no or not is_nothing else ()
 
 
 def _ask_all(module: AttentionModule) -> None:
@@ -203,12 +193,13 @@ def _ask(module: AttentionModule, cell: Any, name: str) -> None:
             _ask(module, getattr(cell, column.name), column.name)
 
 
-def _cells(*kinds: type) -> frozenset[str]:
-    """The columns whose words name entries of the config."""
-    return frozenset(column.name for kind in kinds for column in fields(kind) if "Cell" in str(column.type))
-
-
-CELLS = _cells(Attention, NormAt, RotaryAt) | {"max_distance", "num_buckets", "rank", "rows", "per_head"}
+# The columns whose words name entries of the config.
+CELLS = {
+    column.name
+    for kind in (Attention, NormAt, RotaryAt, BucketsAt, LowRankAt)
+    for column in fields(kind)
+    if column.type == Cell
+}
 
 
 # ------------------------------------------------------ a model's own code, which is not what the tables were held to

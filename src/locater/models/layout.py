@@ -34,18 +34,7 @@ WORDS: dict[str, tuple[object, ...]] = {
     "bare": (None, "layer", "rms"),
     "norm_over": ("head", "projection"),
 }
-FLAGS = (
-    "values_behind",
-    "gated",
-    "transposed",
-    "turns_first",
-    "backward",
-    "plus_one",
-    "optional",
-    "plain",
-    "single",
-    "bidirectional",
-)
+FLAGS = {column.name for kind in (Attention, *NESTED.values()) for column in fields(kind) if column.type is bool}
 EXAMPLE = "attention: [{block: decoder, query: 'layers.{layer}.wq', key: 'layers.{layer}.wk', layers: 2, heads: 4}]"
 
 

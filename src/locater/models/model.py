@@ -7,7 +7,7 @@ from ..errors import Refusal, missing, refusal
 from .config import Config, resolve
 from .coverage import BY_LAYOUT, Coverage, coverage_of, spans
 from .module import AttentionModule, Stack, find_stack
-from .neighbours import Surroundings, outer_modules
+from .neighbours import Surroundings
 from .reader import read_heads
 from .registry import find_family
 from .schema import Family
@@ -82,7 +82,7 @@ def _check_torn(family: Family, config: Config, stacks: tuple[Stack, ...]) -> No
         module = row.key.split("|")[0].format(layer=0, previous=0, head=0).rpartition(".")[0]
         inside = (f"{prefix}{module}." for prefix in row.prefixes or ())
         torn = next((name for part in inside for name in names if name.startswith(part)), None)
-        if torn is not None and module and not any(outer in around.modules for outer in outer_modules(torn)):
+        if torn is not None and module and around.inside(torn) is None:
             raise missing(f"queries as `{row.query}` beside `{torn[:120]}`", "the file is incomplete")
 
 

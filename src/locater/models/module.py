@@ -14,9 +14,9 @@ from torch import Tensor
 from ..budget import budget
 from ..errors import missing, refusal, within
 from ..head import Block, Head
-from .config import Config, ask, count, optional_count, resolve
+from .config import Config, ask, optional_whole_number, resolve, whole_number
 from .schema import Attention
-from .tensors import HeldTensors, Tensors
+from .tensors import Held, Tensors
 
 PACKED = "in_proj"  # nn.MultiheadAttention holds its projections as bare parameters
 REMEDY = "correct config.json"
@@ -84,7 +84,7 @@ class AttentionModule:
         """Layers of the model, with attention of this kind or without."""
         if resolve(self.row.layers, self.config) is None:
             return next(n for n in itertools.count() if not self.stored(replace(self, number=n).query_name))
-        return budget().check("layers", count(self.row.layers, self.config, "number of layers"), remedy=REMEDY)
+        return budget().check("layers", whole_number(self.row.layers, self.config, "number of layers"), remedy=REMEDY)
 
     @cached_property
     def num_heads(self) -> int:
@@ -98,13 +98,13 @@ class AttentionModule:
     def shape(self) -> HeadShape:
         """Heads, key heads and their size; Gemma 4's global layers have heads of another size."""
         row, layer = self.row, self.number
-        num_heads = num_key_heads = count(row.heads, self.config, "number of heads", layer=layer)
+        num_heads = num_key_heads = whole_number(row.heads, self.config, "number of heads", layer=layer)
         budget().check("heads", num_heads, holds=self._longest(), remedy=REMEDY)
         if row.key_heads is not None:
-            num_key_heads = count(row.key_heads, self.config, "number of key heads", layer=layer)
+            num_key_heads = whole_number(row.key_heads, self.config, "number of key heads", layer=layer)
         if num_heads % num_key_heads:
             raise refusal("a number of heads that is a multiple of the key heads", f"{num_heads} and {num_key_heads}")
-        d_head = optional_count(row.d_head, self.config, "size of a head", layer=layer)
+        d_head = optional_whole_number(row.d_head, self.config, "size of a head", layer=layer)
         if not d_head:
             d_head, rest = divmod(self.width, num_heads)
             if rest:
@@ -128,7 +128,7 @@ class AttentionModule:
     def width(self) -> int:
         """d_model, from the config or, where a family's configs do not say it, from the stored queries."""
         if self.row.d_model is not None:
-            return count(self.row.d_model, self.config, "model width")
+            return whole_number(self.row.d_model, self.config, "model width")
         return self.tensors.shape(self.required(self.query_name))[0 if self.row.transposed else -1]
 
     # ------------------------------------------------------------------------------------------- names and tensors
@@ -230,4 +230,4 @@ def refused_module(
     """An attention module whose heads cannot be read, for the reason given."""
     query, key = (name.replace("{", "{{").replace("}", "}}") for name in names)
     row = Attention(block, query, key, heads=num_heads)
-    return AttentionModule(row, Config(), HeldTensors({}), number, reason=reason)
+    return AttentionModule(row, Config(), Held({}), number, reason=reason)

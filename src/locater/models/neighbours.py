@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import missing
 from .config import ask, resolve
 from .module import AttentionModule, Stack
-from .schema import NormAt, NormCell
+from .schema import NormAt
 from .tensors import Tensors
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
@@ -53,30 +53,27 @@ class Surroundings:
             _add(around, module)
         return around
 
-    def may_act(self, name: str, num_dimensions: int) -> bool:
-        if name in self.read:
-            return False
-        inner = next((name[len(outer) + 1 :] for outer in outer_modules(name) if outer in self.modules), None)
-        if inner is None:
-            return TELLING.search(name) is not None and any(outer in self.layers for outer in outer_modules(name))
-        return not BEHIND.match(inner) and not (MASK.search(inner) and num_dimensions in (0, 4))
+    def inside(self, name: str) -> str | None:
+        """The name of a tensor within the innermost of the modules that holds it; None where it is in none."""
+        return next((name[len(outer) + 1 :] for outer in outer_modules(name) if outer in self.modules), None)
 
 
 def unknown_neighbours(around: Surroundings, tensors: Tensors) -> list[str]:
     """The tensors that may act on the logits of these rows and are read by none. Costs one pass over the names."""
-    candidates = (name for name in tensors.names if around.may_act(name, 2))
-    return [name for name in candidates if around.may_act(name, len(tensors.shape(name)))]
+
+    def may_act(name: str) -> bool:
+        if (inner := around.inside(name)) is None:
+            return TELLING.search(name) is not None and any(outer in around.layers for outer in outer_modules(name))
+        is_mask = MASK.search(inner) is not None and len(tensors.shape(name)) in (0, 4)
+        return not is_mask and not BEHIND.match(inner)
+
+    return [name for name in tensors.names if name not in around.read and may_act(name)]
 
 
 def unread_queries(around: Surroundings, names: Collection[str]) -> list[str]:
     """Tensors that by their name make queries, in attention that none of these rows is about."""
     queries = (name for name in names if QUERY.search(name) and name not in around.read)
-    return sorted(name for name in queries if not _is_inside(name, around))
-
-
-def _is_inside(name: str, around: Surroundings) -> bool:
-    """Tell whether a row reads that attention module: what else lies in it is a neighbour, and reported as such."""
-    return any(outer in around.modules for outer in outer_modules(name))
+    return sorted(name for name in queries if around.inside(name) is None)  # what lies inside is a neighbour
 
 
 def uneven_layers(stack: Stack) -> str | None:
@@ -94,8 +91,8 @@ def uneven_layers(stack: Stack) -> str | None:
     return next((f"`{one[0][:120]}` has no like in `{other[0][:120]}`" for one, other, *_ in uneven), None)
 
 
-def missing_layers(stack: Stack) -> tuple[list[int], list[int], list[int]]:
-    """Layers without attention, layers that are not in the file at all, and layers beyond those of the config."""
+def missing_layers(stack: Stack) -> dict[str, list[int]]:
+    """Layers that the stack does not have or the config does not know, by words for what is the matter with them."""
     some, row = stack[0], stack[0].row
     held = {outer for name in some.tensors.names for outer in outer_modules(name)}
     without, absent = [], []
@@ -107,14 +104,14 @@ def missing_layers(stack: Stack) -> tuple[list[int], list[int], list[int]]:
         (without if _layer_of(module.key_name) in held else absent).append(layer)
     further = some.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own
     first = some.num_layers + (further if isinstance(further, int) else 0)
-    return without, absent, [] if row.names else _beyond(some, first)
-
-
-def _beyond(some: AttentionModule, first: int) -> list[int]:
-    """Stored layers from this one on, among the numbers that stand in any name."""
     numbers = {int(number) for name in some.tensors.names for number in NUMBER.findall(name)}
     candidates = (replace(some, number=number) for number in sorted(numbers) if first <= number < first + 1000)
-    return [module.number for module in candidates if module.stored(module.query_name)]
+    beyond = [] if row.names else [module.number for module in candidates if module.stored(module.query_name)]
+    return {
+        "no queries and keys in {}": without,
+        "{} are not in the file": absent,
+        "{} of the file are not in the config": beyond,
+    }
 
 
 def misplaced_bias(stack: Stack) -> str | None:
@@ -149,25 +146,14 @@ def expected_biases(module: AttentionModule) -> Iterator[tuple[str, bool | None]
     shared = row.query == row.key
     yield module.query_name, resolve(row.query_bias, config, layer)
     yield module.key_name, resolve(row.query_bias if shared else row.key_bias, config, layer)
-    for low_rank in (row.query_low_rank, row.key_low_rank):
-        if low_rank is not None:
-            yield module.name(low_rank.up), False
-            yield from _of_norm(module, low_rank.norm)
-    for norm in (row.input_norm, row.key_input_norm, row.query_norm, row.key_norm):
-        yield from _of_norm(module, norm)
-
-
-def _of_norm(module: AttentionModule, cell: NormCell) -> Iterator[tuple[str, bool | None]]:
-    at = cell(module.config, module.number) if callable(cell) else cell
-    if at is not None and (pattern := at.at(module.number)) is not None:
-        yield from ((name, has_bias(at, module)) for name in _names(module, pattern))
-
-
-def has_bias(at: NormAt, module: AttentionModule) -> bool | None:
-    """Read whether the norm has a bias, from itself or else from its kind; None where the file tells the kind."""
-    if at.bare is not None:
-        return None
-    return at.kind == "layer" if at.biased is None else resolve(at.biased, module.config, module.number)
+    low_ranks = [low_rank for low_rank in (row.query_low_rank, row.key_low_rank) if low_rank is not None]
+    yield from ((module.name(low_rank.up), False) for low_rank in low_ranks)
+    inner = (low_rank.norm for low_rank in low_ranks)
+    for cell in (*inner, row.input_norm, row.key_input_norm, row.query_norm, row.key_norm):
+        at = cell(config, layer) if callable(cell) else cell
+        if at is not None and (pattern := at.at(layer)) is not None:
+            by_kind = at.kind == "layer" if at.biased is None else resolve(at.biased, config, layer)
+            yield from ((name, None if at.bare else by_kind) for name in _names(module, pattern))
 
 
 def outer_modules(name: str) -> Iterator[str]:

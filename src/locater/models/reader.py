@@ -11,7 +11,7 @@ from ..errors import Refusal, refusal, within
 from ..head import Head, label
 from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
-from .config import ask, config_number, count, optional_count, optional_number, resolve
+from .config import ask, finite_number, optional_number, optional_whole_number, resolve, whole_number
 from .module import AttentionModule
 from .rope import rotary_of
 from .schema import NormCell
@@ -24,15 +24,21 @@ def read_norm(module: AttentionModule, cell: NormCell, *, head: int = 0) -> Norm
     if (place := norm_place(module, cell, head=head)) is None:
         return None
     at, name = place
-    epsilon = config_number(at.epsilon, module.config, "norm's epsilon", layer=module.number)
+    epsilon = finite_number(at.epsilon, module.config, "norm's epsilon", layer=module.number)
     if at.plain or (at.kind == "l2" and module.stored(name) is None):
         return Norm(at.kind, epsilon=epsilon)
     gain, bias = module.weight(name).flatten(), module.bias(name)
     gain = 1 + gain.float() if at.plus_one else gain
     bias = None if bias is None else bias.flatten()
-    if (times := config_number(at.times, module.config, "norm's multiple", layer=module.number)) != 1:
+    if (times := finite_number(at.times, module.config, "norm's multiple", layer=module.number)) != 1:
         gain, bias = times * gain.float(), None if bias is None else times * bias.float()
     return Norm(at.bare if at.bare and bias is None else at.kind, gain, bias, epsilon)
+
+
+def _check_finite(what: str, values: Tensor | None) -> None:
+    """Refuse NaN, which would pass as a number further on."""
+    if values is not None and not is_finite(values):
+        raise refusal(what, "NaN or infinity", "the checkpoint is damaged or diverged")
 
 
 @dataclass(frozen=True)
@@ -64,16 +70,10 @@ class Projections:
         return Projection(self.weight[rows], bias, self.input_norm, norm, whole, known_finite=self.known_finite)
 
     def _check_vectors(self, bias: Tensor | None) -> None:
-        """Refuse NaN, which would pass as a number further on, in a head's bias and in the input norm."""
-        norm = self.input_norm
-        named = {
-            "bias": bias,
-            "gain of the input norm": norm and norm.gain,
-            "bias of the input norm": norm and norm.bias,
-        }
-        for what, values in named.items():
-            if values is not None and not is_finite(values):
-                raise refusal(f"a finite {what}", "NaN or infinity", "the checkpoint is damaged or diverged")
+        _check_finite("a finite bias", bias)
+        if (norm := self.input_norm) is not None:
+            _check_finite("a finite gain of the input norm", norm.gain)
+            _check_finite("a finite bias of the input norm", norm.bias)
 
     @cached_property
     def _has_finite_vectors(self) -> bool:
@@ -110,9 +110,8 @@ class Projections:
             rows = slice(index * d_head, (index + 1) * d_head)
             norm = replace(norm, gain=norm.gain[rows], bias=None if norm.bias is None else norm.bias[rows])
         if not is_common:
-            for what, values in (("gain", norm.gain), ("bias", norm.bias)):
-                if values is not None and not is_finite(values):
-                    raise refusal(f"a finite {what} of the head's norm", "NaN or infinity", "the checkpoint is damaged")
+            _check_finite("a finite gain of the head's norm", norm.gain)
+            _check_finite("a finite bias of the head's norm", norm.bias)
         return norm
 
     def _single(self, gain: Tensor, index: int) -> Tensor:
@@ -168,7 +167,8 @@ def _heads(module: AttentionModule) -> tuple[list[Head], list[str]]:
     heads, refused = [], []
     keys: dict[int, Projection] = {}  # made once and shared by their group
     row, ratio, layer = module.row, module.shape.ratio, module.number
-    has_bias, has_sink = row.alibi is not None or row.buckets is not None, row.sink is not None
+    has_bias = row.alibi is not None or row.buckets is not None
+    has_sink = row.sink is not None and resolve(row.sink_only, module.config, layer)
     for index in range(len(queries.slices)):
         key_index = index // ratio
         try:
@@ -192,8 +192,8 @@ def _shared(module: AttentionModule) -> dict[str, Any]:
         turns_first=row.turns_first,
         rotary=rotary_of(row.rotary, config, layer=module.number, d_head=d_head),
         softcap=optional_number(row.softcap, config, "soft-cap", layer=module.number),
-        lookback=optional_count(row.lookback, config, "window", layer=module.number),
-        lookahead=optional_count(row.lookahead, config, "look ahead", layer=module.number),
+        lookback=optional_whole_number(row.lookback, config, "window", layer=module.number),
+        lookahead=optional_whole_number(row.lookahead, config, "look ahead", layer=module.number),
     )
 
 
@@ -224,31 +224,26 @@ def _check_norm(norm: Norm | None, width: int) -> None:
 
 
 def _position_bias(module: AttentionModule, index: int) -> PositionBias | None:
-    row = module.row
-    if row.alibi is not None:
-        slope = ask(row.alibi, module.config, index)
+    row, buckets = module.row, module.row.buckets
+    if row.alibi is not None or buckets is None:
+        slope = None if row.alibi is None else ask(row.alibi, module.config, index)
         return None if slope is None else Alibi(slope)
-    if row.buckets is not None:
-        name = module.name(row.buckets.name)
-        table = module.weight(name)
-        if not is_finite(table):  # a NaN would pass as a number further on
-            raise refusal(f"finite numbers in `{name}`", "NaN or infinity", "the checkpoint is damaged or diverged")
-        expected = [count(row.buckets.num_buckets, module.config, "number of buckets"), module.shape.num_heads]
-        if [*table.shape] != expected:
-            raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
-        farthest = count(row.buckets.max_distance, module.config, "largest bucketed distance")
-        nearest = expected[0] // (4 if row.buckets.bidirectional else 2)  # distances with a bucket of their own
-        if farthest <= nearest:
-            raise refusal(f"a largest bucketed distance above {nearest}", farthest)
-        return Buckets(table[:, index], row.buckets.bidirectional, farthest)
-    return None
+    name = module.name(buckets.name)
+    table = module.weight(name)
+    _check_finite(f"finite numbers in `{name}`", table)
+    expected = [whole_number(buckets.num_buckets, module.config, "number of buckets"), module.shape.num_heads]
+    if [*table.shape] != expected:
+        raise refusal(f"a table of {expected} as `{name}`", [*table.shape])
+    farthest = whole_number(buckets.max_distance, module.config, "largest bucketed distance")
+    nearest = expected[0] // (4 if buckets.bidirectional else 2)  # distances with a bucket of their own
+    if farthest <= nearest:
+        raise refusal(f"a largest bucketed distance above {nearest}", farthest)
+    return Buckets(table[:, index], buckets.bidirectional, farthest)
 
 
-def _sink(module: AttentionModule, index: int) -> Tensor | None:
+def _sink(module: AttentionModule, index: int) -> Tensor:
     """This head's entry of the sinks' tensor, which holds one for each head in whatever shape."""
-    if module.row.sink is None or not resolve(module.row.sink_only, module.config, module.number):
-        return None
-    name = module.name(module.row.sink)
+    name = module.name(module.row.sink or "")
     sinks = module.weight(name).flatten()
     if len(sinks) != (num_heads := module.shape.num_heads):
         raise refusal(f"{num_heads} sinks in `{name}`", len(sinks))

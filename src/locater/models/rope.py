@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import refusal
 from ..positions import NTK, DynamicNTK, LinearScaling, Llama3, LongRoPE, Proportional, Rotary, Scaling, YaRN
-from .config import Config, count, is_number, optional_count, resolve
+from .config import Config, is_number, optional_whole_number, resolve, whole_number
 from .schema import RotaryAt
 
 PLAIN = ("default", "mrope")
@@ -26,8 +26,8 @@ def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_he
     if not isinstance(entries.values, Mapping) or any(isinstance(value, Mapping) for value in entries.values.values()):
         raise refusal("rotary parameters as one table in the config", reprlib.repr(entries.values))
     base = entries.positive("rope_theta", resolve(row.base, config, layer))
-    start = count(row.start, config, "first rotated dimension", layer=layer, least=0)
-    num_dims = optional_count(row.num_dims, config, "rotated dimensions", layer=layer)
+    start = whole_number(row.start, config, "first rotated dimension", layer=layer, least=0)
+    num_dims = optional_whole_number(row.num_dims, config, "rotated dimensions", layer=layer)
     fraction = _fraction(row, entries, config, layer, num_dims)
     kind = entries.get("rope_type|type", "default")
     if kind == "proportional":  # of the scaling itself, whichever family it is in

@@ -5,13 +5,13 @@ separated by "|": the first that is stored counts. Cells are those of `config.py
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 from ..errors import refusal
 from ..head import Block
 from ..positions import Rotary
-from .config import Cell, Config, count, entry
+from .config import Cell, Config, entry, whole_number
 
 Names = Callable[[Config, int], dict[str, int]]
 Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see slices.first_rows
@@ -155,6 +155,25 @@ def both_biased(cell: Cell) -> _Biases:
     return {"query_bias": cell, "key_bias": cell}
 
 
+class _Norms(TypedDict):
+    """Two columns of `Attention`."""
+
+    query_norm: NormCell
+    key_norm: NormCell
+
+
+def both_normed(norm: NormAt, *, switch: str | None = None) -> _Norms:
+    """The columns of QK-norm: `*` in its name is q or k. `switch` names an entry that must be true."""
+    query, key = (replace(norm, name=norm.name.replace("*", side)) for side in "qk")
+    if switch is None:
+        return {"query_norm": query, "key_norm": key}
+
+    def chosen(side: NormAt) -> NormCell:
+        return lambda config, layer: side if config.get(switch, False) else None
+
+    return {"query_norm": chosen(query), "key_norm": chosen(key)}
+
+
 def ahead(config: Config, layer: int) -> int | None:
     """Decoders are causal unless the config says otherwise, as encoders made of them do."""
     return 0 if config.values.get("is_causal", True) else None
@@ -165,6 +184,24 @@ def causal(config: Config, layer: int) -> int:
     if ahead(config, layer) is None:
         raise refusal("a causal model", "`is_causal` false in the config", "describe the model with --layout")
     return 0
+
+
+def renamed(row: Attention, old: str, new: str, **columns: Any) -> Attention:
+    """The row with a word replaced in its block, names and entries of the config, and with these columns."""
+
+    def swap(cell: Any) -> Any:
+        if isinstance(cell, NormAt):
+            return replace(cell, name=swap(cell.name), first=swap(cell.first))
+        return cell.replace(old, new) if isinstance(cell, str) else cell
+
+    named = ("block", "query", "key", "layers", "heads", "d_model", "input_norm")
+    return replace(row, **{column: swap(getattr(row, column)) for column in named} | columns)
+
+
+def terms_left_out(terms: dict[str, Any]) -> str | None:
+    """Name what a config asks for and no row says; None where it asks for none of it."""
+    present = [term for term, is_set in terms.items() if is_set]
+    return f"{', '.join(present)} left out" if present else None
 
 
 # -------------------------------------------------------------------------- layers with a sliding window, and its reach
@@ -206,6 +243,6 @@ def window(slides: Rule, *, default: int | None = None, switch: str | None = Non
             return None
         if ahead(config, layer) is None:
             raise refusal("a causal model", "a window that looks both ways", "describe the model with --layout")
-        return count(size if isinstance(size, int) else lambda *_: size, config, "`sliding_window`") - 1
+        return whole_number(size if isinstance(size, int) else lambda *_: size, config, "`sliding_window`") - 1
 
     return lookback

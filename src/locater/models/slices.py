@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import Refusal, refusal, within
 from ..head import Block
 from ..positions import Rotary
-from .config import ask, count, optional_number
+from .config import ask, optional_number, whole_number
 from .module import AttentionModule, HeadShape
 from .rope import rotary_of
 from .schema import Layout, LowRankAt, NormAt, NormCell, Starts
@@ -86,21 +86,17 @@ def slices(module: AttentionModule) -> Slices:
     if module.reason is not None:
         raise Refusal(f"{module.place}: {module.reason}")
     with within(module.place):
-        return _slices(module)
-
-
-def _slices(module: AttentionModule) -> Slices:
-    row, shape, layer = module.row, module.shape, module.number
-    queries, keys = side_slices(module, key=False), side_slices(module, key=True)
-    values = _values(module, keys[0])
-    heads = tuple(
-        HeadRows(row.block, layer, head, queries[head], keys[group], values[group] if values else None)
-        for head, group in ((head, head // shape.ratio) for head in range(shape.num_heads))
-    )
-    rotary = rotary_of(row.rotary, module.config, layer=module.number, d_head=shape.d_head)
-    widths = _width(module, queries[0]), _width(module, keys[0])
-    norms = (norm_place(module, cell) for cell in (row.query_norm, row.key_norm))
-    return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms))
+        row, shape, layer = module.row, module.shape, module.number
+        queries, keys = side_slices(module, key=False), side_slices(module, key=True)
+        values = _values(module, keys[0])
+        heads = tuple(
+            HeadRows(row.block, layer, head, queries[head], keys[group], values[group] if values else None)
+            for head, group in ((head, head // shape.ratio) for head in range(shape.num_heads))
+        )
+        rotary = rotary_of(row.rotary, module.config, layer=layer, d_head=shape.d_head)
+        widths = _width(module, queries[0]), _width(module, keys[0])
+        norms = (norm_place(module, cell) for cell in (row.query_norm, row.key_norm))
+        return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms))
 
 
 def side_slices(module: AttentionModule, *, key: bool) -> tuple[Slice, ...]:
@@ -149,7 +145,7 @@ def _values(module: AttentionModule, key: Slice) -> tuple[Slice, ...] | None:
     row, shape = module.row, module.shape
     groups = range(shape.num_key_heads)
     if row.key_low_rank is not None:
-        spacing = count(row.key_low_rank.per_head, module.config, "low-rank size")
+        spacing = whole_number(row.key_low_rank.per_head, module.config, "low-rank size")
         starts, size = (group * spacing + key.count for group in groups), spacing - key.count
         key = replace(key, latent=key.latent and replace(key.latent, direct=None))
     elif row.values_behind:
@@ -163,7 +159,9 @@ def _values(module: AttentionModule, key: Slice) -> tuple[Slice, ...] | None:
 
 def _latent_slices(module: AttentionModule, projection: str, at: LowRankAt, *, num_heads: int) -> tuple[Slice, ...]:
     """Rows of the up projection, each head's own; `latent` has those of the down projection."""
-    rank, rows, per_head = (count(cell, module.config, "low-rank size") for cell in (at.rank, at.rows, at.per_head))
+    rank, rows, per_head = (
+        whole_number(cell, module.config, "low-rank size") for cell in (at.rank, at.rows, at.per_head)
+    )
     d_head, transposed = module.shape.d_head, module.row.transposed
     up, down = module.required(module.name(at.up)), module.required(projection)
     if module.tensors.shape(up) != (num_heads * per_head, rank)[:: -1 if transposed else 1]:

@@ -21,7 +21,7 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class HeldTensors:
+class Held:
     """Tensors in memory, as a checkpoint would hold them."""
 
     tensors: dict[str, Tensor]

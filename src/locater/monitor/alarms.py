@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..attention.calls import SDPA
 from ..errors import counted
 from ..head import Block
-from ..models import spans
+from ..models.coverage import spans
 from ..records import Json, State
 from .report import AHEAD, RESTING, SERIOUS, LayerReport
 from .tally import Mode

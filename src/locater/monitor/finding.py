@@ -11,10 +11,10 @@ from ..attention.calls import AttentionCall
 from ..errors import Refusal
 from ..head import Head
 from ..models import AttentionModule, read_heads
-from ..models.live import Sample
 from ..models.live.discover import Finder
 from ..models.live.tensors import WholeTensors
 from ..models.live.trial import difference, is_of_length
+from ..models.live.watch import Sample
 from ..models.module import refused_module
 from .inputs import ModuleInputs
 from .places import call_name

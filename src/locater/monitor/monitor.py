@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
-from ..models.live import Sample, at_work
+from ..models.live import at_work
 from ..models.live.tensors import entry_of
-from ..models.live.watch import FirstCall
+from ..models.live.watch import FirstCall, Sample
 from ..models.sources import Live
 from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses

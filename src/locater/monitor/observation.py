@@ -16,8 +16,8 @@ from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, missing, refusal
 from ..head import Block
-from ..models import read_heads, read_layout, spans
-from ..models.live import AttentionModule, sites
+from ..models import AttentionModule, read_heads, read_layout, spans
+from ..models.live import open_live
 from ..models.live.tensors import WholeTensors, named_modules, unwrap
 from ..models.sources import Live
 from .finding import FoundHeads
@@ -79,7 +79,7 @@ class Observation:
         model, heads = self.live.module, self.live.heads
         family = None if self.live.layout is None else read_layout(self.live.layout)
         try:
-            found = sites(model, family=family, heads=heads, tensors=WholeTensors(model))
+            found = open_live(model, family=family, heads=heads, tensors=WholeTensors(model)).sites
             known = [site for site in found if self._is_wanted(site)]
         except Refusal as reason:
             if heads or family is not None:

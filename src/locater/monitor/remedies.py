@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from ..errors import missing, refusal, within
 from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write_master
-from ..models.live.rate_factor import factor_on, rates, release
+from ..models.live.rate_factor import factor_on, rates, release_factor
 from ..models.live.tensors import called
-from ..models.live.watch import Sample, quietly, run_watched
+from ..models.live.watch import Sample, quietly, run_sample
 from ..models.live.write_check import RestoreCheck, in_doubt
 from ..records import State
 from .actions import Action, Event, Host
@@ -116,7 +116,7 @@ class RollBack(Action):
 
     def end(self) -> None:
         for optimizer in self.optimizers:
-            release(optimizer, self)
+            release_factor(optimizer, self)
         self.optimizers = []
 
     def state_dict(self) -> State:
@@ -205,7 +205,7 @@ class Attach(Action):
                     self._check_parameters(tried, host)
                     if sample is not None:
                         with quietly(called(model)), torch.enable_grad():  # in whose passes logits are looked at
-                            run_watched(called(model), sample)
+                            run_sample(called(model), sample)
                 finally:
                     tried.detach()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..attention import NAMES
 from ..errors import missing
 from ..head import Block
-from ..models import spans
+from ..models.coverage import spans
 from ..records import Json, head_key, layer_key
 from ..report.shown import Shown
 from .tally import (

@@ -27,7 +27,7 @@ def named(
     """Their layers, as `causal` says; refused where `run`, a pass over these layers, calls a kernel that shows more."""
     if causal is None:
         raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
-    layers = [_seeing(layer, 0 if causal else None) for layer in live.layers(model, heads=heads)]
+    layers = [_seeing(layer, 0 if causal else None) for layer in live.open_live(model, heads=heads).layers()]
     calls: list[AttentionCall] = []
     with Interception(calls.append):
         run(layers)
@@ -73,13 +73,13 @@ def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
     device = next((parameter.device for parameter in model.parameters()), None)
     sample = None if ids is None else ids.to(device)
     if live.settings(model).get("model_type") is None:
-        return live.layers(model, sample=sample)
+        return live.open_live(model, sample=sample).layers()
     try:
-        return live.layers(model)
+        return live.open_live(model).layers()
     except Refusal:
         if sample is None:
             raise
-        return live.layers(model, sample=sample)
+        return live.open_live(model, sample=sample).layers()
 
 
 @torch.no_grad()

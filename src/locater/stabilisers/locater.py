@@ -13,10 +13,11 @@ from ..errors import refusal
 from ..models import Family
 from ..models.live import at_work
 from ..models.live.explicit import Explicit
+from ..models.live.rate_factor import Rates
 from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck
 from ..records import State, head_key, layer_key
-from .base import Rates, Stabiliser, non_negative
+from .base import Stabiliser, non_negative
 from .live.find import PairInputs, Raw, find_pairs
 from .live.pairs import Pair
 from .mean import Mean, Projected, as_mean

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from ..attention.calls import AttentionCall, in_backward
 from ..errors import refusal
 from ..models.live.explicit import Explicit
+from ..models.live.rate_factor import Rates
 from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck
-from .base import Rates, Stabiliser, non_negative
+from .base import Stabiliser, non_negative
 from .live.find import find_pairs
 from .live.looking import Looker
 from .live.pairs import Pair, check_stored

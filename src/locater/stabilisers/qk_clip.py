@@ -19,7 +19,7 @@ from ..attention.calls import AttentionCall, in_backward
 from ..attention.layers import bounds_by_weights
 from ..errors import refusal
 from ..models import read_heads
-from ..models.live import at_work, sites
+from ..models.live import at_work, open_live
 from ..models.live.explicit import Explicit
 from ..models.live.tensors import WholeTensors, entries_of
 from ..models.live.watch import Sample
@@ -176,7 +176,7 @@ class Bounds:
         tensors = WholeTensors(model)
         places = {
             (site.block, site.number): site
-            for site in sites(tensors.model, heads=heads, sample=sample, tensors=tensors)
+            for site in open_live(tensors.model, heads=heads, sample=sample, tensors=tensors).sites
         }
         self.sites = {pair.name: places[pair.block, pair.layer] for pair in pairs}
         for name, values in self.read().items():

@@ -154,7 +154,7 @@ def _example(data: Data, texts: Int[Tensor, "batch tokens"]) -> int:
 @torch.no_grad()
 def measure_attention(model: LanguageModel, texts: Int[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens tokens"]:
     """The weights that the model's one head really gives: its causal softmax, materialised, query by key."""
-    (site,) = live.sites(model)
+    (site,) = live.open_live(model).sites
     with inputs_of(dict(model.named_modules()), [site.query_name]) as seen:
         model.hidden(texts)
     (head,) = read_heads(site).heads

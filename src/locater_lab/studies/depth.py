@@ -51,7 +51,7 @@ def measure(point: Point, place: Path) -> Json:
 def agreement(ran: Ran) -> list[float]:
     """Layer by layer, the rank correlation over tokens of ρ_t with the share of gradient that token t is sent."""
     tokens, targets = ran.data.batches.validation(0, NUM_TEXTS)
-    sites = live.sites(ran.model)
+    sites = live.open_live(ran.model).sites
     shares = gradient_shares(ran.model, tokens, targets)
     with torch.no_grad(), inputs_of(dict(ran.model.named_modules()), [site.query_name for site in sites]) as seen:
         ran.model(tokens)

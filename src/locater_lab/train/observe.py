@@ -128,7 +128,7 @@ def observe_attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"])
     Heads as the kernel sees them, behind every stabiliser. The rank rows are of each layer's input, and one more of
     what the output layer sees.
     """
-    sites, calls = live.sites(model), []
+    sites, calls = live.open_live(model).sites, []
     was_training = model.training
     model.eval()
     names = [site.query_name for site in sites]

@@ -36,7 +36,7 @@ def diagnose(model: nn.Module, batch: Shaped[Tensor, "samples ..."]) -> str | No
     """Describe a model's fault on a batch, if it has one; costs a forward pass and its logits."""
     if name := next((name for name, weight in model.named_parameters() if not _is_finite(weight)), None):
         return f"the weights `{name}` are not finite"
-    sites = live.sites(model)
+    sites = live.open_live(model).sites
     broken: list[str] = []
 
     def noting(name: str) -> Callable[[nn.Module, object, object], None]:

@@ -58,7 +58,7 @@ class Shifted(Change):
 class Permuted(Change):
     """Rotary rows of a head stored as pairs (0, d/2), (1, d/2+1), …: back to halves. Holds for biases, too."""
 
-    gguf_num_heads: int
+    num_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:
         if not shapes[0] or not shapes[0][0] or shapes[0][0] % (2 * self.num_heads):
@@ -89,7 +89,7 @@ class Transposed(OfWhole):
 class Regrouped(OfWhole):
     """Fused rows stored as all queries, all keys, all values: back to one group per key head, its queries first."""
 
-    gguf_num_heads: int
+    num_heads: int
     num_key_heads: int
 
     def shape(self, *shapes: Shape) -> Shape:

@@ -18,49 +18,18 @@ from ..schema import Family
 from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import discover
-from .explicit import Explicit, describe_explicit, explicit_row
-from .modules import search_modules
+from .explicit import Explicit, describe_modules, explicit_row
+from .modules import known_modules
 from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample
 
-__all__ = [
-    "LiveModel",
-    "ModuleTensors",
-    "Sample",
-    "AttentionModule",
-    "is_known",
-    "layers",
-    "open_live",
-    "settings",
-    "sites",
-]
+__all__ = ["LiveModel", "is_known", "open_live", "settings"]
 
 OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed where the code itself is there
 MOST_NAMED = 3  # of what differs in a model
 AS_NAMED = "as named, without positions, norms and mask, not run"
 BY_KINDS = "by the kinds of its modules, not run"
-
-
-def layers(
-    model: nn.Module,
-    *,
-    family: Family | None = None,
-    heads: Sequence[Explicit] = (),
-    sample: Sample | None = None,
-    tensors: ModuleTensors | None = None,
-) -> Iterator[AttentionModule]:
-    """Every attention module with its heads, as views: what they say changes with the parameters.
-
-    A model whose config names a known family is read by that family's table; run once on `sample`, a batch as it takes
-    them, its heads must give the logits of its calls. Any other is run on the sample, and its heads are found by what
-    its attention kernels are given. Without a sample it is searched for torch's and timm's attention modules, whose
-    causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to be causal. Or name the
-    projections, one entry per layer: `heads=[(query, key, num_heads, num_key_heads), …]` or
-    `heads=[(fused, num_heads, num_key_heads), …]`. Fails, naming what looks like attention, where nothing is known.
-    `tensors` replaces what is read of the model.
-    """
-    return map(read_heads, sites(model, family=family, heads=heads, sample=sample, tensors=tensors))
 
 
 @dataclass(frozen=True)
@@ -83,6 +52,10 @@ class LiveModel:
             return self.model.num_layers
         return max((site.number for site in self.sites), default=-1) + 1
 
+    def layers(self) -> Iterator[AttentionModule]:
+        """Every attention module with its heads, as views: what they say changes with the parameters."""
+        return map(read_heads, self.sites)
+
     def coverage(self) -> Coverage:
         """Proven where a pass over a sample has shown it; else with what differs from the code and the config."""
         if self.is_proven:
@@ -98,22 +71,10 @@ class LiveModel:
         return found if further <= 0 else [*found[:MOST_NAMED], f"and {further} more that differ"]
 
 
-def sites(
-    model: nn.Module,
-    *,
-    family: Family | None = None,
-    heads: Sequence[Explicit] = (),
-    sample: Sample | None = None,
-    tensors: ModuleTensors | None = None,
-) -> list[AttentionModule]:
-    """Locate the attention modules of `layers`."""
-    return list(open_live(model, family=family, heads=heads, sample=sample, tensors=tensors).sites)
-
-
 def is_known(model: nn.Module) -> bool:
     """Tell whether the heads can be found without a pass; a refusal by a family's table is known too."""
     try:
-        return bool(sites(model))
+        return bool(open_live(model).sites)
     except Refusal:
         return is_in_tables(str(settings(model).get("model_type")))
 
@@ -126,7 +87,15 @@ def open_live(
     sample: Sample | None = None,
     tensors: ModuleTensors | None = None,
 ) -> LiveModel:
-    """By the table of its family where its config names one, else by one pass or by the kinds of its modules."""
+    """Locate the attention of a live model; fails, naming what looks like attention, where nothing is known.
+
+    A model whose config names a known family is read by that family's table; run once on `sample`, a batch as it takes
+    them, its heads must give the logits of its calls. Any other is run on the sample, and its heads are found by what
+    its attention kernels are given. Without a sample it is searched for torch's and timm's attention modules, whose
+    causality cannot be seen from outside: only `nn.TransformerDecoderLayer` is taken to be causal. Or name the
+    projections, one entry per layer: `heads=[(query, key, num_heads, num_key_heads), …]` or
+    `heads=[(fused, num_heads, num_key_heads), …]`. `tensors` replaces what is read of the model.
+    """
     tensors, config = tensors or ModuleTensors(model), Config(settings(model))
     modules = named_modules(tensors.model)
     is_known = family is not None or is_in_tables(str(config.get("model_type")))
@@ -138,7 +107,7 @@ def open_live(
     elif sample is not None:
         return replace(_of_modules(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
     else:
-        opened = _of_modules(model, list(search_modules(modules, tensors)), tensors, BY_KINDS)
+        opened = _of_modules(model, list(known_modules(modules, tensors)), tensors, BY_KINDS)
     if not opened.sites:
         raise _unknown(tensors, config)
     if sample is None:
@@ -150,7 +119,7 @@ def open_live(
 def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
     kind = f"{type(tensors.model).__name__} of model type {config.get('model_type')!r}"
     return refusal(
-        "a live model of a known family or with known modules", kind, describe_explicit(named_modules(tensors.model))
+        "a live model of a known family or with known modules", kind, describe_modules(named_modules(tensors.model))
     )
 
 

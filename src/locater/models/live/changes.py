@@ -117,17 +117,14 @@ def _acting(name: str, module: nn.Module) -> Iterator[str]:
 def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
     """Methods replaced in classes, functions in the modules that define these or in torch's, attention by own name."""
     classes = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
-    for kind in sorted(classes, key=str):
-        if not _is_known(kind.__module__, KNOWN):
-            continue
-        for name, value in _functions(kind):
-            if not _is_all_known(value):
-                yield f"{kind.__qualname__}.{name} was replaced by {_called(value)}"
+    known = sorted((kind for kind in classes if _is_known(kind.__module__, KNOWN)), key=str)
     homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models")}
-    for home in sorted({*homes, "torch.nn.functional"}):
-        for name, value in _functions(sys.modules[home]):
+    places = [(kind.__qualname__, kind) for kind in known]
+    places += [(home, sys.modules[home]) for home in sorted({*homes, "torch.nn.functional"})]
+    for place, holder in places:
+        for name, value in _functions(holder):
             if not _is_all_known(value):
-                yield f"{home}.{name} was replaced by {_called(value)}"
+                yield f"{place}.{name} was replaced by {_called(value)}"
     if not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield "torch.nn.functional.scaled_dot_product_attention was replaced"
     for hook in (

@@ -3,6 +3,7 @@
 What cannot be explained is refused with the step that could not.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +17,7 @@ from ...errors import Refusal, missing, within
 from ..module import AttentionModule, module_of_row, refused_module
 from .proving import Search
 from .tensors import ModuleTensors, called, named_modules
-from .watch import Sample, Watch, quietly, recorded, run_watched
+from .watch import PassRecord, Sample, quietly, recorded, run_sample
 
 
 def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[AttentionModule]:
@@ -29,24 +30,28 @@ def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = N
     if not rows:
         kind = type(finder.tensors.model).__name__
         raise missing(f"attention in one pass of {kind} over the sample", "name the projections by heads=…")
-    return _distinct(rows)
+    # Each attention once, however often it was called.
+    return list({(name, found.query_name, found.row.fused): found for name, found in rows}.values())
 
 
 class Finder:
     """Explains every attention call of a pass by what was recorded since the one before."""
 
     def __init__(self, tensors: ModuleTensors) -> None:
-        self.tensors, self.watch = tensors, Watch()
+        self.tensors, self.watch = tensors, PassRecord()
         self.names = {id(module): name for name, module in named_modules(tensors.model).items()}
 
     def over(self, sample: Sample) -> list[tuple[str, AttentionModule]]:
         """Every attention of one pass over a batch, in the order of the calls, with the name of the calling module."""
         rows: list[tuple[str, AttentionModule | None]] = []
-        seeing = Interception(lambda call: rows.append((self.name_of(call), self.explain(call))), written_out=True)
-        model = called(self.tensors.given)
-        with Eagerly(), quietly(model), self.recording(), seeing:
-            run_watched(model, sample)
+        self.run(sample, lambda call: rows.append((self.name_of(call), self.explain(call))))
         return [(name, found) for name, found in rows if found is not None]
+
+    def run(self, sample: Sample, see: Callable[[AttentionCall], None]) -> None:
+        """One recorded pass, in evaluation mode, without gradients and outside of compiled code."""
+        model = called(self.tensors.given)
+        with Eagerly(), quietly(model), self.recording(), Interception(see, written_out=True):
+            run_sample(model, sample)
 
     def recording(self) -> AbstractContextManager[None]:
         return recorded(self.tensors, self.watch)
@@ -80,8 +85,3 @@ class Finder:
                 return module_of_row(Search(with_four_dimensions(call), self.watch, self.tensors).row(), self.tensors)
         except Refusal as reason:
             return refused_module("decoder", (name, name), str(reason))
-
-
-def _distinct(rows: list[tuple[str, AttentionModule]]) -> list[AttentionModule]:
-    """Each attention once, however often it was called."""
-    return list({(name, found.query_name, found.row.fused): found for name, found in rows}.values())

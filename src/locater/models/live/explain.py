@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from ...positions import Given, Rotary
 from ...projections import Norm
 from ..module import module_of_row
 from ..schema import Attention, NormAt
-from .head_norms import HeadNorm, Kind, Made, Source, Vectors
+from .head_norms import Kind, Made, Source, Vectors
 from .tensors import ModuleTensors
 from .watch import Normed, Product
 
@@ -164,18 +164,8 @@ def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> b
     raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
 
 
-def norm_of_input(norm: HeadNorm | None) -> NormAt | None:
-    if norm is None:
-        return None
-    gain = norm.gain or ""
-    numbers: dict[str, Any] = dict(
-        epsilon=norm.epsilon, plus_one=norm.plus_one, plain=norm.gain is None, single=norm.single
-    )
-    return NormAt(norm.kind, gain, **numbers)
-
-
-def norm_over(*norms: HeadNorm | None) -> Literal["head", "projection"]:
-    whole = {norm.whole for norm in norms if norm is not None}
+def norm_over(*sides: Made) -> Literal["head", "projection"]:
+    whole = {made.whole for made in sides if made.norm is not None}
     if len(whole) > 1:
         raise refusal("one kind of QK-norm for queries and keys", "one over each head and one over all")
     return "projection" if whole == {True} else "head"

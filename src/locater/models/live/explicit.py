@@ -22,55 +22,42 @@ def explicit_row(entry: Explicit, modules: dict[str, nn.Module]) -> Attention:
     """The row of one attention module from its projections; positions, norms and masks are taken to be absent."""
     if not isinstance(entry, tuple | list) or len(entry) not in (3, 4):
         raise refusal(f"entries {FORM}", repr(entry))
-    if isinstance(entry[1], int) and not isinstance(entry[1], bool):
-        return _fused_row(entry[0], entry[1:3], entry[3] if len(entry) == 4 else "qkv", modules)
-    if len(entry) == 3:
+    given: list[Any] = list(entry)
+    if isinstance(given[1], int) and not isinstance(given[1], bool):
+        fused = given[3] if len(given) == 4 else "qkv"
+        if fused not in get_args(Layout):
+            raise refusal(f"a layout among {', '.join(get_args(Layout))}", repr(fused))
+        given[1:] = given[0], *given[1:3]
+    elif len(given) == 3:
         raise refusal(f"entries {FORM}", repr(entry))
-    (query_name, query), (key_name, key) = (_projection(part, modules) for part in entry[:2])  # type: ignore
-    if query is key:
-        raise refusal(
-            "a projection of its own for queries and for keys", f"`{query_name}` for both", f"name it by {FORM}"
-        )
-    num_heads, num_key_heads = (_count(part) for part in entry[2:])
-    (rows, transposed), (key_rows, _) = _rows(query), _rows(key)
-    d_head, rest = divmod(rows, num_heads)
-    if rest or key_rows != num_key_heads * d_head:
+    else:
+        fused = None
+    (query_name, query), (key_name, key) = (_projection(part, modules) for part in given[:2])
+    if query is key and fused is None:
+        own = "a projection of its own for queries and for keys"
+        raise refusal(own, f"`{query_name}` for both", f"name it by {FORM}")
+    num_heads, num_key_heads = map(_count, given[2:])
+    (rows, transposed), (key_rows, _) = rows_of_weight(query), rows_of_weight(key)
+    d_head, rest = divmod(rows, num_heads + 2 * num_key_heads if fused else num_heads)
+    if rest and fused:
+        expected = f"{num_heads} queries, {num_key_heads} keys and as many values of one size in `{query_name}`"
+        raise refusal(expected, f"{rows} rows")
+    if not fused and (rest or key_rows != num_key_heads * d_head):
         expected = f"{num_heads} query heads and {num_key_heads} key heads of one size"
         raise refusal(expected, f"{rows} rows in `{query_name}` and {key_rows} in `{key_name}`")
-    return _row(query_name, key_name, (num_heads, num_key_heads, d_head), transposed)
-
-
-def _fused_row(part: nn.Module | str, counts: Any, layout: Any, modules: dict[str, nn.Module]) -> Attention:
-    """Queries, keys and values in one projection."""
-    name, module = _projection(part, modules)
-    num_heads, num_key_heads = (_count(count) for count in counts)
-    if layout not in get_args(Layout):
-        raise refusal(f"a layout among {', '.join(get_args(Layout))}", repr(layout))
-    rows, transposed = _rows(module)
-    d_head, rest = divmod(rows, num_heads + 2 * num_key_heads)
-    if rest:
-        expected = f"{num_heads} queries, {num_key_heads} keys and as many values of one size in `{name}`"
-        raise refusal(expected, f"{rows} rows")
-    return _row(name, name, (num_heads, num_key_heads, d_head), transposed, layout)
-
-
-def _row(query: str, key: str, shape: tuple[int, int, int], transposed: bool, fused: Layout | None = None) -> Attention:
-    num_heads, num_key_heads, d_head = shape
     return Attention(
         block="decoder",
-        query=query,
-        key=key,
-        layers=1,
+        query=query_name,
+        key=key_name,
         heads=num_heads,
         key_heads=num_key_heads,
         d_head=d_head,
         fused=fused,
         transposed=transposed,
-        prefixes=("",),
     )
 
 
-def describe_explicit(modules: dict[str, nn.Module]) -> str:
+def describe_modules(modules: dict[str, nn.Module]) -> str:
     """Describe the modules that look like attention, and the way to name them."""
     likely = [name for name, module in modules.items() if name and _is_likely(module)]
     known = next(((name, pair) for name in likely if (pair := _pair(modules[name]))), None)
@@ -102,7 +89,7 @@ def _projection(part: nn.Module | str, modules: dict[str, nn.Module]) -> tuple[s
     return found[0]
 
 
-def _rows(module: nn.Module) -> tuple[int, bool]:
+def rows_of_weight(module: nn.Module) -> tuple[int, bool]:
     """Rows of the weight as (out, in), and whether it is stored the other way, as transformers' Conv1D does."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 2:

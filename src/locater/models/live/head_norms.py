@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..schema import NormAt
 from .watch import Product
 
 Vectors = Float[Tensor, "batch tokens heads d_head"]
@@ -32,13 +33,15 @@ class Source(NamedTuple):
 class Made:
     """One side of a call by a product y: head h is norm(y[starts[h] : starts[h] + d_head]) · factor, then turned.
 
-    `plain` are these vectors before any rotation, `behind` a gain that came after one.
+    `plain` are these vectors before any rotation, `behind` a gain that came after one. The norm is one of every head,
+    or of all rows together (`whole`); its name is that of its gain.
     """
 
     source: Source
     starts: tuple[int, ...]
     plain: Vectors
-    norm: "HeadNorm | None" = None
+    norm: NormAt | None = None
+    whole: bool = False
     factor: float = 1.0
     behind: Tensor | None = None
 
@@ -51,18 +54,6 @@ class Made:
         return vectors if self.behind is None else vectors / self.behind
 
 
-@dataclass(frozen=True)
-class HeadNorm:
-    """A norm of every head, or of all rows together (`whole`), whose gain is the parameter `gain`, if it has one."""
-
-    kind: Kind
-    gain: str | None
-    epsilon: float
-    plus_one: bool = False
-    whole: bool = False
-    single: bool = False  # the gain is one number, or one for each head
-
-
 @dataclass(frozen=True, eq=False)
 class Gain:
     """Possible factor and bias of a norm: one head's numbers, or those of all; `name` None: nothing."""
@@ -73,14 +64,10 @@ class Gain:
     plus_one: bool = False
     single: bool = False
 
-
-@dataclass(frozen=True, eq=False)
-class Unscaled:
-    """Rows in blocks of a head's size, centred or not and multiplied by the gain, before they are divided."""
-
-    blocks: Float[Tensor, "batch tokens heads blocks d_head"]  # heads: 1 where the gain is the same for all
-    square: Float[Tensor, "batch tokens #blocks"]  # mean square of what the norm runs over
-    bias: Float[Tensor, "#heads d_head"] | None
+    def norm(self, kind: Kind, epsilon: float) -> NormAt:
+        """The norm with this gain, as the tables write it."""
+        norm = NormAt(kind, self.name or "", epsilon=epsilon, plain=self.name is None)
+        return replace(norm, plus_one=self.plus_one, single=self.single)
 
 
 def explain_normed(
@@ -97,10 +84,10 @@ def explain_normed(
         wanted = vectors / factor
         for starts, cut, square, bias in _aligned(wanted, source.rows, gain, allowed, centred=centred, whole=whole):
             for kind, epsilon in _lengths(wanted, cut, square, bias, centred, epsilons, allowed):
-                norm = HeadNorm(kind, gain.name, epsilon, gain.plus_one, whole, gain.single)
+                norm = gain.norm(kind, epsilon)
                 plain = cut * (square * _terms(kind, size) + epsilon).rsqrt()[..., None]
                 plain = factor * (plain if bias is None else plain + bias)
-                yield Made(source, tuple(size * start for start in starts), plain, norm, factor)
+                yield Made(source, tuple(size * start for start in starts), plain, norm, whole, factor)
 
 
 def explain_scaled(
@@ -134,20 +121,14 @@ def explain_behind(
     num_heads, size = vectors.shape[-2:]
     for gain in gains:
         values, least = gain.values, 1e-3 * gain.values.abs().max()
-        if (
-            gain.name is None
-            or gain.single
-            or gain.bias is not None
-            or len(values) % size
-            or values.abs().min() <= least
-        ):
+        if gain.name is None or gain.single or gain.bias is not None or values.abs().min() <= least:
             continue
-        if num_heads * size % len(values):
+        if len(values) % size or num_heads * size % len(values):
             continue
         each = values.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0)
         for made in explain_normed(vectors / each, source, [Gain(None, torch.ones(1))], epsilons, allowed):
-            if made.norm is not None and made.norm.kind != "layer" and not made.norm.whole:
-                norm = replace(made.norm, gain=gain.name, plus_one=gain.plus_one)
+            if made.norm is not None and made.norm.kind != "layer" and not made.whole:
+                norm = replace(made.norm, name=gain.name, plain=False, plus_one=gain.plus_one)
                 yield replace(made, norm=norm, behind=each)
 
 
@@ -156,50 +137,43 @@ def _aligned(
 ) -> Iterator[tuple[list[int], Vectors, Tensor, Tensor | None]]:
     """Find the block of rows that every head points along; yield the blocks, cut out, mean squares, and bias."""
     num_heads, size = vectors.shape[-2:]
-    if rows.shape[-1] % size:
+    if rows.shape[-1] % size or (factors := _by_head(gain, num_heads, size, rows.shape[-1] if whole else None)) is None:
         return
-    made = _unscaled(rows, size, num_heads, gain, centred=centred, whole=whole)
-    starts = None if made is None else _directions(vectors[:, 0], made, allowed)
-    if made is not None and starts is not None:
-        yield starts, *_cut(made, starts), made.bias
-
-
-def _unscaled(rows: Tensor, size: int, num_heads: int, gain: Gain, *, centred: bool, whole: bool) -> Unscaled | None:
-    """None where the gain's size fits neither a head nor all of them."""
-    blocks, values = rows.unflatten(-1, (-1, size)), gain.values
+    (gains, bias), blocks = factors, rows.unflatten(-1, (-1, size))
     over = rows[..., None, :] if whole else blocks
     mean = over.mean(-1, keepdim=True) if centred else 0.0
-    square, blocks = (over - mean).square().mean(-1), (blocks - mean)[:, :, None]
+    square, unscaled = (over - mean).square().mean(-1), (blocks - mean)[:, :, None] * gains
+    starts = _directions(vectors[:, 0] if bias is None else vectors[:, 0] - bias, unscaled[:, 0], allowed)
+    if starts is not None:
+        index = torch.tensor(starts)
+        heads = torch.arange(num_heads) if unscaled.shape[2] > 1 else torch.zeros_like(index)
+        yield starts, unscaled[:, :, heads, index], square if whole else square[..., index], bias
+
+
+def _by_head(
+    gain: Gain, num_heads: int, size: int, num_rows: int | None
+) -> tuple[Float[Tensor, "#heads #blocks #d_head"], Float[Tensor, "#heads d_head"] | None] | None:
+    """Gain and bias of each head, and of each block in a norm of all `num_rows`; None where the sizes do not fit."""
+    values = gain.values
     if len(values) in (1, size):
-        return Unscaled(blocks * values, square, None if gain.bias is None else gain.bias[None])
-    if len(values) == rows.shape[-1] and whole:
-        return Unscaled(blocks * values.unflatten(0, (-1, size)), square, None) if gain.bias is None else None
-    if len(values) % size or num_heads * size % len(values) or whole:
+        return values[None, None], None if gain.bias is None else gain.bias[None]
+    if num_rows is not None:
+        fits = len(values) == num_rows and gain.bias is None
+        return (values.unflatten(0, (-1, size))[None], None) if fits else None
+    if len(values) % size or num_heads * size % len(values):
         return None
-    times = num_heads * size // len(values)
-    parts = (
-        None if one is None else one.unflatten(0, (-1, size)).repeat_interleave(times, 0) for one in (values, gain.bias)
-    )
-    each, bias = parts
-    assert each is not None
-    return Unscaled(blocks * each[:, None], square, bias)
+    parts = (values, *([] if gain.bias is None else [gain.bias]))
+    each = [part.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0) for part in parts]
+    return each[0][:, None], each[1] if len(each) > 1 else None
 
 
-def _directions(wanted: Float[Tensor, "batch heads d_head"], made: Unscaled, allowed: float) -> list[int] | None:
+def _directions(wanted: Float[Tensor, "batch heads d_head"], blocks: Tensor, allowed: float) -> list[int] | None:
     """The block that each head is a positive multiple of at the first token, where no rotation has turned it."""
-    wanted = (wanted if made.bias is None else wanted - made.bias)[:MOST_TEXTS, :, None]
-    blocks = made.blocks[:MOST_TEXTS, 0]
+    wanted, blocks = wanted[:MOST_TEXTS, :, None], blocks[:MOST_TEXTS]
     times = (wanted * blocks).sum(-1) / blocks.square().sum(-1)
     apart = (wanted - times[..., None] * blocks).abs().amax(-1)
     fits = ((apart <= allowed * max(float(wanted.abs().max()), 1e-30)) & (times > 0)).all(0)
     return fits.int().argmax(-1).tolist() if bool(fits.any(-1).all()) else None
-
-
-def _cut(made: Unscaled, starts: list[int]) -> tuple[Vectors, Float[Tensor, "batch tokens #heads"]]:
-    index = torch.tensor(starts)
-    heads = torch.arange(len(starts)) if made.blocks.shape[2] > 1 else torch.zeros_like(index)
-    square = made.square if made.square.shape[-1] == 1 else made.square[..., index]
-    return made.blocks[:, :, heads, index], square
 
 
 def _terms(kind: str, size: int) -> int:

@@ -1,8 +1,8 @@
 """Master weights: fp32 copies that optimisers for half precision keep, and write over the parameters at every step.
 
-A change of a parameter alone is undone there. `current` and `write_master` are the door for what changes parameters:
-they read and write the copy too. DeepSpeed and Megatron name it on the parameter, others are found in the optimiser by
-its values; where there is one that cannot be found, `write_check.py` refuses.
+A change of a parameter alone is undone there. `current` and `write` are the door for all that changes parameters: they
+read and write the copy too. DeepSpeed and Megatron name it on the parameter, others are found in the optimiser by its
+values; where there is one that cannot be found, `write_check.py` refuses.
 """
 
 from abc import ABC, abstractmethod

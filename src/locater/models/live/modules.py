@@ -37,9 +37,6 @@ class Stacks:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self.modules = modules
 
-    def is_layer(self, name: str) -> bool:
-        return isinstance(self.modules.get(name), TorchLayer)
-
     def norm(self, owner: str, norm: str) -> NormAt | None:
         name = f"{owner}.{norm}".lstrip(".")
         return _norm_at(name, self.modules.get(name))
@@ -61,9 +58,6 @@ class Stacks:
             return None
         return self.output_norm(f"{stack}layers.{int(number) - 1}")
 
-    def cross_norm(self, layer: str) -> NormAt | None:
-        return self.norm(layer, "norm2" if getattr(self.modules[layer], "norm_first", False) else "norm1")
-
     def memory_norm(self, layer: str) -> NormAt | None:
         """Return the norm that ends the encoder seen by the decoder: known within `nn.Transformer` only."""
         whole, _, _ = layer.rpartition("decoder.layers.")
@@ -80,14 +74,14 @@ class Stacks:
 TIMM_PARTS = {"qkv", "q_norm", "k_norm", "proj", "norm", "gate", "attn_drop", "proj_drop"}
 
 
-def search_modules(modules: dict[str, nn.Module], tensors: Tensors) -> Iterator[AttentionModule]:
+def known_modules(modules: dict[str, nn.Module], tensors: Tensors) -> Iterator[AttentionModule]:
     """Every attention module of a known kind, in the order of the tree."""
     stacks, seen = Stacks(modules), set()
     for name, module in modules.items():
         if id(module) in seen:
             continue  # the same module under a second name
         seen.add(id(module))
-        inside = stacks.is_layer(name.rpartition(".")[0])
+        inside = isinstance(modules.get(name.rpartition(".")[0]), TorchLayer)
         if isinstance(module, TorchLayer):
             yield from _layer(name, module, stacks, tensors)
         elif isinstance(module, nn.MultiheadAttention) and not inside:
@@ -107,8 +101,9 @@ def _layer(name: str, module: TorchLayer, stacks: Stacks, tensors: Tensors) -> I
     block: Block = "encoder" if isinstance(module, nn.TransformerEncoderLayer) else "decoder"
     yield _found(tensors, _multihead, block, f"{at}self_attn", module.self_attn, stacks.input_norm(name))
     if isinstance(module, nn.TransformerDecoderLayer):
-        norms = stacks.cross_norm(name), stacks.memory_norm(name)
-        yield _found(tensors, _multihead, "cross", f"{at}multihead_attn", module.multihead_attn, *norms)
+        norm = stacks.norm(name, "norm2" if module.norm_first else "norm1")
+        parts = module.multihead_attn, norm, stacks.memory_norm(name)
+        yield _found(tensors, _multihead, "cross", f"{at}multihead_attn", *parts)
 
 
 def _found(tensors: Tensors, make, block: Block, name: str, *parts) -> AttentionModule:
@@ -134,11 +129,9 @@ def _multihead(
         block=block,
         query=f"{at}in_proj",
         key=f"{at}in_proj",
-        layers=1,
         heads=module.num_heads,
         d_head=module.head_dim,
         fused="qkv",
-        prefixes=("",),
         input_norm=norm,
         key_input_norm=key_norm,
         lookahead=0 if block == "decoder" else None,
@@ -159,11 +152,9 @@ def _timm(block: Block, at: str, module: Any, parent: nn.Module | None) -> Atten
         block=block,
         query=f"{at}qkv",
         key=f"{at}qkv",
-        layers=1,
         heads=num_heads,
         d_head=d_head,
         fused="qkv",
-        prefixes=("",),
         input_norm=_norm_at(f"{parent_at}.norm1".lstrip("."), before),
         query_norm=_norm_at(f"{at}q_norm", getattr(module, "q_norm", None)),
         key_norm=_norm_at(f"{at}k_norm", getattr(module, "k_norm", None)),

@@ -25,16 +25,15 @@ from .explain import (
     explain_plain,
     explain_rotation,
     is_transposed,
-    norm_of_input,
     norm_over,
     read_norm_of,
     tolerance,
     turned,
 )
-from .head_norms import Gain, HeadNorm, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
+from .head_norms import Gain, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
 from .masks import Reach, reach
 from .tensors import ModuleTensors
-from .watch import Product, Watch, module_of
+from .watch import PassRecord, Product, module_of
 
 MOST_TOKENS = 128  # of a call, for the search and the proof; later tokens follow the same rule
 
@@ -42,7 +41,7 @@ MOST_TOKENS = 128  # of a call, for the search and the proof; later tokens follo
 class Search:
     """One call, cut to its first tokens, and what may have made its vectors."""
 
-    def __init__(self, call: AttentionCall, watch: Watch, tensors: ModuleTensors) -> None:
+    def __init__(self, call: AttentionCall, watch: PassRecord, tensors: ModuleTensors) -> None:
         if call.logits is not None:
             raise refusal(
                 "attention through a kernel",
@@ -107,23 +106,20 @@ class Search:
 
         Without this a learned scale that is 1 now, or any other number, would be taken for a constant.
         """
-        norm = made.norm
-        taken = () if norm is None or norm.gain is None else (norm.gain, f"{norm.gain}.bias", f"{norm.gain}_bias")
-        further = self.watch.behind(self._given(vectors), made.product.y)
-        further = {
-            name for name in further if module_of(name) not in taken and self.tensors.parameter(name).requires_grad
-        }
-        return not further and (norm is None or not norm.single or self._is_behind_norm(made, norm))
+        gain = None if made.norm is None else made.norm.name
+        known = gain, f"{gain}.bias", f"{gain}_bias"
+        further = self.watch.came_into(self._given(vectors)) - self.watch.came_into(made.product.y)
+        if any(module_of(name) not in known and self.tensors.parameter(name).requires_grad for name in further):
+            return False
+        return made.norm is None or not made.norm.single or self._is_behind_norm(made, made.norm.name)
 
-    def _is_behind_norm(self, made: Made, norm: HeadNorm) -> bool:
+    def _is_behind_norm(self, made: Made, gain: str) -> bool:
         """Tell whether a single number came in after the norm: one that came before it has no effect to speak of."""
-        gain, size = f"{norm.gain}", made.plain.shape[-1]
-        values = self._values(gain, made.plain)
+        size, values = made.plain.shape[-1], self._values(gain, made.plain)
         if len(values) > 1:
             values = values.unflatten(0, (-1, size)).repeat_interleave(len(made.starts) * size // len(values), 0)
         before = (cut_heads(made.source.rows, made.starts, size) * values)[:, :, self._distinct(made)]
-        seen = [one for one, names in self.watch.marks.values() if gain in map(module_of, names)]
-        return not any(alike(one, before, 10 * self.allowed) for mark in seen for one in self._shapes(mark, before))
+        return not any(alike(one, before, 10 * self.allowed) for one in self._computed_from(gain, before))
 
     def _given(self, vectors: Vectors) -> Tensor:
         return self.call.query if vectors is self.query else self.call.key
@@ -139,18 +135,18 @@ class Search:
         What the norm gave must then be among what was computed from the gain, unless nothing of that size was seen.
         """
         norm = made.norm
-        if norm is None or norm.gain is None or norm.single or made.behind is not None:
+        if norm is None or norm.plain or norm.single or made.behind is not None:
             return True
         plain = made.plain[:, :, self._distinct(made)] / made.factor
-        seen = [one for one, names in self.watch.marks.values() if norm.gain in map(module_of, names)]
-        shaped = [form for one in seen for form in self._shapes(one, plain)]
+        shaped = list(self._computed_from(norm.name, plain))
         return not shaped or any(alike(one, plain, 10 * self.allowed) for one in shaped)
 
-    def _shapes(self, one: Tensor, plain: Vectors) -> Iterator[Tensor]:
-        """A tensor as (texts, tokens, heads, d_head), if it has that many numbers, whichever way it lies."""
+    def _computed_from(self, gain: str, plain: Vectors) -> Iterator[Tensor]:
+        """Yield tensors of that size computed from a gain, as (texts, tokens, heads, d_head) whichever way they lay."""
         tokens = max(self.call.query.shape[2], self.call.key.shape[2])
         batch, _, heads, size = plain.shape
-        if one.is_floating_point() and one.numel() == batch * tokens * heads * size:
+        seen = (one for one, names in self.watch.marks.values() if gain in map(module_of, names))
+        for one in (one for one in seen if one.is_floating_point() and one.numel() == batch * tokens * heads * size):
             yield one.reshape(batch, tokens, heads, size)[:, :MOST_TOKENS].float()
             yield one.reshape(batch, heads, tokens, size).transpose(1, 2)[:, :MOST_TOKENS].float()
 
@@ -224,19 +220,17 @@ class Search:
             block="cross" if is_cross else "decoder" if where.lookahead == 0 else "encoder",
             query=query.product.name,
             key=key.product.name,
-            layers=1,
             heads=len(query.starts),
             key_heads=len(starts),
             d_model=query.product.x.shape[-1],
             d_head=self.query.shape[-1],
             fused=_fused(query, key, starts),
             transposed=self._transposed(query.product, key.product),
-            prefixes=("",),
             input_norm=input_norm,
             key_input_norm=self._input_norm(key.product.x) if is_cross else None,
-            query_norm=norm_of_input(query.norm),
-            key_norm=norm_of_input(key.norm),
-            norm_over=norm_over(query.norm, key.norm),
+            query_norm=query.norm,
+            key_norm=key.norm,
+            norm_over=norm_over(query, key),
             rotary=rotary,
             turns_first=query.behind is not None,
             alibi=where.alibi,

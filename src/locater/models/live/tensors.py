@@ -94,10 +94,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def called(model: nn.Module) -> nn.Module:
     """The model as its user calls it, without compilation and data parallelism; adapters may do more than its own."""
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        return called(model.module)
-    inner = next((getattr(model, wrapper) for wrapper in WRAPPERS if wrapper in model._modules), None)
+    inner = _wrapped(model)
     return model if inner is None else called(inner)
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return model.module
+    return next((model._modules[wrapper] for wrapper in WRAPPERS if wrapper in model._modules), None)
 
 
 def entry_of(model: nn.Module) -> nn.Module:
@@ -105,15 +109,8 @@ def entry_of(model: nn.Module) -> nn.Module:
 
     Data-parallel and sharding wrappers call the model inside, which may be called by itself as well.
     """
-    if "_orig_mod" in model._modules:
-        return model
-    inside = next((model._modules[name] for name in ("module", *WRAPPERS[1:]) if _wraps(model, name)), None)
-    return model if inside is None else entry_of(inside)
-
-
-def _wraps(model: nn.Module, name: str) -> bool:
-    wrapper = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    return name in model._modules and (wrapper or name != "module")
+    inner = None if "_orig_mod" in model._modules else _wrapped(model)
+    return model if inner is None else entry_of(inner)
 
 
 def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:

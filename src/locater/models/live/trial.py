@@ -5,7 +5,7 @@ Where they do not, the call itself is explained, as for an unknown model, and th
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,8 +14,6 @@ from torch import Tensor
 from ...attention.arguments import Arguments, read_arguments
 from ...attention.call_statistics import mask_of_call
 from ...attention.calls import AttentionCall
-from ...attention.compilation import Eagerly
-from ...attention.interception import Interception
 from ...attention.masks import admits
 from ...errors import Refusal, missing, refusal
 from ...head import Head
@@ -24,41 +22,27 @@ from ..coverage import Coverage, spans
 from ..module import AttentionModule, refused_module
 from ..reader import read_heads
 from .discover import Finder
-from .explain import tolerance
-from .tensors import ModuleTensors, called
-from .watch import Product, Sample, quietly, run_watched
+from .explain import batched, tolerance
+from .tensors import ModuleTensors
+from .watch import Product, Sample
 
 
-@dataclass
-class _Outcome:
-    """Outcome of the calls of one attention module: nothing yet, that its heads are right, or what differs."""
-
-    was_run: bool = False
-    words: str | None = None
-    instead: AttentionModule | None = None
-
-
-@dataclass
 class Trial:
     """Told of every call of a pass by its interception."""
 
-    tensors: ModuleTensors
-    sites: Sequence[AttentionModule]
-    outcomes: list[_Outcome] = field(default_factory=list)
-    further: list[str] = field(default_factory=list)  # modules whose attention is none of these sites'
-
-    def __post_init__(self) -> None:
-        self.finder, self.outcomes = Finder(self.tensors), [_Outcome() for _ in self.sites]
+    def __init__(self, tensors: ModuleTensors, sites: Sequence[AttentionModule]) -> None:
+        self.sites, self.finder = sites, Finder(tensors)
+        self.ran: set[int] = set()  # numbers of sites
+        self.differing: dict[int, str] = {}  # by number, in words
+        self.instead: dict[int, AttentionModule] = {}  # by number, what the call itself shows
+        self.further: list[str] = []  # modules whose attention is none of these sites'
         self.by_names: dict[tuple[str, str], list[int]] = defaultdict(list)
         for index, site in enumerate(self.sites):
             self.by_names[site.query_name, site.key_name].append(index)
         self.num_calls: Counter[tuple[str, str]] = Counter()
 
     def over(self, sample: Sample) -> "Trial":
-        """Run the model once, in evaluation mode, without gradients and outside of compiled code."""
-        seeing, model = Interception(self.see, written_out=True), called(self.tensors.given)
-        with Eagerly(), quietly(model), self.finder.recording(), seeing:
-            run_watched(model, sample)
+        self.finder.run(sample, self.see)
         self.finder.watch.clear()
         return self
 
@@ -76,15 +60,14 @@ class Trial:
         self.finder.watch.next_call()
 
     def _judge(self, index: int, call: AttentionCall, products: tuple[Product, Product]) -> None:
-        outcome = self.outcomes[index]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             try:
                 words = self._difference(read_heads(self.sites[index]), call, products)
             except (Refusal, RuntimeError) as reason:
                 words = f"it could not be compared: {reason}"
-        if words is not None and outcome.words is None:
-            self.outcomes[index] = _Outcome(True, words, self.finder.explained(call))
-        outcome.was_run = True
+        self.ran.add(index)
+        if words is not None and index not in self.differing:
+            self.differing[index], self.instead[index] = words, self.finder.explained(call)
 
     def _difference(self, layer: AttentionModule, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
         if layer.refused:
@@ -94,55 +77,43 @@ class Trial:
             return words
         for side, product in (("query", products[0]), ("key", products[1])):
             norm = getattr(layer.heads[0], side).input_norm
-            if norm is not None and not any(is_normed(norm, before, product.x) for before in self._normed(product.x)):
+            normed = (one.x for one in reversed(self.finder.watch.norms) if one.x.shape == product.x.shape)
+            if norm is not None and not any(is_normed(norm, before, product.x) for before in normed):
                 return f"what `{product.name}` is given does not come from its input norm"
         return None
 
-    def _normed(self, x: Tensor) -> list[Tensor]:
-        """List the inputs of norms whose output has the shape of x, the last first."""
-        return [norm.x for norm in reversed(self.finder.watch.norms) if norm.x.shape == x.shape]
-
     def judged(self) -> list[AttentionModule]:
         """The sites, with those that differ replaced by what the call shows, or refused."""
-        return [self._site(site, outcome) for site, outcome in zip(self.sites, self.outcomes, strict=True)]
+        return [self._replaced(index) if index in self.instead else site for index, site in enumerate(self.sites)]
 
-    def _site(self, site: AttentionModule, outcome: _Outcome) -> AttentionModule:
-        if outcome.words is None or outcome.instead is None:
-            return site
-        instead, names = outcome.instead, (site.query_name, site.key_name)
+    def _replaced(self, index: int) -> AttentionModule:
+        site, instead = self.sites[index], self.instead[index]
+        names = site.query_name, site.key_name
         if instead.reason is None and (instead.query_name, instead.key_name, instead.block) == (*names, site.block):
             return replace(instead, number=site.number)
         why = instead.reason or f"its call is of {instead.block} attention by `{instead.query_name}`"
-        reason = f"not as its config says ({outcome.words}); {why}"
+        reason = f"not as its config says ({self.differing[index]}); {why}"
         return refused_module(site.block, names, reason, number=site.number)
 
     def coverage(self, before: Coverage, judged: Sequence[AttentionModule]) -> Coverage:
         """Update the coverage by the pass: proven where it ran, with the differences that it showed."""
-        ran = [outcome.was_run for outcome in self.outcomes]
-        differs = [outcome.words is not None for outcome in self.outcomes]
-        replaced = [differ and site.num_heads > 0 for differ, site in zip(differs, judged, strict=True)]
-        lost = [differ and not new for differ, new in zip(differs, replaced, strict=True)]
-        reasons = [f"{self._named(lost)}: {self._first_words(lost)}"] if any(lost) else []
+        lost = [index for index in sorted(self.differing) if not judged[index].num_heads]
+        found = [index for index in sorted(self.differing) if judged[index].num_heads]
+        idle = [index for index in range(len(self.sites)) if index not in self.ran]
+        reasons = [f"{self._named(lost)}: {self.differing[lost[0]]}"] if lost else []
         reasons += [f"the attention of `{self.further[0]}`, which no row names"] if self.further else []
-        remarks = ["run on the sample"]
-        if any(replaced):
-            remarks.append(f"{self._named(replaced)} as run, not as the config says ({self._first_words(replaced)})")
-        basis = ""
-        if not all(ran):
-            basis = f"{before.basis} in {self._named([not one for one in ran])}" if any(ran) else before.basis
-            remarks = remarks[1:]
+        remarks = [] if idle else ["run on the sample"]
+        if found:
+            remarks.append(f"{self._named(found)} as run, not as the config says ({self.differing[found[0]]})")
+        basis = f"{before.basis} in {self._named(idle)}" if idle and self.ran else before.basis if idle else ""
         reasons, remarks = (*before.reasons, *reasons), (*before.remarks, *remarks)
-        return replace(before, num_read=before.num_read - sum(lost), basis=basis, reasons=reasons, remarks=remarks)
+        return replace(before, num_read=before.num_read - len(lost), basis=basis, reasons=reasons, remarks=remarks)
 
-    def _first_words(self, which: Sequence[bool]) -> str:
-        return next(one.words or "" for one, is_it in zip(self.outcomes, which, strict=True) if is_it)
-
-    def _named(self, which: Sequence[bool]) -> str:
+    def _named(self, indices: Sequence[int]) -> str:
         """Sites by block and numbers."""
         blocks: dict[str, list[int]] = defaultdict(list)
-        for site, is_it in zip(self.sites, which, strict=True):
-            if is_it:
-                blocks[site.block].append(site.number)
+        for site in (self.sites[index] for index in indices):
+            blocks[site.block].append(site.number)
         return ", ".join(f"{block} layers {spans(sorted(numbers))}" for block, numbers in blocks.items())
 
 
@@ -261,13 +232,10 @@ def _spread(number: int, device: torch.device) -> Int[Tensor, " chosen"]:
 def _texts_first(x: Tensor, texts: int, tokens: int | None) -> Float[Tensor, "texts tokens d_model"]:
     """The input with texts first, whichever way it lay; `tokens` is None where only the texts are known."""
     x = whole(x.detach())
-    number = x.shape[:-1].numel()
-    tokens = number // texts if tokens is None else tokens
-    if number != texts * tokens:
+    tokens = x.shape[:-1].numel() // texts if tokens is None else tokens
+    if (found := next(batched(x, texts, tokens), None)) is None:
         raise refusal(f"an input of {texts} texts of {tokens} tokens", tuple(x.shape))
-    if x.dim() == 3 and tuple(x.shape[:2]) == (tokens, texts) and tokens != texts:
-        return x.transpose(0, 1)
-    return x.reshape(texts, tokens, x.shape[-1])
+    return found
 
 
 def is_normed(norm: Norm, before: Tensor, x: Tensor) -> bool:

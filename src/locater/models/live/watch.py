@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ...attention.capture import Hook
 from .tensors import ModuleTensors, named_modules
 
 Sample = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -38,7 +39,7 @@ class Normed:
 
 
 @dataclass
-class Watch:
+class PassRecord:
     """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one."""
 
     products: list[Product] = field(default_factory=list)
@@ -52,10 +53,6 @@ class Watch:
     def came_into(self, tensor: Tensor) -> frozenset[str]:
         """The parameters that this tensor was computed from since the last attention call, as far as that is seen."""
         return self.marks[id(tensor)][1] if id(tensor) in self.marks else frozenset()
-
-    def behind(self, tensor: Tensor, product: Tensor) -> frozenset[str]:
-        """The parameters that came into a tensor after a product, as far as that is seen."""
-        return self.came_into(tensor) - self.came_into(product)
 
     def is_changed(self, name: str, parameter: Tensor) -> bool:
         """Tell whether a small parameter was put through a function, such as exp, before it was used.
@@ -80,7 +77,7 @@ class Watch:
         self.products, self.norms, self.marks = [], [], {}
 
 
-def run_watched(model: nn.Module, sample: Sample) -> None:
+def run_sample(model: nn.Module, sample: Sample) -> None:
     """One batch as the model takes it: a tensor, named arguments, or several."""
     if isinstance(sample, Mapping):
         model(**sample)
@@ -104,7 +101,7 @@ def quietly(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(tensors: ModuleTensors, watch: Watch) -> Iterator[None]:
+def recorded(tensors: ModuleTensors, watch: PassRecord) -> Iterator[None]:
     """Hooks on everything that holds a weight, for as long as this lasts."""
     with ExitStack() as stack:
         for name, module in named_modules(tensors.model).items():
@@ -118,7 +115,7 @@ def _may_be_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
+def _hook(name: str, tensors: ModuleTensors, watch: PassRecord) -> Any:
     weight = f"{name}.weight".lstrip(".")
 
     def hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
@@ -135,7 +132,7 @@ def _hook(name: str, tensors: ModuleTensors, watch: Watch) -> Any:
 class Recorder(TorchFunctionMode):
     """Products with a parameter that no module of its own applies, such as `x @ self.w_query`; and what goes where."""
 
-    def __init__(self, tensors: ModuleTensors, watch: Watch) -> None:
+    def __init__(self, tensors: ModuleTensors, watch: PassRecord) -> None:
         super().__init__()
         self.watch, self.names = watch, {}
         for name, (module, attribute) in tensors.owners.items():
@@ -177,37 +174,27 @@ class FirstCall:
 
     def __init__(self, entry: nn.Module, use: Callable[[Sample], None]) -> None:
         self.use: Callable[[Sample], None] | None = use
-        hook: Any = _Hook(weakref.ref(self))
-        self.handle = entry.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        come = weakref.WeakMethod(self._come)  # who waits is not kept alive by the model
 
-    def come(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        def tell(own: Callable[[], Any], module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+            if (waiting := come()) is not None:
+                waiting(module, args, kwargs)
+
+        disabled: Any = torch.compiler.disable(tell)
+        self.handle = entry.register_forward_pre_hook(Hook(entry, disabled), prepend=True, with_kwargs=True)
+
+    def _come(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         use = self.use
         self.close()
         if use is not None:
-            use(as_sample(module, args, kwargs))
+            use(_as_sample(module, args, kwargs))
 
     def close(self) -> None:
         self.use = None
         self.handle.remove()
 
 
-class _Hook:
-    """Does not keep the one that waits alive; in a copy of the model it does nothing."""
-
-    def __init__(self, reference: "weakref.ref[FirstCall] | None" = None) -> None:
-        self.reference = reference
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        waiting = None if self.reference is None else self.reference()
-        if waiting is not None:
-            waiting.come(module, args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
-
-
-def as_sample(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Sample:
+def _as_sample(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Sample:
     """A call's arguments by name, as far as the signature names them."""
     if not kwargs:
         return args

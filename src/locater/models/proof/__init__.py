@@ -4,6 +4,7 @@ Proven means: the logits of every head in every layer of the twin are those of t
 """
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Proof", "family_of", "inside", "prove", "unseen", "version"]
 
+INPUTS = ("input_ids", "pixel_values", "pixel_values_videos", "input_features", "input_values")
 BESIDE = ("_scale_inv", "_scale", "inv_freq", "num_batches_tracked", "masked_bias")  # no weight of its own
 
 
@@ -93,13 +95,13 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
 
     known = Proof(model_type, version())
     try:
-        config = twin.twin_config(model_type, values)
-        model, seen = twin.run_twin(config, partial(observe_twin, offers=twin.twin_inputs))
+        config = twin.full_config(model_type, values)
+        model, seen = twin.run_twin(config, partial(observe_twin, offers=twin.offered_inputs))
         return _of_places(known, model, seen)
     except Refusal as reason:
         return replace(known, reason=str(reason))
     except Exception as reason:  # a config that transformers itself cannot read
-        return replace(known, reason=twin.first_line(reason))
+        return replace(known, reason=twin.error_line(reason))
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,9 @@ class _Outcome:
 
 def _outcome(calls: "Calls") -> _Outcome:
     from .check import unread
-    from .search import search
+    from .search import find_recipe
 
-    recipe, verdict = search(calls)
+    recipe, verdict = find_recipe(calls)
     row = row_of(recipe) if recipe else None
     block = row and row.block
     if not verdict.is_proven or row is None:
@@ -131,11 +133,11 @@ def _outcome(calls: "Calls") -> _Outcome:
 
 def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
     """Proven if some stack is, and no decoder is left over; whatever else is left over is named."""
-    from .check import later, silent_heads
+    from .check import later, unheard
     from .evidence import Evidence
 
     evidence = Evidence(model, seen)
-    known = replace(known, inputs=takes(model))
+    known = replace(known, inputs=tuple(name for name in INPUTS if name in inspect.signature(model.forward).parameters))
     outcomes = list(map(_outcome, evidence.places()))
     proven: dict[str | None, _Outcome] = {}
     for one in outcomes:
@@ -149,17 +151,10 @@ def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
         return replace(known, reason=reason)
     notes = [*later(model.config.to_dict()), *(note for one in proven.values() for note in one.notes)]
     notes += [f"the attention of `{one.pattern}`: {one.reason or f'a second {one.block} stack'}" for one in left]
-    notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in silent_heads(evidence)]
+    notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in unheard(evidence)]
     rows, error = tuple(one.recipe for one in proven.values()), max(one.error for one in proven.values())
     known = replace(known, rows=rows, error=error, notes=tuple(dict.fromkeys(notes)))
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
-
-
-def takes(model: Any) -> tuple[str, ...]:
-    import inspect
-
-    known = ("input_ids", "pixel_values", "pixel_values_videos", "input_features", "input_values")
-    return tuple(name for name in known if name in inspect.signature(model.forward).parameters)
 
 
 def inside(proof: Proof, names: Collection[str]) -> set[str]:
@@ -194,7 +189,7 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
     notes += [f"not read in the config: `{path[:120]}`" for path in unread[:1]]
     left_out = ", ".join(notes) or None
     family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)
-    return family, Config(expanded(twin.twin_config(proof.model_type, values)))
+    return family, Config(expanded(twin.full_config(proof.model_type, values)))
 
 
 # --------------------------------------------------------------------------------------------- proofs kept: a file each
@@ -212,7 +207,7 @@ def proven(config: Config, names: Collection[str], unknown: Refusal) -> tuple[Fa
     Refuses as the tables did where transformers is missing, does not know the type, or its twin follows no row.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or is_in_tables(model_type) or not _is_known(model_type):
+    if not isinstance(model_type, str) or is_in_tables(model_type) or not is_in_transformers(model_type):
         raise unknown
     proof = recall(model_type, config.values)
     if not proof.is_proven:
@@ -223,7 +218,7 @@ def proven(config: Config, names: Collection[str], unknown: Refusal) -> tuple[Fa
     return family, own, words
 
 
-def _is_known(model_type: str) -> bool:
+def is_in_transformers(model_type: str) -> bool:
     """Tell whether transformers is installed and has a config class for it."""
     try:
         version()

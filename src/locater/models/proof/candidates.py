@@ -4,6 +4,7 @@ Whatever is guessed from names here is only a candidate: `check` compares its lo
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.masks import admits
+from ...head import admitted
 from ...records import Json
-from ..config import Cell, Config, resolve
+from ..config import Config
+from ..live.explicit import rows_of_weight
 from ..module import HeadShape, find_stack
 from ..reader import read_heads
-from .check import input_of
-from .evidence import Calls, admitted_keys, same
-from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, is_close, row_of
+from .check import input_of, own_logits
+from .evidence import Calls, same
+from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, row_of
 
 QUERY = re.compile(r"(^|_)(q|query|wq|queries)($|_)|query")
 KEY = re.compile(r"(^|_)(k|key|wk|keys)($|_)|key")
@@ -60,12 +64,11 @@ def _unlikeness(pair: tuple[str, str]) -> tuple[bool, bool]:
 
 def rows_of_module(calls: Calls, name: str) -> tuple[int, bool]:
     """Rows of a projection as (out, in), and whether it is stored the other way."""
-    module: Any = calls.evidence.modules.get(name)
+    module = calls.evidence.modules.get(name)
     if module is None:
         owner: Any = calls.evidence.modules[name.rpartition(".")[0]]
         return owner.in_proj_weight.shape[0], False
-    transposed = type(module).__name__ == "Conv1D"
-    return module.weight.shape[1 if transposed else 0], transposed
+    return rows_of_weight(module)
 
 
 def _separate(calls: Calls, query: str, key: str) -> Iterator[Recipe]:
@@ -112,7 +115,7 @@ def _shape(calls: Calls, query: str, shapes: list[HeadShape]) -> Recipe | None:
     """The config's entries that hold these numbers, layer by layer; None where one is in no entry."""
     width = input_of(calls.evidence, query).shape[-1]
     num_heads, num_key_heads, sizes = (list(numbers) for numbers in zip(*shapes, strict=True))
-    heads, key_heads = _rule(calls, HEADS, num_heads), _rule(calls, KEY_HEADS, num_key_heads)
+    heads, key_heads = calls.rule(HEADS, num_heads), calls.rule(KEY_HEADS, num_key_heads)
     key_heads = 1 if key_heads is None and set(num_key_heads) == {1} and 1 not in num_heads else key_heads
     layers = next((name for name in DEPTHS if calls.config.get(name) == calls.length), None)
     if layers is None and list(calls.by_layer) != list(range(calls.length)):
@@ -120,30 +123,18 @@ def _shape(calls: Calls, query: str, shapes: list[HeadShape]) -> Recipe | None:
     if "{layer}" not in calls.place:
         layers = 1
     even = [width // number for number in num_heads if width % number == 0]
-    size = _rule(calls, {name: cell for name, cell in SIZES.items() if cell is not None}, sizes)
+    size = calls.rule(SIZES, sizes)  # that of the width by the heads is None in any layer
     size = "width/heads" if size is None and even == sizes else size
     if heads is None or size is None or (key_heads is None and num_key_heads != num_heads):
         return None
     return dict(heads=heads, key_heads=key_heads, d_head=size, layers=layers)
 
 
-def _rule(calls: Calls, rules: dict[str, Cell], numbers: list[int]) -> str | None:
-    """The first rule that gives these numbers in the layers that attend."""
-    return next((name for name, cell in rules.items() if _values(calls, cell) == numbers), None)
-
-
-def _values(calls: Calls, cell: Cell) -> list[Any]:
-    try:
-        return [resolve(cell, calls.config, layer) for layer in calls.by_layer]
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []
-
-
 def _block(calls: Calls, query: str, key: str) -> str:
     left, right = input_of(calls.evidence, query), input_of(calls.evidence, key)
     if left.shape != right.shape or not torch.equal(left, right):
         return "cross"
-    mask = admitted_keys(calls.by_layer[calls.first][0].own)
+    mask = admits(calls.by_layer[calls.first][0].own)
     causal = mask.shape[-2] > 1 and not bool(mask[..., 0, 1:].any())
     seen = re.search(r"vision|visual|image|pixel", calls.place)
     if seen or (not causal and calls.evidence.model.main_input_name == "pixel_values"):
@@ -159,7 +150,7 @@ def rotaries(calls: Calls) -> Iterator[Recipe | None]:
     if not any(re.search("rope|rotary", key) for key in config.values):
         return
     nested = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
-    rules = [name for name, rule in LAYERS.items() if _is_meant(rule, calls)]
+    rules = [name for name, rule in LAYERS.items() if any(calls.values(rule))]
     for backward, interleaved, only in itertools.product((False, True), (False, True), rules):
         turn = dict(backward=True) if backward else {}
         shared = turn | dict(interleaved=interleaved, only=only, parameters="by layer type" if nested else "one")
@@ -177,16 +168,8 @@ def _parts(config: Config) -> Iterator[Recipe]:
     yield from (dict(literal_fraction=part) for part in (0.5, 0.25))
 
 
-def _is_meant(rule: Any, calls: Calls) -> bool:
-    """Tell whether the rule can be read from this config, and holds for some layer."""
-    try:
-        return any([bool(rule(calls.config, layer)) for layer in calls.by_layer])
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
 # ------------------------------------------------------------------------------------------------------------- scale
-def scaled_candidates(calls: Calls, base: Recipe) -> Iterator[Recipe]:
+def with_scale(calls: Calls, base: Recipe) -> Iterator[Recipe]:
     """The rule for the scale whose number the logits show; with a soft-cap no number shows, and all are tried."""
     # The twin's own number picks the rule: a rule that fits its sizes by chance would be wrong at the model's.
     known = [name for name, cell in SCALES.items() if cell is None or calls.value(cell) is not None]
@@ -197,10 +180,11 @@ def scaled_candidates(calls: Calls, base: Recipe) -> Iterator[Recipe]:
         return
     d_head = calls.value(SIZES[base["d_head"]])
     if d_head is None:
-        query = calls.evidence.existing(base["query"], calls.first)
+        query = calls.evidence.module_of(base["query"], calls.first)
         d_head = input_of(calls.evidence, query).shape[-1] // calls.value(HEADS[base["heads"]])
     for name in known:
-        if is_close(float(d_head**-0.5 if SCALES[name] is None else calls.value(SCALES[name])), number):
+        stated = d_head**-0.5 if SCALES[name] is None else calls.value(SCALES[name])
+        if math.isclose(stated, number, rel_tol=1e-5):
             yield base | dict(scale=name)
 
 
@@ -214,8 +198,7 @@ def _measured_scale(calls: Calls, recipe: Recipe) -> float | None:
             return None
         theirs = calls.by_layer[layer][0].logits[:, 0]
         inputs = (input_of(evidence, name) for name in (built.query_name, built.key_name))
-        x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in inputs)
-        own = built.heads[0].logits(x_query, x_key)
+        own = own_logits(built.heads[0], *inputs, num_texts=len(theirs))
     except (ValueError, RuntimeError, IndexError, KeyError, TypeError):
         return None
     theirs = theirs[..., : own.shape[-1]]
@@ -223,7 +206,7 @@ def _measured_scale(calls: Calls, recipe: Recipe) -> float | None:
 
 
 def _factor(own: Tensor, theirs: Tensor) -> float | None:
-    seen = admitted_keys(theirs)
+    seen = admits(theirs)
     if bool((theirs.masked_fill(~seen, -torch.inf).amax(-1) <= 1e-6).all()):  # the model subtracts its largest logit
         number = seen.sum(-1, keepdim=True)
         own, theirs = (part - part.masked_fill(~seen, 0).sum(-1, keepdim=True) / number for part in (own, theirs))
@@ -233,26 +216,18 @@ def _factor(own: Tensor, theirs: Tensor) -> float | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- mask
-def masked_candidates(calls: Calls, recipe: Recipe) -> Recipe:
+def with_mask(calls: Calls, recipe: Recipe) -> Recipe:
     """The rule for causality and window that admits what the model admits; plain causality where none does."""
-    masks = {layer: admitted_keys(seen[0].own)[:, 0] for layer, seen in calls.by_layer.items()}
+    masks = [admits(seen[0].own)[:, 0] for seen in calls.by_layer.values()]
     for ahead, back in itertools.product(("causal", "both ways", "as far as back"), WINDOWS):
-        if all(_is_mask(calls, back, ahead, layer, mask) for layer, mask in masks.items()):
+        reaches = calls.values(WINDOWS[back])
+        limits = {"causal": [0] * len(masks), "both ways": [None] * len(masks), "as far as back": reaches}[ahead]
+        if reaches and all(map(_is_mask, masks, reaches, limits)):
             return recipe | dict(lookback=back, lookahead=ahead)
-    causal = recipe["block"] != "cross" and not any(bool(mask[:, 0, 1:].any()) for mask in masks.values())
+    causal = recipe["block"] != "cross" and not any(bool(mask[:, 0, 1:].any()) for mask in masks)
     return recipe | dict(lookback="none", lookahead="causal" if causal else "both ways")
 
 
-def _is_mask(calls: Calls, back: str, ahead: str, layer: int, mask: Tensor) -> bool:
-    try:
-        reach = resolve(WINDOWS[back], calls.config, layer)
-    except ValueError:
-        return False
-    limit = {"causal": 0, "both ways": None, "as far as back": reach}[ahead]
-    distance = torch.arange(mask.shape[-2])[:, None] - torch.arange(mask.shape[-1])[None]
-    own = torch.ones_like(distance, dtype=torch.bool)
-    if reach is not None:
-        own &= distance <= reach
-    if limit is not None:
-        own &= -distance <= limit
-    return bool((mask == own).all())
+def _is_mask(mask: Tensor, lookback: int | None, lookahead: int | None) -> bool:
+    distance = torch.arange(mask.shape[-2])[:, None] - torch.arange(mask.shape[-1])
+    return bool((mask == admitted(distance, lookback=lookback, lookahead=lookahead)).all())

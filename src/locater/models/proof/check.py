@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ...attention.masks import admits
 from ...errors import Refusal
 from ...head import Head
 from ...projections import Norm
@@ -15,8 +16,8 @@ from ..module import AttentionModule, find_stack
 from ..neighbours import misplaced_bias
 from ..reader import read_heads
 from ..schema import Attention
-from .evidence import Calls, Evidence, admitted_keys, normed_rows, same, tensors_made_by
-from .observe import ObservedCall
+from .evidence import Calls, Evidence, norm_behind, normed_rows, same
+from .observe import SoftmaxCall
 from .twin import NUM_TOKENS
 
 TOLERANCE = 1e-5
@@ -70,7 +71,7 @@ def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty:
             return Verdict(differs=f"the input norm of layer {layer}: {differs}")
     for call in calls:
         for head in built.heads[:1] if hasty else built.heads:
-            error, masks = compare_passes(head, x_query, x_key, call)
+            error, masks = head_error(head, x_query, x_key, call)
             if not error <= TOLERANCE:
                 return Verdict(error, f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
             verdict.error = max(verdict.error, error)
@@ -90,34 +91,34 @@ def input_of(evidence: Evidence, file_name: str) -> Tensor:
     return found
 
 
-def compare_passes(head: Head, x_query: Tensor, x_key: Tensor, call: ObservedCall) -> tuple[float, bool]:
+def head_error(head: Head, x_query: Tensor, x_key: Tensor, call: SoftmaxCall) -> tuple[float, bool]:
     """The largest difference of admitted logits, relative to the largest of them or 1; and whether masks differ."""
     theirs = call.logits[:, head.index]
-    x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
-    own = head.logits(x_query, x_key)
-    admits = head.admits(torch.arange(own.shape[-2]), torch.arange(own.shape[-1]))
-    masks_differ = not bool((admits == admitted_keys(theirs)[..., : own.shape[-1]]).all())
+    own = own_logits(head, x_query, x_key, num_texts=len(theirs))
+    expected = head.admits(torch.arange(own.shape[-2]), torch.arange(own.shape[-1]))
+    masks_differ = not bool((expected == admits(theirs)[..., : own.shape[-1]]).all())
     if head.sink is not None:  # the sink is one more key
         own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
     theirs = theirs[..., : own.shape[-1]]
-    seen = admitted_keys(theirs)
+    seen = admits(theirs)
     if own.shape != theirs.shape or not seen.any():
         raise Refusal(f"logits of {tuple(own.shape)}, where the model has {tuple(theirs.shape)}")
     largest = theirs[seen].abs().max().clamp(min=1)
     # Softmax does not see a number per query: some models subtract their largest logit, some count ALiBi from key 0.
-    errors = (float((one - theirs)[seen].abs().max() / largest) for one in (own, shifted(own, theirs, seen)))
-    return min(errors), masks_differ
+    gap = own - theirs
+    shift = gap.masked_fill(~seen, 0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    return min(float(one[seen].abs().max() / largest) for one in (gap, gap - shift)), masks_differ
 
 
-def shifted(own: Tensor, theirs: Tensor, seen: Tensor) -> Tensor:
-    """Our logits plus the mean difference to the model's, query by query."""
-    mean = (theirs - own).masked_fill(~seen, 0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
-    return own + mean
+def own_logits(head: Head, x_query: Tensor, x_key: Tensor, *, num_texts: int) -> Tensor:
+    """A head's logits for inputs that may have texts and tokens in one dimension."""
+    x_query, x_key = (x.reshape(num_texts, -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
+    return head.logits(x_query, x_key)
 
 
 def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:
     """Compare this input with the row's norm: of all norms in the model, the one whose output it is."""
-    name = tensors_made_by(evidence, x)
+    name = norm_behind(evidence, x)
     if norm is None:
         return None if name is None else f"none in the row, `{name}` in the model"
     if name is None:
@@ -164,7 +165,7 @@ def _own(module: nn.Module) -> Iterator[str]:
     return (name.removesuffix(".weight").removesuffix(".bias") for name, _ in module.named_parameters())
 
 
-def is_plain(call: ObservedCall, evidence: Evidence) -> bool:
+def is_plain(call: SoftmaxCall, evidence: Evidence) -> bool:
     """Tell whether the average of values goes into the output projection as it is."""
     for product in call.averages:
         out = product[1] if isinstance(product, tuple) else product
@@ -178,14 +179,14 @@ def is_plain(call: ObservedCall, evidence: Evidence) -> bool:
     return False
 
 
-def _is_of(left: Tensor, call: ObservedCall) -> bool:
+def _is_of(left: Tensor, call: SoftmaxCall) -> bool:
     weights = call.weights
     if weights is None or left.numel() != weights.numel():
         return weights is not None and left.dim() == weights.dim() and same(left, weights[..., : left.shape[-1]])
     return same(left.reshape(weights.shape), weights)
 
 
-def _is_taken(merged: Tensor, call: ObservedCall, evidence: Evidence) -> bool:
+def _is_taken(merged: Tensor, call: SoftmaxCall, evidence: Evidence) -> bool:
     """Tell whether some module under or next to the attention takes this tensor."""
     near = call.module.rpartition(".")[0]
     for name, inputs in evidence.seen.inputs.items():
@@ -211,7 +212,7 @@ def _listed(value: object) -> list:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def silent_heads(evidence: Evidence) -> Iterator[str]:
+def unheard(evidence: Evidence) -> Iterator[str]:
     """Places of attention modules with parameters in which no softmax was seen."""
     heard = {call.module for call in evidence.seen.calls}
     patterns = {}

@@ -1,7 +1,7 @@
 """One watched pass of a twin as evidence: its tensors under the names of a file, and the attention that it made."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention.masks import admits
+from ...errors import Refusal
 from ...records import Json
 from ..config import Config, resolve
-from ..tensors import HeldTensors
-from .observe import ObservedCall, ObservedPass
+from ..tensors import Held
+from .observe import ObservedPass, SoftmaxCall
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
@@ -25,7 +25,7 @@ class Calls:
     evidence: "Evidence"
     place: str
     length: int  # of the list of layers, attention or not
-    by_layer: dict[int, list[ObservedCall]]
+    by_layer: dict[int, list[SoftmaxCall]]
 
     def name(self, layer: int) -> str:
         return self.place.format(layer=layer)
@@ -60,12 +60,20 @@ class Calls:
     def pattern(self, module: str) -> str:
         return self.evidence.pattern(module, self.first)
 
+    def values(self, cell: Any) -> list[Any]:
+        """A cell's value in every layer that attends; none where the config does not say it."""
+        try:
+            return [resolve(cell, self.config, layer) for layer in self.by_layer]
+        except Refusal:
+            return []
+
     def value(self, cell: Any) -> Any:
         """A cell's value in the first layer; None where the config does not say it."""
-        try:
-            return resolve(cell, self.config, self.first)
-        except (ValueError, LookupError, TypeError):
-            return None
+        return next(iter(self.values(cell)), None)
+
+    def rule(self, rules: Mapping[str, Any], wanted: list[Any]) -> str | None:
+        """The name of the first rule that gives these values in the layers that attend."""
+        return next((name for name, rule in rules.items() if self.values(rule) == wanted), None)
 
 
 @dataclass
@@ -80,9 +88,9 @@ class Evidence:
         return dict(self.model.named_modules(remove_duplicate=False))
 
     @cached_property
-    def tensors(self) -> HeldTensors:
+    def tensors(self) -> Held:
         """Under the names that `save_pretrained` would write."""
-        return HeldTensors(_saved(self.model))
+        return Held(_saved(self.model))
 
     @cached_property
     def config(self) -> Config:
@@ -129,11 +137,6 @@ class Evidence:
         """The first place of this number taken by the token."""
         return re.sub(rf"(?<=\.){number}(?=\.|$)|^{number}(?=\.)", token, name, count=1)
 
-    def existing(self, pattern: str, layer: int) -> str:
-        """The alternative of a pattern that the file has."""
-        names = [name.format(layer=layer, previous=layer - 1) for name in pattern.split("|")]
-        return next((name for name in names if name in self.module_names), names[0])
-
     def module_of(self, pattern: str, layer: int) -> str:
         """The module that a pattern means in this layer; what stores nothing goes by its own name."""
         names = [name.format(layer=layer, previous=layer - 1) for name in pattern.split("|")]
@@ -142,7 +145,7 @@ class Evidence:
 
     def places(self) -> Iterator[Calls]:
         """Attention modules that differ by one number only."""
-        found: dict[str, dict[int, list[ObservedCall]]] = {}
+        found: dict[str, dict[int, list[SoftmaxCall]]] = {}
         for call in self.seen.calls:
             pattern, layer = self._place(self._owner(call.module))
             found.setdefault(pattern, {}).setdefault(layer, []).append(call)
@@ -185,11 +188,6 @@ def _mark(tensor: Tensor) -> tuple:
     return (tuple(tensor.shape), float(flat.double().sum()), float(flat[0]) if len(flat) else 0.0)
 
 
-def admitted_keys(logits: Tensor) -> Tensor:
-    """True where a logit was not masked."""
-    return admits(logits)
-
-
 def same(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     """Equal up to rounding, relative to the largest entry."""
     return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * (1 + right.abs().max()))
@@ -199,7 +197,7 @@ def is_norm(name: str, module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
 
 
-def tensors_made_by(evidence: Evidence, x: Tensor) -> str | None:
+def norm_behind(evidence: Evidence, x: Tensor) -> str | None:
     """The norm whose output this is, as a whole or put together from its calls: in chunks, in windows, reshaped."""
     outputs = {name: made for name, made in evidence.seen.outputs.items() if is_norm(name, evidence.modules[name])}
     for name, made in outputs.items():

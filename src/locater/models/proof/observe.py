@@ -5,8 +5,9 @@ A function mode sees the softmax (or the fused kernel) wherever it is called; mo
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...attention.kernels import read_fused
+from ...records import Json
 
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 
 
 @dataclass
-class ObservedCall:
+class SoftmaxCall:
     """One softmax over keys: logits (batch, heads, queries, keys), masked ones far below zero."""
 
     module: str
-    turn: int  # which call of its module this is
     logits: Tensor
     weights: Tensor | None
     averages: list[Any] = field(default_factory=list)  # what the weights were multiplied into
@@ -45,7 +46,7 @@ class ObservedCall:
 class ObservedPass:
     """One forward pass: the calls in order, and what went into and came out of every module, call by call."""
 
-    calls: list[ObservedCall] = field(default_factory=list)
+    calls: list[SoftmaxCall] = field(default_factory=list)
     inputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, list[Tensor | None]] = field(default_factory=lambda: defaultdict(list))
 
@@ -79,41 +80,30 @@ class _Watcher(TorchFunctionMode):
         if logits.dim() == 3 and self.batch and logits.shape[0] % self.batch == 0:
             logits = logits.unflatten(0, (self.batch, -1))  # heads within the batch (BLOOM): else no call is seen
         if logits.dim() == 4:
-            turn = len(self.seen.inputs[name]) - 1
-            self.seen.calls.append(
-                ObservedCall(name, turn, logits.detach().clone(), None if weights is None else weights.detach())
-            )
+            kept = None if weights is None else weights.detach()
+            self.seen.calls.append(SoftmaxCall(name, logits.detach().clone(), kept))
 
 
 @contextmanager
 def _hooked(model: nn.Module, seen: ObservedPass, stack: list[str]) -> Iterator[None]:
-    handles = []
-
-    def before(name: str):
-        def hook(module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> None:
-            stack.append(name)
-            tensors = (part for part in (*args, *kwargs.values()) if isinstance(part, Tensor))
-            first = next(tensors, None)
-            seen.inputs[name].append(None if first is None else first.detach().clone())
-
-        return hook
-
-    def after(name: str):
-        def hook(module: nn.Module, args: tuple, output: object) -> None:
-            if stack and stack[-1] == name:
-                stack.pop()
-            seen.outputs[name].append(output.detach().clone() if isinstance(output, Tensor) else None)
-
-        return hook
-
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
-        handles.append(module.register_forward_hook(after(name), always_call=True))
-    try:
+    with ExitStack() as handles:
+        for name, module in model.named_modules():
+            before, after = partial(_before, name, seen, stack), partial(_after, name, seen, stack)
+            handles.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            handles.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _before(name: str, seen: ObservedPass, stack: list[str], module: object, args: tuple, kwargs: Json) -> None:
+    stack.append(name)
+    first = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
+    seen.inputs[name].append(None if first is None else first.detach().clone())
+
+
+def _after(name: str, seen: ObservedPass, stack: list[str], module: object, args: tuple, output: object) -> None:
+    if stack and stack[-1] == name:
+        stack.pop()
+    seen.outputs[name].append(output.detach().clone() if isinstance(output, Tensor) else None)
 
 
 Offers = Callable[[Any], Iterable[Mapping[str, Tensor]]]  # the inputs worth trying on a model

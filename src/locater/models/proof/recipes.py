@@ -1,12 +1,12 @@
 """A row as plain words and numbers, so that it can be kept in JSON: cells that are functions go by their names here."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ...records import JsonMapping
 from ..config import Cell, Config, entry
+from ..registry import FAMILIES
 from ..schema import Attention, NormAt, RotaryAt
 
 Rule = Callable[[Config, int], Any]
@@ -139,7 +139,6 @@ WINDOWS: dict[str, Cell] = {
     "half of local_attention on sliding layers": _window("local_attention", "sliding layers", less=0, part=2),
     "half of sliding_window": _window("sliding_window", less=0, part=2),
 }
-AHEAD: dict[str, Cell] = {"causal": 0, "both ways": None, "as far as back": None}
 CAPS = ("attn_logit_softcapping", "attention_logit_softcapping", "logit_softcap")
 
 
@@ -147,7 +146,6 @@ def _layer_type(config: Config, layer: int) -> JsonMapping:
     return config["rope_parameters"][_kind(config, layer)]
 
 
-PARAMETERS: dict[str, Cell] = {"one": None, "by layer type": _layer_type}
 FRACTIONS = ("", "partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
 
 
@@ -155,14 +153,10 @@ def norm_cell(recipe: JsonMapping | None) -> Any:
     """A norm that all layers have, or those of a rule."""
     if recipe is None:
         return None
-    fields = {key: value for key, value in recipe.items() if key != "only"}
-    at = NormAt(**fields)
-    rule = LAYERS[recipe.get("only", "every layer")]
-    return (
-        at
-        if recipe.get("only", "every layer") == "every layer"
-        else lambda config, layer: at if rule(config, layer) else None
-    )
+    at, only = NormAt(**{key: value for key, value in recipe.items() if key != "only"}), recipe.get("only")
+    if only in (None, "every layer"):
+        return at
+    return lambda config, layer: at if LAYERS[only](config, layer) else None
 
 
 def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
@@ -178,21 +172,21 @@ def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
         interleaved=recipe["interleaved"],
         backward=recipe.get("backward", False),
         only=LAYERS[recipe.get("only", "every layer")],
-        parameters=PARAMETERS[recipe.get("parameters", "one")],
+        parameters=_layer_type if recipe.get("parameters") == "by layer type" else None,
     )
 
 
 def row_of(recipe: JsonMapping) -> Attention:
     """The table row that a recipe spells: a row of the tables under this model's prefix, or one of its own."""
+    # Biases as the twin has them; a recipe that is not settled yet takes what is stored.
+    shared: dict[str, Any] = {column: recipe.get(column) for column in ("sink", "query_bias", "key_bias")}
+    shared |= dict(sink_only=LAYERS[recipe.get("sink_only", "every layer")])
+    shared |= dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"])
     if "row" in recipe:
-        from ..registry import FAMILIES
-
         family = next(family for family in FAMILIES if family.name == recipe["family"])
-        row = family.attention[recipe["row"]]
-        found = dict(prefixes=tuple(recipe["prefixes"]), config=recipe["config"])
-        return replace(row, only=True, **found, **_sinks(recipe), **_biases(recipe))
-    plain = ("block", "query", "key", "fused", "gated", "transposed", "norm_over", "config")
-    window, ahead = WINDOWS[recipe["lookback"]], recipe["lookahead"]
+        return replace(family.attention[recipe["row"]], only=True, **shared)
+    plain = ("block", "query", "key", "fused", "gated", "transposed", "norm_over")
+    window = WINDOWS[recipe["lookback"]]
     return Attention(
         **{key: recipe[key] for key in plain},
         layers=recipe["layers"],
@@ -200,7 +194,6 @@ def row_of(recipe: JsonMapping) -> Attention:
         key_heads=KEY_HEADS.get(recipe["key_heads"], recipe["key_heads"]),
         d_model=None,
         d_head=SIZES[recipe["d_head"]],
-        prefixes=tuple(recipe["prefixes"]),
         input_norm=norm_cell(recipe["input_norm"]),
         key_input_norm=norm_cell(recipe.get("key_input_norm")),
         query_norm=norm_cell(recipe["query_norm"]),
@@ -210,20 +203,6 @@ def row_of(recipe: JsonMapping) -> Attention:
         softcap=recipe["softcap"],
         lookback=window,
         turns_first=recipe.get("turns_first", False),
-        lookahead=window if ahead == "as far as back" else AHEAD[ahead],
-        **_sinks(recipe),
-        **_biases(recipe),
+        lookahead={"causal": 0, "both ways": None, "as far as back": window}[recipe["lookahead"]],
+        **shared,
     )
-
-
-def _sinks(recipe: JsonMapping) -> dict[str, Any]:
-    return dict(sink=recipe.get("sink"), sink_only=LAYERS[recipe.get("sink_only", "every layer")])
-
-
-def _biases(recipe: JsonMapping) -> dict[str, Any]:
-    """Return the twin's biases; a recipe that is not settled yet takes what is stored."""
-    return {column: recipe.get(column) for column in ("query_bias", "key_bias")}
-
-
-def is_close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=1e-5)

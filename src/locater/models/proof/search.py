@@ -7,17 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ..config import Config
 from ..live.explain import explain_norm
 from ..module import find_stack
 from ..registry import FAMILIES
-from .candidates import Recipe, masked_candidates, projections, rotaries, rows_of_module, scaled_candidates
+from .candidates import Recipe, projections, rotaries, rows_of_module, with_mask, with_scale
 from .check import Verdict, check_row, input_of
-from .evidence import Calls, is_norm, same, tensors_made_by
+from .evidence import Calls, is_norm, norm_behind, same
 from .recipes import LAYERS, row_of
 
 
-def search(calls: Calls) -> tuple[Recipe, Verdict]:
+def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
     """The first recipe that is proven, mask and all; else one proven but for its mask; else the nearest."""
     nearest = but_for_masks = None
     sink = _sink(calls)
@@ -63,7 +62,7 @@ def _sink(calls: Calls) -> Recipe:
     owner, num_heads = calls.name(layer), calls.by_layer[layer][0].logits.shape[1]
     named = evidence.modules[owner].named_parameters(recurse=False)
     own = [name for name, value in named if value.numel() == num_heads]
-    only = layers_by_rule(calls.config, sunk)
+    only = calls.rule(LAYERS, list(sunk.values()))
     return dict(sink=evidence.pattern(f"{owner}.{own[0]}", layer), sink_only=only) if len(own) == 1 and only else {}
 
 
@@ -109,9 +108,7 @@ def spelled(calls: Calls) -> Iterator[Recipe]:
     for base in projections(calls):
         base = base | norms(calls, base) | dict(lookback="none", lookahead="both ways", softcap=None)
         for rotary in rotaries(calls):
-            yield from (
-                masked_candidates(calls, recipe) for recipe in scaled_candidates(calls, base | dict(rotary=rotary))
-            )
+            yield from (with_mask(calls, recipe) for recipe in with_scale(calls, base | dict(rotary=rotary)))
 
 
 # ------------------------------------------------------------------------------------------------- the norms of a stack
@@ -133,7 +130,7 @@ def _inner(calls: Calls) -> dict[str, Any]:
     found: dict[str, Any] = dict(query_norm=None, key_norm=None)
     for name, module in calls.evidence.modules.items():
         inside = name.startswith(f"{calls.owner}.") and is_norm(name, module)
-        if not inside or (at := _norm_at(calls, name)) is None:
+        if not inside or (at := _norm_recipe(calls, name)) is None:
             continue
         short = name.removeprefix(f"{calls.owner}.")
         shared = re.search(r"qk|query_key", short)
@@ -158,13 +155,8 @@ def _norm_over(calls: Calls, base: Recipe, norm: Recipe | None) -> str:
 def _only(calls: Calls, pattern: str) -> str:
     """The rule for layers in which the norm really ran."""
     evidence = calls.evidence
-    ran = {layer: bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in calls.by_layer}
-    return layers_by_rule(calls.config, ran) or "every layer"
-
-
-def layers_by_rule(config: Config, wanted: dict[int, bool]) -> str | None:
-    """The rule for layers that holds in these and in no others."""
-    return next((name for name, rule in LAYERS.items() if _holds(rule, config, wanted)), None)
+    ran = [bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in calls.by_layer]
+    return calls.rule(LAYERS, ran) or "every layer"
 
 
 def _is_late(calls: Calls, norm: Recipe) -> bool:
@@ -187,14 +179,7 @@ def _is_late(calls: Calls, norm: Recipe) -> bool:
     return False
 
 
-def _holds(rule: Any, config: Config, wanted: dict[int, bool]) -> bool:
-    try:
-        return all(bool(rule(config, layer)) == value for layer, value in wanted.items())
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def _norm_at(calls: Calls, name: str) -> Recipe | None:
+def _norm_recipe(calls: Calls, name: str) -> Recipe | None:
     """Kind, epsilon and gain of a norm, by its own input and output; None where no kind explains them."""
     evidence = calls.evidence
     module = evidence.modules[name]
@@ -216,10 +201,10 @@ def _norm_at(calls: Calls, name: str) -> Recipe | None:
 def _input_norm(calls: Calls, pattern: str) -> Recipe | None:
     """The norm whose output the projection takes, in every layer: its own, or the last of the layer before."""
     evidence = calls.evidence
-    by_layer = {n: tensors_made_by(evidence, input_of(evidence, evidence.existing(pattern, n))) for n in calls.by_layer}
+    by_layer = {n: norm_behind(evidence, input_of(evidence, evidence.module_of(pattern, n))) for n in calls.by_layer}
     last = max(by_layer)
     name = by_layer[last]
-    if name is None or (at := _norm_at(calls, name)) is None:
+    if name is None or (at := _norm_recipe(calls, name)) is None:
         return None
     for token, shift in (("{layer}", 0), ("{previous}", 1)):
         short = evidence.with_number(name, last - shift, token)

@@ -151,10 +151,9 @@ def _num_layers(values: JsonMapping, sizes: Sizes) -> int:
     for key, value in values.items():
         if PERIODS.match(key) and isinstance(value, int) and not isinstance(value, bool) and 1 < value <= MOST_LAYERS:
             needed = max(needed, value)
-    for key in ("no_rope_layers",):
-        if isinstance(listed := values.get(key), list) and len(set(map(bool, listed))) == 2:
-            first = [list(map(bool, listed)).index(kind) + 1 for kind in (True, False)]
-            needed = max(needed, min(max(first), MOST_LAYERS))
+    turning = list(map(bool, values.get("no_rope_layers") or ()))
+    if len(set(turning)) == 2:
+        needed = max(needed, min(max(map(turning.index, (True, False))) + 1, MOST_LAYERS))
     return needed
 
 

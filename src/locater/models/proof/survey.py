@@ -5,16 +5,16 @@ Proofs run in a process of their own, which is ended when a type takes too long;
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
 
 from ...records import Json
 from ..registry import FAMILIES
 from . import Proof, keep, path_of_proof, read_proof, recall, version
 
 TIMEOUT = 120.0  # seconds of the clock, for machines that have other work too
-MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,10 @@ class SurveyEntry:
     @property
     def has_media(self) -> bool:
         """Tell whether images or sound are among its inputs."""
-        return any(name in MEDIA for name in self.inputs)
+        return bool({*self.inputs} - {"input_ids"})
 
     def to_json(self) -> Json:
-        lists = {"notes": list(self.notes), "inputs": list(self.inputs)}
-        return (
-            {"model_type": self.model_type, "how": self.how, "row": self.row, "error": self.error}
-            | lists
-            | {"reason": self.reason}
-        )
+        return asdict(self)
 
 
 def model_types() -> list[str]:
@@ -59,7 +54,7 @@ def survey(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[SurveyEntry]:
     """Yield an entry per type: from the tables and the cache, or with `update` proven again, one after the other."""
-    worker = Worker(timeout)
+    worker = _Worker(timeout)
     try:
         for model_type in types:
             family = next((family.name for family in FAMILIES if model_type in family.model_types), None)
@@ -80,57 +75,31 @@ def _entry(model_type: str, proof: Proof | None) -> SurveyEntry:
     return SurveyEntry(model_type, "proven", proof.names, proof.error, proof.notes, inputs=proof.inputs)
 
 
-class Worker:
-    """A process that proves one type at a time."""
+class _Worker:
+    """A process that proves one type at a time; one that takes too long, or has died, is replaced."""
 
     def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.process: Any = None
-        self.connection: Connection | None = None
+        self.timeout, self.pool = timeout, None
 
     def prove(self, model_type: str) -> Proof:
-        if self.process is None or not self.process.is_alive():
-            self._start()
-        assert self.connection is not None
-        self.connection.send(model_type)
+        # A process of its own: a twin can run without end, or take the memory of all, and nothing else could stop it.
+        self.pool = self.pool or multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
         try:
-            if self.connection.poll(self.timeout):
-                return Proof.from_json(self.connection.recv())
-            reason = f"took more than {self.timeout:g} s"
-        except EOFError:
-            reason = "ended its process"
-        self.end()
-        proof = Proof(model_type, version(), reason=reason)
+            return self.pool.apply_async(partial(recall, again=True), (model_type,)).get(self.timeout)
+        except multiprocessing.TimeoutError:
+            self.end()
+        proof = Proof(model_type, version(), reason=f"took more than {self.timeout:g} s, or ended its process")
         keep(proof, path_of_proof(model_type))
         return proof
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(far,), daemon=True)
-        self.process.start()
-        far.close()
-
     def end(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-        self.process = None
+        if self.pool is not None:
+            self.pool.terminate()
+            self.pool.join()
+        self.pool = None
 
 
-def _serve(connection: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            model_type = connection.recv()
-        except EOFError:
-            return
-        connection.send(recall(model_type, again=True).to_json())
-
-
-def count_entries(entries: Iterable[SurveyEntry]) -> dict[str, int]:
+def count_kinds(entries: Iterable[SurveyEntry]) -> dict[str, int]:
     """Count the types known in each way, and those of the known that take images or sound."""
     entries = list(entries)
     numbers = {how: sum(entry.how == how for entry in entries) for how in ("table", "proven", "refused", "untried")}

@@ -29,7 +29,7 @@ AUTO_CLASSES = (
 )  # fmt: skip
 
 
-def twin_config(model_type: str, values: JsonMapping | None = None) -> Any:
+def full_config(model_type: str, values: JsonMapping | None = None) -> Any:
     """The config object that transformers makes of a stored config, all defaults filled in."""
     from transformers import CONFIG_MAPPING
 
@@ -38,14 +38,14 @@ def twin_config(model_type: str, values: JsonMapping | None = None) -> Any:
         return CONFIG_MAPPING[model_type].from_dict(own) if own else CONFIG_MAPPING[model_type]()
     except Exception as reason:  # its own check of untrusted values, which fails in any way
         expected = f"a config that transformers reads as {model_type}"
-        raise refusal(expected, first_line(reason), "correct config.json") from reason
+        raise refusal(expected, error_line(reason), "correct config.json") from reason
 
 
 def known_entries(model_type: str, values: JsonMapping) -> set[str]:
     """Names at any depth that transformers' class of this type knows, and the classes of the tables inside `values`."""
     from transformers import CONFIG_MAPPING
 
-    config = twin_config(model_type)
+    config = full_config(model_type)
     known = {*_names(config.to_dict()), *type(config).attribute_map}
     known |= OLDER_ROTATIONS if "rope_parameters" in known else set()
     for table in values.values():
@@ -117,7 +117,7 @@ def shake(model: nn.Module) -> nn.Module:
     return model
 
 
-def twin_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
+def offered_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs worth trying, the likeliest first: text, then images, then sound as frames or as a wave."""
     generator, config = torch.Generator().manual_seed(1), model.config
     stated = getattr(getattr(config, "text_config", config), "vocab_size", None)
@@ -144,7 +144,7 @@ def twin_inputs(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """Without transformers' own warnings: a twin's config is unusual by design."""
     from transformers.utils import logging
 
@@ -160,7 +160,7 @@ def run_twin(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> 
     """The first twin that can be built and run, and what `watch(model, inputs)` made of its pass."""
     failures: list[str] = []
     start = time.process_time()
-    with quiet():
+    with without_warnings():
         for model_class, sizes in itertools.product(model_classes(config), ATTEMPTS):
             if time.process_time() - start > MOST_SECONDS:
                 break
@@ -169,18 +169,18 @@ def run_twin(config: object, watch: Callable[[Any, dict[str, Tensor]], Any]) -> 
             try:
                 model = build(config, model_class, sizes)
             except Exception as reason:  # whatever transformers raises: the next sizes may do
-                failures.append(f"{model_class.__name__} could not be built: {first_line(reason)}")
+                failures.append(f"{model_class.__name__} could not be built: {error_line(reason)}")
                 continue
-            for inputs in twin_inputs(model):
+            for inputs in offered_inputs(model):
                 try:
                     with torch.no_grad():
                         return model, watch(model, inputs)
                 except Exception as reason:
-                    failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {first_line(reason)}")
+                    failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {error_line(reason)}")
     raise Refusal(failures[0] if failures else "expected a model class in transformers, got none")
 
 
-def first_line(reason: BaseException) -> str:
+def error_line(reason: BaseException) -> str:
     """Return the first line of an error, or of its cause where it ends in a colon (config checks name themselves)."""
     line = f"{type(reason).__name__}: {reason}".splitlines()[0]
-    return first_line(reason.__cause__) if line.endswith(":") and reason.__cause__ else line[:160]
+    return error_line(reason.__cause__) if line.endswith(":") and reason.__cause__ else line[:160]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...records import JsonMapping
 from ..config import Config, entry
-from ..schema import Attention, Family, NormAt, RotaryAt, both_biased
+from ..schema import Attention, Family, NormAt, RotaryAt, both_biased, every_layer, renamed, terms_left_out, window
 
 
 # -------------------------------------------------------------------------------------------- Meta, TorchTitan, Mistral
@@ -20,11 +20,6 @@ def meta_rope(config: Config, layer: int) -> JsonMapping:
     scaling = {"rope_type": "llama3", "factor": config["rope_scaling_factor"], "low_freq_factor": 1.0}
     high, original = config.get("rope_high_freq_factor", 4.0), config.get("rope_original_context", 8192)
     return base | scaling | {"high_freq_factor": high, "original_max_position_embeddings": original}
-
-
-def meta_window(config: Config, layer: int) -> int | None:
-    size = config.get("sliding_window")
-    return None if size is None else size - 1
 
 
 META = Attention(
@@ -39,7 +34,7 @@ META = Attention(
     prefixes=None,
     input_norm=NormAt("rms", "layers.{layer}.attention_norm", epsilon=entry("norm_eps", 1e-5)),
     rotary=RotaryAt(interleaved=True, parameters=meta_rope),
-    lookback=meta_window,
+    lookback=window(every_layer),
     lookahead=0,
 )
 
@@ -72,13 +67,12 @@ def megatron_norm(name: str, *, optional: bool = False):
 
 
 def megatron_partial(config: Config) -> str | None:
-    missing = {
+    terms = {
         "the window (window_size)": config.get("window_size"),
         "the sink of the softmax (softmax_type)": config.get("softmax_type", "vanilla") != "vanilla",
         "layers without rotary positions (no_rope_freq)": config.get("no_rope_freq"),
     }
-    present = [what for what, is_set in missing.items() if is_set]
-    return f"{', '.join(present)} left out" if present else None
+    return terms_left_out(terms)
 
 
 def megatron_needs(config: Config) -> tuple[str, ...]:
@@ -123,23 +117,12 @@ WHISPER_ENCODER = Attention(
     prefixes=("",),
     input_norm=NormAt("layer", "encoder.blocks.{layer}.attn_ln"),
 )
-WHISPER_DECODER = replace(
-    WHISPER_ENCODER,
-    block="decoder",
-    query="decoder.blocks.{layer}.attn.query",
-    key="decoder.blocks.{layer}.attn.key",
-    layers="n_text_layer",
-    heads="n_text_head",
-    d_model="n_text_state",
-    input_norm=NormAt("layer", "decoder.blocks.{layer}.attn_ln"),
-    lookahead=0,
-)
-WHISPER_CROSS = replace(
+WHISPER_DECODER = renamed(renamed(WHISPER_ENCODER, "audio", "text"), "encoder", "decoder", lookahead=0)
+WHISPER_CROSS = renamed(
     WHISPER_DECODER,
+    ".attn",
+    ".cross_attn",
     block="cross",
-    query="decoder.blocks.{layer}.cross_attn.query",
-    key="decoder.blocks.{layer}.cross_attn.key",
-    input_norm=NormAt("layer", "decoder.blocks.{layer}.cross_attn_ln"),
     key_input_norm=NormAt("layer", "encoder.ln_post"),
     lookahead=None,
 )

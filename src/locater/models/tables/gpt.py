@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ..config import Config, entry
-from ..schema import Attention, Family, NormAt, RotaryAt, both_biased, causal
+from ..schema import Attention, Family, NormAt, RotaryAt, both_biased, causal, terms_left_out
 
 EPSILON = entry("layer_norm_epsilon", 1e-5)
 
@@ -100,16 +100,14 @@ NEO = Attention(
 
 # GPT-J, CodeGen, GPT-NeoX: the first rows of a head turn.
 
-GPTJ = Attention(
-    block="decoder",
+GPTJ = replace(
+    GPT2,
     query="h.{layer}.attn.q_proj",
     key="h.{layer}.attn.k_proj",
-    layers="n_layer|num_hidden_layers",
-    heads="n_head|num_attention_heads",
-    d_model="n_embd|hidden_size",
-    input_norm=NormAt("layer", "h.{layer}.ln_1", epsilon=EPSILON),
+    fused=None,
+    transposed=False,
     rotary=RotaryAt(base=10_000.0, num_dims="rotary_dim", interleaved=True, parameters=lambda config, layer: {}),
-    lookahead=causal,
+    scale=None,
     **both_biased(False),
 )
 
@@ -226,14 +224,13 @@ def mpt_bias(config: Config, layer: int) -> bool | None:
 
 def mpt_partial(config: Config) -> str | None:
     """Name what MPT's own code can do and the tables cannot say."""
-    missing = {
+    terms = {
         "the clipping of queries and keys (clip_qkv)": config.get("attn_config.clip_qkv"),
         "rotary positions (attn_config.rope)": config.get("attn_config.rope"),
         "the window (sliding_window_size)": config.get("attn_config.sliding_window_size", -1) != -1,
         "the norm of each query and key (qk_gn)": config.get("attn_config.qk_gn"),
     }
-    present = [what for what, is_set in missing.items() if is_set]
-    return f"{', '.join(present)} left out" if present else None
+    return terms_left_out(terms)
 
 
 MPT = Attention(

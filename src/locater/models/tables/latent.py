@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ..config import Config, entry
 from ..rope import rope_entries, yarn_mscale
-from ..schema import Family, LowRankAt, NormAt, RotaryAt
-from .llama import GRANITE, LLAMA, NEVER, RMS_EPSILON
+from ..schema import Family, LowRankAt, NormAt, RotaryAt, both_normed
+from .llama import GEMMA, GRANITE, INPUT_NORM, LLAMA, NEVER, QK_NORM, RMS_EPSILON
 
 INNER_EPSILON = 1e-6  # the inner norms ignore `rms_norm_eps`
 
@@ -90,16 +90,15 @@ GRANITE_HYBRID = replace(GRANITE, rotary=RotaryAt(only=granite_turns))
 LFM2 = replace(
     LLAMA,
     input_norm=NormAt("rms", "layers.{layer}.operator_norm", epsilon="norm_eps"),
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_layernorm", epsilon="norm_eps"),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_layernorm", epsilon="norm_eps"),
     rotary=RotaryAt(base=entry("rope_theta|theta", 1e6)),
+    **both_normed(NormAt("rms", "layers.{layer}.self_attn.*_layernorm", epsilon="norm_eps")),
     **NEVER,
 )
 FALCON_H1 = replace(
     LLAMA,
     input_norm=NormAt(
         "rms",
-        "layers.{layer}.input_layernorm",
+        INPUT_NORM,
         epsilon=entry("rms_norm_eps", 1e-5),
         times=entry("attention_in_multiplier", 1.0),
     ),
@@ -109,10 +108,9 @@ QWEN3_NEXT = replace(
     LLAMA,
     gated=True,
     d_head=entry("head_dim", 256),
-    input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, plus_one=True),
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON, plus_one=True),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
+    input_norm=GEMMA.input_norm,
     rotary=RotaryAt(fraction=lambda config, layer: config.values.get("partial_rotary_factor", 0.25)),
+    **both_normed(NormAt("rms", QK_NORM, epsilon=RMS_EPSILON, plus_one=True)),
 )
 NEMOTRON_H = replace(
     LLAMA,

@@ -9,25 +9,20 @@ from ..schema import (
     Attention,
     Family,
     NormAt,
-    NormCell,
     RotaryAt,
     ahead,
     all_but_every,
     both_biased,
+    both_normed,
     causal,
     every_layer,
     typed,
     window,
 )
 
-INPUT_NORM = "layers.{layer}.input_layernorm"
+INPUT_NORM, QK_NORM = "layers.{layer}.input_layernorm", "layers.{layer}.self_attn.*_norm"
 QUERY, KEY = "layers.{layer}.self_attn.q_proj", "layers.{layer}.self_attn.k_proj"
 RMS_EPSILON, LAYER_EPSILON = entry("rms_norm_eps", 1e-6), entry("layer_norm_eps", 1e-5)
-
-
-def chosen(norm: NormAt, switch: str) -> NormCell:
-    """A norm that a model of the family has only if its config says so."""
-    return lambda config, layer: norm if config.get(switch, False) else None
 
 
 def smollm3_turns(config: Config, layer: int) -> bool:
@@ -83,17 +78,15 @@ QWEN2_MOE = replace(
 QWEN3 = replace(
     QWEN2,
     d_head=entry("head_dim", 128),
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON),
+    **both_normed(NormAt("rms", QK_NORM, epsilon=RMS_EPSILON)),
     **STATED,
 )
 QWEN3_MOE = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(every_layer, default=4096, switch="use_sliding_window"))
 OLMO2 = replace(
     LLAMA,
     input_norm=None,
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=entry("rms_norm_eps", 1e-5)),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=entry("rms_norm_eps", 1e-5)),
     norm_over="projection",
+    **both_normed(NormAt("rms", QK_NORM, epsilon=entry("rms_norm_eps", 1e-5))),
 )
 SMOLLM3 = replace(
     LLAMA,
@@ -104,15 +97,11 @@ STABLELM = replace(
     LLAMA,
     d_head=None,
     input_norm=NormAt("layer", INPUT_NORM, epsilon=LAYER_EPSILON),
-    query_norm=chosen(
-        NormAt("layer", "layers.{layer}.self_attn.q_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
-        "qk_layernorm",
-    ),
-    key_norm=chosen(
-        NormAt("layer", "layers.{layer}.self_attn.k_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
-        "qk_layernorm",
-    ),
     rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.25)),
+    **both_normed(
+        NormAt("layer", "layers.{layer}.self_attn.*_layernorm.norms.{head}", epsilon=LAYER_EPSILON, biased=False),
+        switch="qk_layernorm",
+    ),
     **both_biased(entry("use_qkv_bias", False)),
 )
 STABLELM_EPOCH = replace(
@@ -125,9 +114,10 @@ STABLELM_EPOCH = replace(
 PHI = replace(
     STABLELM,
     d_head=LLAMA.d_head,
-    query_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.q_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
-    key_norm=chosen(NormAt("layer", "layers.{layer}.self_attn.k_layernorm", epsilon=LAYER_EPSILON), "qk_layernorm"),
     rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.5)),
+    **both_normed(
+        NormAt("layer", "layers.{layer}.self_attn.*_layernorm", epsilon=LAYER_EPSILON), switch="qk_layernorm"
+    ),
     **ALWAYS,
 )
 PHI3 = replace(
@@ -144,9 +134,8 @@ COHERE_NORM = NormAt("layer", INPUT_NORM, epsilon=LAYER_EPSILON, biased=False)
 COHERE = replace(
     LLAMA,
     input_norm=COHERE_NORM,
-    query_norm=chosen(replace(COHERE_NORM, name="layers.{layer}.self_attn.q_norm"), "use_qk_norm"),
-    key_norm=chosen(replace(COHERE_NORM, name="layers.{layer}.self_attn.k_norm"), "use_qk_norm"),
     rotary=RotaryAt(base=entry("rope_theta", 5e5), interleaved=True),
+    **both_normed(replace(COHERE_NORM, name=QK_NORM), switch="use_qk_norm"),
 )
 COHERE2 = replace(
     COHERE,
@@ -231,7 +220,7 @@ def tower_lookahead(config: Config, layer: int) -> int:
 GEMMA = replace(
     LLAMA,
     d_head=entry("head_dim", 256),
-    input_norm=NormAt("rms", "layers.{layer}.input_layernorm", epsilon=RMS_EPSILON, plus_one=True),
+    input_norm=NormAt("rms", INPUT_NORM, epsilon=RMS_EPSILON, plus_one=True),
 )
 GEMMA2 = replace(
     GEMMA,
@@ -243,12 +232,11 @@ GEMMA3 = replace(
     GEMMA,
     heads=entry("num_attention_heads", 8),
     key_heads=entry("num_key_value_heads", 4),
-    query_norm=NormAt("rms", "layers.{layer}.self_attn.q_norm", epsilon=RMS_EPSILON, plus_one=True),
-    key_norm=NormAt("rms", "layers.{layer}.self_attn.k_norm", epsilon=RMS_EPSILON, plus_one=True),
     rotary=RotaryAt(parameters=gemma3_rotary),
     scale=query_scale,
     lookback=gemma3_lookback,
     lookahead=gemma3_lookahead,
+    **both_normed(NormAt("rms", QK_NORM, epsilon=RMS_EPSILON, plus_one=True)),
 )
 GEMMA3_TOWER = replace(
     GEMMA3,

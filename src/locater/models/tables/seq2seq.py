@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..config import Config, entry
-from ..schema import Attention, BucketsAt, Family, NormAt, both_biased, causal
+from ..schema import Attention, BucketsAt, Family, NormAt, both_biased, causal, renamed
 
 PREFIXES = ("", "model.", "transformer.")
 
@@ -30,13 +30,11 @@ T5_ENCODER = Attention(
     scale=1.0,
     **both_biased(False),
 )
-T5_DECODER = replace(
+T5_DECODER = renamed(
     T5_ENCODER,
-    block="decoder",
-    query="decoder.block.{layer}.layer.0.SelfAttention.q",
-    key="decoder.block.{layer}.layer.0.SelfAttention.k",
+    "encoder",
+    "decoder",
     layers="num_decoder_layers|num_layers|num_hidden_layers",
-    input_norm=NormAt("rms", "decoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
     buckets=t5_buckets("decoder", bidirectional=False),
     lookahead=causal,
 )
@@ -71,22 +69,12 @@ PRE_ENCODER = Attention(
     input_norm=NormAt("layer", "encoder.layers.{layer}.self_attn_layer_norm"),
     **both_biased(True),
 )
-PRE_DECODER = replace(
-    PRE_ENCODER,
-    block="decoder",
-    query="decoder.layers.{layer}.self_attn.q_proj",
-    key="decoder.layers.{layer}.self_attn.k_proj",
-    layers="decoder_layers",
-    heads="decoder_attention_heads",
-    input_norm=NormAt("layer", "decoder.layers.{layer}.self_attn_layer_norm"),
-    lookahead=causal,
-)
-PRE_CROSS = replace(
+PRE_DECODER = renamed(PRE_ENCODER, "encoder", "decoder", lookahead=causal)
+PRE_CROSS = renamed(
     PRE_DECODER,
+    "self_attn",
+    "encoder_attn",
     block="cross",
-    query="decoder.layers.{layer}.encoder_attn.q_proj",
-    key="decoder.layers.{layer}.encoder_attn.k_proj",
-    input_norm=NormAt("layer", "decoder.layers.{layer}.encoder_attn_layer_norm"),
     key_input_norm=NormAt("layer", "encoder.layer_norm", optional=True),  # a decoder may be stored alone
     lookahead=None,
 )
@@ -99,10 +87,7 @@ BART_ENCODER = replace(
     PRE_ENCODER,
     input_norm=NormAt("layer", "encoder.layers.{previous}.final_layer_norm", first="encoder.layernorm_embedding"),
 )
-BART_DECODER = replace(
-    PRE_DECODER,
-    input_norm=NormAt("layer", "decoder.layers.{previous}.final_layer_norm", first="decoder.layernorm_embedding"),
-)
+BART_DECODER = renamed(BART_ENCODER, "encoder", "decoder", lookahead=causal)
 BART_CROSS = replace(
     PRE_CROSS,
     names=last_encoder_layer,
@@ -113,9 +98,7 @@ BART_CROSS = replace(
 MARIAN_ENCODER = replace(
     BART_ENCODER, input_norm=NormAt("layer", "encoder.layers.{previous}.final_layer_norm", first=None)
 )
-MARIAN_DECODER = replace(
-    BART_DECODER, input_norm=NormAt("layer", "decoder.layers.{previous}.final_layer_norm", first=None)
-)
+MARIAN_DECODER = renamed(MARIAN_ENCODER, "encoder", "decoder", lookahead=causal)
 
 
 # ------------------------------------------------------------------------------------------------------------ speech

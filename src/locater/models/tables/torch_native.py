@@ -1,6 +1,6 @@
 """State dicts of `torch.nn.TransformerEncoder`, `TransformerDecoder` and `Transformer`, under any prefix.
 
-The config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `_causal` may be.
+The config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `causal` may be.
 """
 
 from dataclasses import replace
@@ -74,29 +74,11 @@ def needs(config: Config) -> tuple[str, ...]:
 
 
 # The order matters: every later signature is also an ending of the earlier ones' names.
-FAMILIES = (
-    Family(
-        "torch-transformer",
-        (),
-        rows("encoder.", "decoder."),
-        signature="decoder.layers.{layer}.multihead_attn.in_proj_weight",
-        inside=INSIDE,
-        needs=needs,
-    ),
-    Family(
-        "torch-decoder",
-        (),
-        (DECODER, CROSS),
-        signature="layers.{layer}.multihead_attn.in_proj_weight",
-        inside=INSIDE,
-        needs=needs,
-    ),
-    Family(
-        "torch-encoder",
-        (),
-        (ENCODER,),
-        signature="layers.{layer}.self_attn.in_proj_weight",
-        inside=INSIDE,
-        needs=needs,
-    ),
+KINDS = (
+    ("torch-transformer", rows("encoder.", "decoder."), "decoder.layers.{layer}.multihead_attn.in_proj_weight"),
+    ("torch-decoder", (DECODER, CROSS), "layers.{layer}.multihead_attn.in_proj_weight"),
+    ("torch-encoder", (ENCODER,), "layers.{layer}.self_attn.in_proj_weight"),
+)
+FAMILIES = tuple(
+    Family(name, (), stored, signature=signature, inside=INSIDE, needs=needs) for name, stored, signature in KINDS
 )

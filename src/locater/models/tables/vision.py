@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ...errors import refusal
 from ..config import Cell, Config, entry
-from ..schema import Attention, Family, NormAt, both_biased, causal
+from ..schema import Attention, Family, NormAt, both_biased, both_normed, causal
 
 # Files say `attention.attention.query`, live modules of newer transformers `attention.q_proj`.
 VIT = Attention(
@@ -104,8 +104,7 @@ TIMM = Attention(
     fused="qkv",
     prefixes=None,
     input_norm=timm_norm,
-    query_norm=NormAt("layer", "blocks.{layer}.attn.q_norm", epsilon=TIMM_EPSILON, optional=True, bare="rms"),
-    key_norm=NormAt("layer", "blocks.{layer}.attn.k_norm", epsilon=TIMM_EPSILON, optional=True, bare="rms"),
+    **both_normed(NormAt("layer", "blocks.{layer}.attn.*_norm", epsilon=TIMM_EPSILON, optional=True, bare="rms")),
 )
 
 FAMILIES = (

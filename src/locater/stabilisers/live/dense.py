@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...errors import refusal
+from ...models.live.rate_factor import Rates
 from ...projections import widen
 from ...spectra import Grams, Moments, gram_products, moments_of
-from ..base import Rates
 from ..penalty import Gain, fold, penalty, pull_back
 from ..scales import Scale
 from .pairs import TINY, Pair, PerHead

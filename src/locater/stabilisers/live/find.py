@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...errors import Refusal, missing, refusal
 from ...models import Family, HeadRows, Slices, read_heads, slices
-from ...models.live import ModuleTensors, sites
+from ...models.live import open_live
 from ...models.live.explicit import Explicit
+from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
 from ...projections import whole
 from .dense import DensePair
@@ -43,7 +44,7 @@ def find_pairs(
     """
     tensors, skipped = ModuleTensors(model), []
     pairs: dict[object, Pair] = {}
-    for site in sites(tensors.model, heads=heads, sample=sample, family=family, tensors=tensors):
+    for site in open_live(tensors.model, heads=heads, sample=sample, family=family, tensors=tensors).sites:
         if site.reason is not None:
             skipped += read_heads(site).refused
             continue
@@ -127,7 +128,7 @@ class Normalised:
     """
 
     def find(self, model: nn.Module, pairs: Sequence[Pair], **options: Any) -> None:
-        self.sites = sites(model, **options)
+        self.sites = open_live(model, **options).sites
         self.keys = [(pair.block, pair.layer) for pair in pairs]
         if all(gain is None for gain in self._gains().values()):
             raise missing("norms before attention whose gain can be folded in", "leave `inputs` out")

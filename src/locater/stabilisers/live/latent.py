@@ -11,9 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...errors import refusal
-from ...models import Slices
-from ...models.live import ModuleTensors
-from ...models.slices import Latent
+from ...models.live.tensors import ModuleTensors
+from ...models.slices import Latent, Slices
 from ...projections import whole, widen
 from ...spectra import Grams, Moments, gram_products, moments_of
 from ..penalty import Gain

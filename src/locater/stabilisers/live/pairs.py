@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ...errors import refusal
 from ...head import Block
 from ...models.live.masters import current, write_master
+from ...models.live.rate_factor import Rates
 from ...positions import Rotary
 from ...projections import whole
 from ...spectra import Moments
-from ..base import Rates
 from ..penalty import Gain
 from ..scales import Scale
 from .weights import Rows

@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...models import Slice
-from ...models.live import ModuleTensors
 from ...models.live.masters import current, write_master
-from ...models.live.tensors import adapted, named_modules
+from ...models.live.tensors import ModuleTensors, adapted, named_modules
+from ...models.slices import Slice
 from ...projections import widen
 
 
