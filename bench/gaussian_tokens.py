@@ -17,7 +17,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from locater.errors import refusal
-from locater.theory.closed_form import between
+from locater.theory.closed_form import mass_between
 from locater.theory.random_walk import Turns, check_temperature
 
 
@@ -52,7 +52,7 @@ def profile(
     """Return ρ_1 … ρ_T for the query at T, the logit taken as Gaussian; λ is √d_h unless given."""
     mean, variance = logit_moments(inputs, turns)
     scale = check_temperature(temperature, len(inputs.key_mean))
-    return between(-scale, (inputs.length - 1) * scale, mean=mean, variance=variance)
+    return mass_between(-scale, (inputs.length - 1) * scale, mean=mean, variance=variance)
 
 
 def expected_attention(

@@ -1,7 +1,8 @@
 """Time to the first byte of `locater scan` against `import torch, safetensors`: `python bench/startup.py`.
 
 Both are run in turn in processes of their own, nine times, on one thread; medians are compared. Seconds of the
-processor are given beside those of the clock: what else a machine does adds to the clock alone.
+processor are given beside those of the clock: what else a machine does adds to the clock alone. A first run of each is
+not counted: it writes the bytecode, which an installed package has (and PYTHONDONTWRITEBYTECODE would deny this one).
 """
 
 import os
@@ -34,9 +35,10 @@ sys.stdout = First(sys.stdout.buffer, encoding="utf-8")
 
 def seconds(program: str) -> tuple[float, float]:
     """Seconds of the processor and of the clock until the program writes."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     told = subprocess.run(
         [sys.executable, "-c", WATCH + program + "\nprint('done')"],
-        capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, env=env | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     cpu, clock = told.stderr.split()[-2:]
     return float(cpu), float(clock)
@@ -44,9 +46,9 @@ def seconds(program: str) -> tuple[float, float]:
 
 def main() -> int:
     runs: dict[str, list[tuple[float, float]]] = {IMPORTS: [], SCAN: []}
-    for _ in range(REPEATS):
+    for repeat in range(1 + REPEATS):
         for program, found in runs.items():
-            found.append(seconds(program))
+            found += [seconds(program)] * (repeat > 0)
     (bare_cpu, bare), (cpu, clock) = ([median(part) for part in zip(*found, strict=True)] for found in runs.values())
     print(f"imports: {bare_cpu:.2f} s CPU, {bare:.2f} s; first byte of a scan: {cpu:.2f} s CPU, {clock:.2f} s")
     for name, ratio in (("CPU", cpu / bare_cpu), ("clock", clock / bare)):

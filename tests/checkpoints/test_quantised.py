@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import locater
 from locater import checkpoints
-from locater.checkpoints.quantised.weight import grid
+from locater.checkpoints.quantised.weight import count_blocks
 from locater.errors import Refusal, Unforeseen
 
 FILES = sorted((Path(__file__).parents[1] / "quantised").glob("*.safetensors"))
@@ -226,11 +226,11 @@ def test_symmetric_zero_points_show_the_format(kind, stored_zero, tmp_path):
 
 
 def test_blocks_are_cut_off_only_where_one_size_alone_fits():
-    assert grid((576, 2048), (128, 128)) == (5, 16)
-    assert grid((576, 96), (1, 32)) == (576, 3)
+    assert count_blocks((576, 2048), (128, 128)) == (5, 16)
+    assert count_blocks((576, 96), (1, 32)) == (576, 3)
     for shape, block in (((64, 64), (1, 33)), ((64, 48), (1, 32)), ((576, 2048), (127, 128))):
         with pytest.raises(Refusal, match="blocks that fit"):
-            grid(shape, block)
+            count_blocks(shape, block)
 
 
 def refuses(folder: Path) -> bool:

@@ -48,7 +48,7 @@ def test_symmetric_limit_has_the_quadratic_g():
     found = moments(*construct("symmetric", 6))
     theta, temperature = torch.linspace(0, 1, 5, dtype=torch.float64), 2.0
     variance = (2 * theta**2 - 2 * theta + 7 / 12) * found.trace_of_square
-    expected = closed_form.between(0.0, temperature, mean=(theta - 0.5) * found.trace, variance=variance)
+    expected = closed_form.mass_between(0.0, temperature, mean=(theta - 0.5) * found.trace, variance=variance)
     torch.testing.assert_close(closed_form.limit(found, theta, temperature=temperature), expected)
 
 
@@ -64,7 +64,7 @@ def test_the_limit_wants_shares_of_the_context():
 
 def test_certain_values_are_inside_or_not():
     mean, none = torch.tensor([-1.0, 0.0, 1.0, 2.0], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    assert closed_form.between(-1.0, 2.0, mean=mean, variance=none).tolist() == [0, 1, 1, 0]
+    assert closed_form.mass_between(-1.0, 2.0, mean=mean, variance=none).tolist() == [0, 1, 1, 0]
 
 
 def test_a_bias_of_the_logits_moves_the_mean_only():

@@ -23,7 +23,7 @@ def brute_force(query, key, *, length: int, amplitude: float, temperature: float
         ]
         total = sum(parts)
         variance = length * sum(part.square().sum() for part in parts) + (total @ total).trace()
-        answer.append(closed_form.between(-1.0, length - 1.0, mean=total.trace(), variance=variance))
+        answer.append(closed_form.mass_between(-1.0, length - 1.0, mean=total.trace(), variance=variance))
     return torch.stack(answer)
 
 

@@ -8,7 +8,7 @@ from ..records import Json
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_adapter_settings
 from .base import Checkpoint, Entry
-from .bytes import ByteSource, Folder, LocalFolder, find_file, read_config
+from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
 from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
 from .quantised import dequantised
 from .safetensors import SafetensorsFile
@@ -60,7 +60,7 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
 
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
-    config = read_config(folder)
+    config = read_model_config(folder)
     first = find_file(folder, files[0])
     # Formats are imported when a file has them: `locater scan` should start soon.
     if files[0].endswith(METADATA):

@@ -36,7 +36,7 @@ HARMLESS = re.compile(r"[\w.\\^$*-]{1,200}")
 
 
 @dataclass(frozen=True)
-class _Pair:
+class FactorPair:
     """The factors of one weight, by their names in the adapter; `is_flipped` where the weight is kept as (in, out)."""
 
     down: str
@@ -63,7 +63,7 @@ class Adapted(Checkpoint):
         wide = torch.promote_types(weight.dtype, torch.float32)
         return (weight.to(wide) + self._change(self.pairs[name], rows).to(wide)).to(weight.dtype)
 
-    def _change(self, pair: _Pair, rows: Rows | None) -> Tensor:
+    def _change(self, pair: FactorPair, rows: Rows | None) -> Tensor:
         """Rows of s·B·A, or of its transpose."""
         down, up = (_wide(self.adapter.read(stored)) for stored in (pair.down, pair.up))
         down, up = (factor.to(torch.promote_types(down.dtype, up.dtype)) for factor in (down, up))
@@ -146,7 +146,7 @@ def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collec
     return name or plain
 
 
-def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> _Pair:
+def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> FactorPair:
     down, up = adapter.entries[sides["A"]], adapter.entries[sides["B"]]
     straight = _product_shape(up, down)
     kinds = (tensor.dtype for tensor in (up, down, weight))
@@ -158,7 +158,7 @@ def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str
     # A square weight fits both ways: only the settings tell. Embeddings are always kept as (in, out).
     wants_flip = _flag(settings, "fan_in_fan_out") or "lora_embedding_" in sides["A"]
     is_flipped = wants_flip if straight == straight[::-1] else weight.shape != straight
-    return _Pair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
+    return FactorPair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
 
 
 def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
@@ -167,7 +167,7 @@ def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
     return up.shape[0], down.shape[1]
 
 
-def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, _Pair]) -> None:
+def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, FactorPair]) -> None:
     """Hold what the settings say of square weights against what the shapes say of the others.
 
     `fan_in_fan_out` is one word for the whole adapter, and peft itself overrules it module by module.

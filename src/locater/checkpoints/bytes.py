@@ -188,7 +188,7 @@ def read_object(source: ByteSource) -> Json:
     return parse_object(source.read(0, source.size), name=source.name)
 
 
-def read_config(folder: Folder) -> Json:
+def read_model_config(folder: Folder) -> Json:
     """`config.json` of a folder, or what Meta and Mistral call it, or nothing."""
     source = folder.find("config.json") or folder.find("params.json")
     return read_object(source) if source else {}

@@ -20,7 +20,7 @@ from .base import Checkpoint, Entry, Rows, are_counts
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range, find_file
 from .torch.archive import open_archive
 from .torch.file import find_weights
-from .torch.pickles import ADMITTED, CodeRefusal, Record, TensorView, load_pickle
+from .torch.pickles import ADMITTED, CodeRefusal, Record, Strided, load_pickle
 
 
 class TensorRecord(Record):
@@ -112,8 +112,8 @@ class Distributed(Checkpoint):
 
     def _read_chunk(self, chunk: Chunk, dtype: torch.dtype, rows: Rows | None) -> Tensor:
         archive = open_archive(Part(self.sources[chunk.file], chunk.start, chunk.length))
-        if not isinstance(archive.tree, TensorView) or archive.tree.entry != Entry(chunk.sizes, dtype):
-            got = archive.tree.entry if isinstance(archive.tree, TensorView) else type(archive.tree).__name__
+        if not isinstance(archive.tree, Strided) or archive.tree.entry != Entry(chunk.sizes, dtype):
+            got = archive.tree.entry if isinstance(archive.tree, Strided) else type(archive.tree).__name__
             raise refusal(
                 f"a chunk of shape {list(chunk.sizes)} and {dtype} at byte {chunk.start} of {chunk.file}", got
             )

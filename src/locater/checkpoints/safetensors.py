@@ -39,7 +39,7 @@ if hasattr(torch, "float8_e8m0fnu"):
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
-class _Stored(NamedTuple):
+class _Item(NamedTuple):
     """Location of one tensor in its file."""
 
     name: str
@@ -66,7 +66,7 @@ class SafetensorsFile(Checkpoint):
         return read_tensor(self.source, item.start + start, item.entry.dtype, shape)
 
 
-def _read_header(source: ByteSource) -> tuple[list[_Stored], dict[str, str]]:
+def _read_header(source: ByteSource) -> tuple[list[_Item], dict[str, str]]:
     """The tensors of a file, checked to fill it exactly: no overlap, no gap, nothing outside. Costs the header."""
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > (most := min(budget().json_bytes, source.size - 8)):
@@ -83,7 +83,7 @@ def _read_header(source: ByteSource) -> tuple[list[_Stored], dict[str, str]]:
     return items, {key: value for key, value in notes.items() if isinstance(value, str)}
 
 
-def _parse_item(name: str, value: object, *, base: int) -> _Stored:
+def _parse_item(name: str, value: object, *, base: int) -> _Item:
     label = f"tensor {name[:80]!r}"
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise refusal(f"dtype, shape and data_offsets for {label}", f"{value!r:.80}")
@@ -100,10 +100,10 @@ def _parse_item(name: str, value: object, *, base: int) -> _Stored:
             f"{offsets[1] - offsets[0]} bytes",
             "the header is damaged; fetch the file again",
         )
-    return _Stored(name, Entry(tuple(shape), dtype), base + offsets[0], base + offsets[1])
+    return _Item(name, Entry(tuple(shape), dtype), base + offsets[0], base + offsets[1])
 
 
-def _check_cover(source: ByteSource, items: list[_Stored], *, base: int) -> None:
+def _check_cover(source: ByteSource, items: list[_Item], *, base: int) -> None:
     position = base
     for item in sorted(items, key=lambda item: (item.start, item.stop)):
         check_range(source, item.start, item.stop - item.start)

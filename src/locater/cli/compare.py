@@ -9,7 +9,7 @@ from ..behaviour import head_name
 from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
-from .output import FittedTable, console_for, parse_spans
+from .output import FittedTable, console_for, load, parse_spans
 from .output import table as fitted
 from .results import raise_refused, save_html, save_rows
 
@@ -33,6 +33,7 @@ def compare(
     html: HtmlPath = None,
 ) -> None:
     """Compare checkpoints: how fine-tuning, or a training run, changed each head's spectrum."""
+    load("scanning.compare")
     from ..models.sources import Stored
     from ..report.terminal import HeatMap
     from ..scanning import compare as library

@@ -13,7 +13,7 @@ from ..behaviour import head_name
 from ..errors import BadArguments, counted, shown
 from ..quantities import quantity
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
-from .output import FittedTable, console_for, parse_spans, table
+from .output import FittedTable, console_for, load, parse_spans, table
 from .results import progress, save_html
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def predict(
     html: HtmlPath = None,
 ) -> None:
     """Predict where each head looks from its weights and single tokens, and measure it on other text."""
+    load("prediction.predict")
     from ..errors import Refusal
     from ..models.sources import Stored
     from ..prediction.predict import RANDOM, Effort, Text

@@ -15,7 +15,7 @@ from ..errors import BadArguments, counted, shown
 from ..quantities import REGIME_WORDS, quantity
 from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
-from .output import FittedTable, console_for, example, parse_spans, print_bullet
+from .output import FittedTable, console_for, example, load, parse_spans, print_bullet
 from .output import table as fitted
 from .results import raise_refused, save_html, save_rows, scan_with_progress
 
@@ -66,6 +66,7 @@ def scan(
     table: TablePath = None,
 ) -> None:
     """Every head's query-key spectrum, the theory's word for it, and where it probably looks: from weights alone."""
+    load("scanning.scan")
     from ..models.sources import Stored
 
     console = console_for(json)

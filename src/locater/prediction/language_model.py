@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import checkpoints
 from ..budget import timed
-from ..checkpoints.bytes import LocalBytes, LocalFolder, read_config
-from ..checkpoints.gguf.header import read_gguf_header
+from ..checkpoints.bytes import LocalBytes, LocalFolder, read_model_config
+from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, missing, refusal
 from ..models import Config
 from ..models.registry import find_family
@@ -95,7 +95,7 @@ def _loader(transformers: Any, place: str, options: dict[str, Any]) -> Any:
 def registered_loader(source: str | PathLike[str]) -> Any:
     """The module that loads models of the type that a folder's config names, None where none is registered."""
     try:
-        model_type = read_config(LocalFolder(Path(source).expanduser())).get("model_type")
+        model_type = read_model_config(LocalFolder(Path(source).expanduser())).get("model_type")
     except Refusal:
         return None
     point = plugins("loaders").get(model_type) if isinstance(model_type, str) else None
@@ -126,7 +126,7 @@ def load_tokenizer(source: Source) -> Tokenizer:
 
 def begins_with_bos(path: Path) -> bool:
     """Read from the GGUF file itself whether texts begin with BOS; transformers drops it."""
-    return bool(read_gguf_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
+    return bool(read_header(LocalBytes(path)).settings.get("tokenizer.ggml.add_bos_token", False))
 
 
 def _place(source: str | PathLike[str]) -> tuple[str, Json]:
@@ -178,7 +178,7 @@ def short_reason(reason: Exception) -> str:
 def untyped(place: str | PathLike[str]) -> Json | None:
     """Read config.json, if it is there and has no model type."""
     try:
-        settings = read_config(LocalFolder(Path(place).expanduser()))
+        settings = read_model_config(LocalFolder(Path(place).expanduser()))
     except Refusal:  # the loader says so
         return None
     return settings if settings and settings.get("model_type") is None else None

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ..checkpoints.bytes import LocalBytes
-from ..checkpoints.gguf.header import read_gguf_header, read_vocabulary
+from ..checkpoints.gguf.header import read_header, read_vocabulary
 from ..errors import Refusal, missing
 from .language_model import load_tokenizer
 from .windows import Effort, Windows, longest, special_tokens, spread_evenly, vocabulary_size
@@ -60,7 +60,7 @@ def _alphabet(source: str | PathLike[str] | nn.Module) -> Alphabet:
         return Alphabet()
     if Path(source).suffix.lower() == ".gguf":  # its header says it; its tokenizer takes a minute to build
         file = LocalBytes(Path(source).expanduser())
-        settings = read_gguf_header(file).settings
+        settings = read_header(file).settings
         bos = settings.get("tokenizer.ggml.bos_token_id")
         before = [bos] if bos is not None and settings.get("tokenizer.ggml.add_bos_token") else []
         return _of_tokens(read_vocabulary(file), before, [], before)

@@ -1,9 +1,8 @@
 """The direct path: embeddings and positions straight into the heads of a layer, and the logits that they make there."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +13,7 @@ from ..attention.statistics import FIRST_QUERY
 from ..errors import refusal
 from ..head import Block, Head
 from ..models import Config, embedding_scale
+from ..models.tensors import Tensors
 from ..projections import Norm, is_finite, widen
 from .batch import HeadBatch
 
@@ -24,15 +24,6 @@ EVERY = 4
 QUERIES = torch.arange(FIRST_QUERY, SEEN, EVERY)
 WORDS = ("embed_tokens", "word_embeddings", "wte", "embed_in", "tok_embeddings", "shared", "embedding")
 POSITIONS = ("position_embeddings", "wpe", "embed_positions", "position")
-
-
-class StoredTensors(Protocol):
-    """Named tensors, stored or live."""
-
-    @property
-    def names(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +49,7 @@ class DirectInputs:
 Direct = Callable[[Block, bool], DirectInputs | None]
 
 
-def no_direct(block: Block, with_positions: bool) -> None:
+def no_direct_path(block: Block, with_positions: bool) -> None:
     """No direct path: neither embeddings nor positions are known."""
 
 
@@ -101,41 +92,32 @@ def _bilinear(
     x = x if norm is None or norm.gain is None else x * norm.gain.to(x)
     asking = queries.to(x).transpose(1, 2).flatten(2)  # those of a group beside each other: they share a key
     weights = [key.weight for key in batch.keys]
-    if _lie_evenly(weights, x.dtype):
-        through = _as_one(weights).mT @ asking
+    if (lying := _as_one(weights, x.dtype)) is not None:
+        through = lying.mT @ asking
     else:
         through = torch.stack([weight.to(x).mT @ own for weight, own in zip(weights, asking, strict=True)])
     return x @ through.unflatten(-1, (batch.per_group, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _lie_evenly(weights: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Tell whether they are views of one memory, evenly spaced, in a precision that need not change."""
-    first = weights[0]
-    starts = [one.storage_offset() for one in weights]
+def _as_one(weights: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "groups d_head d_model"] | None:
+    """Weights of a precision that are views of one memory, evenly spaced, as one tensor, nothing copied; else None."""
+    first, starts = weights[0], [weight.storage_offset() for weight in weights]
     step = starts[1] - starts[0] if len(starts) > 1 else 0
-    return (
-        first.dtype == dtype
-        and step >= 0
-        and starts == [starts[0] + number * step for number in range(len(starts))]
-        and len({(type(one), one.untyped_storage().data_ptr(), one.stride(), one.shape) for one in weights}) == 1
-        and type(first) is Tensor
-    )
-
-
-def _as_one(weights: Sequence[Tensor]) -> Float[Tensor, "groups d_head d_model"]:
-    """Weights that lie evenly as one tensor, nothing copied."""
-    first = weights[0]
-    step = weights[1].storage_offset() - first.storage_offset() if len(weights) > 1 else 0
+    kinds = {(type(one), one.untyped_storage().data_ptr(), one.stride(), one.shape) for one in weights}
+    if type(first) is not Tensor or first.dtype != dtype or len(kinds) > 1 or step < 0:
+        return None
+    if starts != [starts[0] + number * step for number in range(len(starts))]:
+        return None
     return first.as_strided((len(weights), *first.shape), (step, *first.stride()))
 
 
-def direct_of(tensors: StoredTensors, config: Config) -> Direct:
+def direct_of(tensors: Tensors, config: Config) -> Direct:
     """The direct path of a model, read when it is asked for; words that blocks share are read once."""
     return cache(partial(direct_inputs, tensors, config, cache(partial(_words, tensors))))
 
 
 def direct_inputs(
-    tensors: StoredTensors, config: Config, read_words: Callable[[str], Tensor], block: Block, with_positions: bool
+    tensors: Tensors, config: Config, read_words: Callable[[str], Tensor], block: Block, with_positions: bool
 ) -> DirectInputs | None:
     """Embeddings of random words, as the model scales them, plus the position table; None where either is not known.
 
@@ -162,7 +144,7 @@ def direct_inputs(
     return DirectInputs(x.cpu())
 
 
-def _table(tensors: StoredTensors, endings: Sequence[str], block: Block) -> str | None:
+def _table(tensors: Tensors, endings: Sequence[str], block: Block) -> str | None:
     """The shortest of such names; encoder and decoder may each have a table of their own."""
     ends = tuple(f".{end}.weight" for end in endings)
     found = [name for name in tensors.names if f".{name}".endswith(ends)]
@@ -171,7 +153,7 @@ def _table(tensors: StoredTensors, endings: Sequence[str], block: Block) -> str 
     return name if name is not None and len(tensors.shape(name)) == 2 and tensors.shape(name)[0] else None
 
 
-def _words(tensors: StoredTensors, name: str) -> Float[Tensor, "tokens d_model"]:
+def _words(tensors: Tensors, name: str) -> Float[Tensor, "tokens d_model"]:
     """The rows of the table among which the words lie, a block that is read once."""
     ids = _random_ids(tensors.shape(name)[0])
     start, stop = int(ids.min()), int(ids.max()) + 1

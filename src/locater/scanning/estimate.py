@@ -5,7 +5,6 @@ position, in fast rotary pairs, in biases, in position tables. `docs/evidence.md
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -18,7 +17,7 @@ from ..positions import Rotary
 from ..spectra import Grams
 from .batch import HeadBatch
 from .direct import QUERIES, SEEN, Direct, DirectInputs, direct_logits
-from .products import Biases
+from .products import SideBiases
 
 # Texts that the estimate is of, as `predict` measures them: queries FIRST_QUERY … LENGTH − 1.
 LENGTH = 256
@@ -37,17 +36,6 @@ LEAST_VARIED, BY_CHANCE, LEAST_LOGITS = 0.1, 2.0, 3.0
 ROTARY_MARGIN, DIRECT_MARGIN = 0.28, 0.25
 
 
-@dataclass(frozen=True)
-class NearEstimate:
-    """The mass on keys nearer than 16 beyond the first token, in texts of 256 tokens, within `interval`.
-
-    No interval where no trained model with such positions was measured: then no words are made of it either.
-    """
-
-    near_mass: float
-    interval: tuple[float, float] | None
-
-
 def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
     """Compute the direct path's inputs of these heads; None where it says nothing about them.
 
@@ -60,33 +48,38 @@ def direct_into(batch: HeadBatch, direct: Direct) -> DirectInputs | None:
     return inputs if inputs is not None and inputs.x.shape[1] == first.d_model else None
 
 
-def estimates(
+Interval = tuple[float, float]
+
+
+def estimate_near_mass(
     batch: HeadBatch,
     acting: Grams,
-    biases: Biases,
+    biases: SideBiases,
     inputs: DirectInputs | None,
     queries: Float[Tensor, "groups heads d_head queries"] | None = None,
     *,
     num_layers: int,
-) -> list[NearEstimate | None]:
-    """An `NearEstimate` of every head of a batch, or None where nothing is known that holds.
+) -> tuple[list[float | None], list[Interval | None]]:
+    """Estimate each head's mass on keys nearer than 16 beyond the first token, in texts of 256 tokens; and intervals.
 
     `acting` are the Gram products with all gains and norms in them, `biases` those of heads without norms; `inputs`
-    and `queries` are of the direct path, where there is one; `num_layers` are those of the model, for its depth. Rotary
-    heads that are two-sided, untrained or of few pairs, cross-attention and heads without any positions have none.
+    and `queries` are of the direct path, where there is one; `num_layers` are those of the model, for its depth. None
+    for rotary heads that are two-sided, untrained or of few pairs, cross-attention and heads without any positions. No
+    interval where no trained model with such positions was measured: then no words are made of it either.
     """
     first = batch.first
+    near, margin = [math.nan] * len(batch), None
     if inputs is not None:
         margin = DIRECT_MARGIN if first.position_bias is None else None
         near = _direct(batch, inputs, queries)
-    elif first.block in ("cross", "vision") or first.lookahead != 0 or first.rotary is None:
-        return [None] * len(batch)
-    else:
+    elif first.block not in ("cross", "vision") and first.lookahead == 0 and first.rotary is not None:
         margin, near = ROTARY_MARGIN, _rotary(batch, first.rotary, acting, biases, num_layers)
-    if margin is None:
-        return [NearEstimate(mass, None) if math.isfinite(mass) else None for mass in near]
-    ends = [(max(0.0, mass - margin), min(1.0, mass + margin)) for mass in near]
-    return [NearEstimate(mass, own) if math.isfinite(mass) else None for mass, own in zip(near, ends, strict=True)]
+    known = [mass if math.isfinite(mass) else None for mass in near]
+    return known, [None if mass is None or margin is None else _within(mass, margin) for mass in known]
+
+
+def _within(mass: float, margin: float) -> Interval:
+    return max(0.0, mass - margin), min(1.0, mass + margin)
 
 
 @lru_cache(maxsize=8)
@@ -104,7 +97,7 @@ def swing(layer: int, num_layers: int) -> float:
     return SWING * min(1.0, FIRST_SWING + 2 * (1 - FIRST_SWING) * layer / max(1, num_layers))
 
 
-def _rotary(batch: HeadBatch, rotary: Rotary, acting: Grams, biases: Biases, num_layers: int) -> list[float]:
+def _rotary(batch: HeadBatch, rotary: Rotary, acting: Grams, biases: SideBiases, num_layers: int) -> list[float]:
     """softmax over Δ of `swing` · Σ_j w_j cos θ_jΔ + b_QᵀR_Δ b_K/λ, w_j the share of query-key strength in pair j.
 
     Strength is ‖q rows‖‖k rows‖. Fast pairs tell near from far, slow ones tell nothing: typical tokens have a part in

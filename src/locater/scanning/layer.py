@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from ..theory import closed_form, exact, regimes
 from ..theory.random_walk import Turns
 from ..theory.rotary import Series
 from .batch import HeadBatch, batches
-from .direct import Direct, no_direct, wanted_queries
-from .estimate import direct_into, estimates
-from .products import LinearPart, logit_bounds, multiply
+from .direct import Direct, no_direct_path, wanted_queries
+from .estimate import direct_into, estimate_near_mass
+from .products import FoldedNorms, bound_logits, multiply
 from .rows import HeadRow, make_rows
 
 Curves = dict[str, dict[str, list[float]]]
@@ -79,22 +79,17 @@ def _exact(head: Head, settings: "Settings") -> list[float]:
     return exact.evaluate(form, spaced_positions(settings.length, NUM_EXACT_POINTS).double()).tolist()
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 MOST_WORKERS = 4  # each has a buffer of its own, and memory is bounded
 
 
-class Workers:
-    """`count` threads, each of which runs torch without threads of its own; with one, all is done in place."""
+class Workers(NamedTuple):
+    """`size` threads, each of which runs torch without threads of its own; with one, all is done in place."""
 
-    def __init__(self, pool: ThreadPoolExecutor | None, count: int) -> None:
-        self.pool, self.count = pool, count
-
-    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        return list((self.pool.map if self.pool else map)(function, items))
+    map: Callable[..., Iterable[Any]]
+    size: int
 
 
-ALONE = Workers(None, 1)
+ALONE = Workers(map, 1)
 
 
 @contextmanager
@@ -108,7 +103,7 @@ def workers() -> Iterator[Workers]:
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield Workers(pool, count)
+            yield Workers(pool.map, count)
     finally:
         torch.set_num_threads(threads)
 
@@ -137,7 +132,7 @@ class Settings:
     keep_eigenvalues: bool = False
     keep_curves: bool = False
     exact: bool = False
-    direct: Direct = no_direct  # what embeddings and positions alone make of a text
+    direct: Direct = no_direct_path  # what embeddings and positions alone make of a text
     num_layers: int = 0  # of the whole model
 
     def temperature_of(self, head: Head) -> float:
@@ -146,7 +141,7 @@ class Settings:
 
 def analyse(heads: Sequence[Head], settings: Settings, workers: Workers = ALONE) -> Analysis:
     """The spectrum and the profile of every head, in order. Cost: three d_h×d×d_h products per head."""
-    parts = batches(heads, parts=workers.count)
+    parts = batches(heads, parts=workers.size)
     return joined(workers.map(partial(_analyse_batch, settings=settings), parts))
 
 
@@ -175,7 +170,7 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
     inputs = None if raw else direct_into(batch, settings.direct)
     x = None if inputs is None else wanted_queries(batch, inputs)
     # Behind a norm of queries and keys the weights' own scale is lost: the spectrum is that of the normalised form.
-    linear = None if raw or batch.is_linear else LinearPart(raw=False)
+    linear = None if raw or batch.is_linear else FoldedNorms(raw=False)
     products = multiply(batch, x, raw=raw, linear=linear)
     grams, biases, queries = products.grams, products.biases, None if x is None else products.queries
     spectrum = moments_of(grams, d_model=batch.first.d_model)
@@ -183,7 +178,9 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
     profiles = _profiles(batch, grams, spectrum, settings)
     absent: list[None] = [None] * len(batch)
     values = _eigenvalues(grams.core).flatten(0, 1) if settings.keep_eigenvalues else None
-    near = absent if raw else estimates(batch, grams, biases, inputs, queries, num_layers=settings.num_layers)
+    near, intervals = absent, absent
+    if not raw:
+        near, intervals = estimate_near_mass(batch, grams, biases, inputs, queries, num_layers=settings.num_layers)
     temperature = settings.temperature_of(batch.first)
     columns = _columns(spectrum) | {
         "spread": absent if values is None else spread(values, spectrum.d_model).tolist(),
@@ -191,9 +188,9 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
         "regime": regimes.classify_all(profiles),
         "sigma": sigma.flatten().tolist(),
         # Of weights as stored absent is bounded: what multiplies them between norm and logit is left out there.
-        "logit_bound": absent if raw else logit_bounds(stored, grams, sigma, biases, temperature=temperature),
-        "estimated_near_mass": [estimate and estimate.near_mass for estimate in near],
-        "estimated_near_mass_interval": [estimate and estimate.interval for estimate in near],
+        "logit_bound": absent if raw else bound_logits(stored, grams, sigma, biases, temperature=temperature),
+        "estimated_near_mass": near,
+        "estimated_near_mass_interval": intervals,
         "eigenvalues": absent if values is None else _pairs(values),
         "curves": curves_of(batch, grams, spectrum, profiles, settings) if settings.keep_curves else absent,
     }
@@ -221,7 +218,7 @@ def _profiles(batch: HeadBatch, grams: Grams, spectrum: Moments, settings: Setti
     """ρ over the context for every head of a batch, by the closed form, with its positions and norms."""
     head = batch.first
     if settings.raw and not batch.is_linear:
-        grams = multiply(batch, raw=True, linear=LinearPart(raw=True)).grams
+        grams = multiply(batch, raw=True, linear=FoldedNorms(raw=True)).grams
         spectrum = moments_of(grams, d_model=head.d_model)
     temperature = settings.temperature_of(head)
     if head.rotary is None:

@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 256
 CACHE_BYTES = 2**22  # weights that are folded and multiplied at a time, unless one group has more
 
 
-class LinearPart:
+class FoldedNorms:
     """norm(W x) as a matrix, its divisor taken at its root mean square over white x.
 
     What a norm over all heads needs of the whole projection, or an inner norm of the down projection, is summed once.
@@ -88,7 +88,7 @@ def _factor(norm: Norm, square: Tensor, count: int) -> Tensor:
     return (square / (1 if norm.kind == "l2" else count) + norm.epsilon).rsqrt()
 
 
-class Biases(NamedTuple):
+class SideBiases(NamedTuple):
     """Biases on every query and key of the normalised input, W b_norm + b.
 
     None where nothing is, where weights are taken as stored, and where a norm behind the projection would change it.
@@ -108,11 +108,15 @@ class Products:
 
     grams: Grams
     queries: Float[Tensor, "groups heads d_head inputs"]
-    biases: Biases
+    biases: SideBiases
 
 
 def multiply(
-    batch: HeadBatch, x: Float[Tensor, "inputs d_model"] | None = None, *, raw: bool, linear: LinearPart | None = None
+    batch: HeadBatch,
+    x: Float[Tensor, "inputs d_model"] | None = None,
+    *,
+    raw: bool,
+    linear: FoldedNorms | None = None,
 ) -> Products:
     """The products of all heads of a batch, and W_Q x: beside W_Q W_Q^T it costs little.
 
@@ -124,9 +128,9 @@ def multiply(
         buffer.take(start)
     grams = Grams(buffer.core, buffer.query_grams, buffer.key_grams)
     if raw:
-        return Products(grams, buffer.queries, Biases())
+        return Products(grams, buffer.queries, SideBiases())
     sides = (batch.queries, buffer.query_shift), (batch.keys, buffer.key_shift)
-    biases = Biases(*(_total(*side, batch.num_groups) for side in sides)) if batch.is_linear else Biases()
+    biases = SideBiases(*(_total(*side, batch.num_groups) for side in sides)) if batch.is_linear else SideBiases()
     queries = buffer.queries if x is None or biases.query is None else buffer.queries + biases.query[..., None]
     return Products(_amplified(grams, batch.first), queries, biases)
 
@@ -143,7 +147,7 @@ def _total(side: Sequence[Projection], shift: Tensor | None, num_groups: int) ->
 class _Buffer:
     """Room for the weights of some groups, keys first, and for all that they are multiplied into."""
 
-    def __init__(self, batch: HeadBatch, x: Tensor | None, *, raw: bool, linear: LinearPart | None) -> None:
+    def __init__(self, batch: HeadBatch, x: Tensor | None, *, raw: bool, linear: FoldedNorms | None) -> None:
         self.batch, self.raw, self.linear = batch, raw, linear
         weight, groups, heads, size = batch.first.query.weight, batch.num_groups, batch.per_group, batch.first.d_head
         self.stored_transposed = weight.stride(0) < weight.stride(1)  # copying into another order is slow
@@ -221,8 +225,8 @@ def _amplified(grams: Grams, head: Head) -> Grams:
     return Grams(*(product * rows[:, None] * rows for product in grams))
 
 
-def logit_bounds(
-    batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases, *, temperature: float
+def bound_logits(
+    batch: HeadBatch, grams: Grams, sigma: Tensor, biases: SideBiases, *, temperature: float
 ) -> list[float | None]:
     """max |ω| of each head over all inputs and distances; None where nothing bounds it.
 
@@ -242,7 +246,7 @@ def logit_bounds(
     return [bound if math.isfinite(bound) else None for bound in bounds]
 
 
-def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases) -> Float[Tensor, " heads"]:
+def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: SideBiases) -> Float[Tensor, " heads"]:
     first, d_model = batch.first, batch.first.d_model
     query_radius, key_radius = _radius(first.query.input_norm, d_model), _radius(first.key.input_norm, d_model)
     if first.rotary is None:
@@ -255,7 +259,7 @@ def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: Biases) -> 
     return product.expand_as(sigma).flatten()
 
 
-def _of_biases(biases: Biases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:
+def _of_biases(biases: SideBiases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:
     """‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K| of every head, the lengths by the Gram matrices: b^T W W^T b."""
     query, key, total = biases.query, biases.key, 0.0
     if query is not None:

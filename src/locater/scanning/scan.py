@@ -105,7 +105,8 @@ def scan(
         raise refusal(f"details among {', '.join(get_args(Detail))}", ", ".join(sorted(unknown)))
     exact = "exact" in details
     kept = "eigenvalues" in details, exact or "curves" in details, exact
-    settings = Settings(check_length(length), _checked(temperature), raw, *kept)
+    temperature = None if temperature is None else check_temperature(temperature, 1)
+    settings = Settings(check_length(length), temperature, raw, *kept)
     with open_source(as_source(source)) as opened:
         settings = replace(settings, num_layers=opened.num_layers)
         if opened.tensors is not None:
@@ -141,7 +142,3 @@ def _analyse(
 
 def _analyse_layer(layer: AttentionModule, settings: Settings, threads: Workers) -> tuple[Analysis, Analysis]:
     return Analysis(refused=list(layer.refused)), analyse(layer.heads, settings, threads)
-
-
-def _checked(temperature: float | None) -> float | None:
-    return None if temperature is None else check_temperature(temperature, 1)

@@ -14,7 +14,6 @@ from ..models import (
     Config,
     Family,
     HeadRows,
-    Model,
     open_model,
     read_heads,
     read_layout,
@@ -23,7 +22,7 @@ from ..models import (
 )
 from ..models.coverage import Coverage
 from ..models.sources import Live, Source, Stored, as_source
-from .direct import StoredTensors
+from ..models.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class OpenedModel:
     numbers: Sequence[int]  # the layers of its attention modules
     modules: Callable[[frozenset[int]], Sequence[AttentionModule]]  # those of some layers
     num_layers: int  # of the whole model, stored here or not
-    tensors: StoredTensors | None = None  # all of its tensors by name, where they have the names of a family
+    tensors: Tensors | None = None  # all of its tensors by name, where they have the names of a family
     config: Config = field(default_factory=Config)
 
     def wanted(self, layers: Iterable[int] | None) -> Sequence[AttentionModule]:
@@ -61,8 +60,10 @@ def open_source(source: Stored | Live) -> Iterator[OpenedModel]:
         with checkpoint:
             with net(source.name):
                 config = Config(checkpoint.config)
-                opened = _of_model(open_model(config, checkpoint, family=family), source.name)
-            yield replace(opened, format=checkpoint.format, tensors=checkpoint, config=config)
+                model = open_model(config, checkpoint, family=family)
+                numbers = [module.number for module in model.modules()]
+            facts = source.name, model.family, checkpoint.format, lambda: model.coverage
+            yield OpenedModel(*facts, numbers, model.modules, model.num_layers, checkpoint, config)
 
 
 def heads(source: Source, *, layers: Iterable[int] | None = None) -> Iterator[Head]:
@@ -122,8 +123,3 @@ def _open_live(source: Live, family: Family | None) -> OpenedModel:
 
     facts = source.name, opened.family, "module", opened.coverage
     return OpenedModel(*facts, numbers, modules, opened.num_layers, tensors, opened.config)
-
-
-def _of_model(model: Model, source: str) -> OpenedModel:
-    numbers = [module.number for module in model.modules()]
-    return OpenedModel(source, model.family, "module", lambda: model.coverage, numbers, model.modules, model.num_layers)

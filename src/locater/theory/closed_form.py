@@ -55,7 +55,7 @@ def at(
     mean = total * _column(spectrum.trace)
     mean = mean if shift is None else mean + scale * shift
     variance = total.square() * _column(spectrum.trace_of_square) + squares * _column(spectrum.frobenius_squared)
-    return between(-scale, (length - 1) * scale, mean=mean, variance=variance.expand_as(mean))
+    return mass_between(-scale, (length - 1) * scale, mean=mean, variance=variance.expand_as(mean))
 
 
 def limit(
@@ -71,10 +71,10 @@ def limit(
     variance = centred.square() * _column(spectrum.trace_of_square) + squares * _column(spectrum.frobenius_squared)
     scale = check_temperature(temperature, spectrum.d_head)
     silent = _column(spectrum.frobenius_squared) == 0
-    return torch.where(silent, 1.0, between(0.0, scale, mean=mean, variance=variance))
+    return torch.where(silent, 1.0, mass_between(0.0, scale, mean=mean, variance=variance))
 
 
-def between(
+def mass_between(
     lower: float, upper: float, *, mean: Float[Tensor, "*shape"], variance: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
     """P(lower < N(mean, variance) < upper); a variance of zero (or below, by rounding) makes it 0 or 1.

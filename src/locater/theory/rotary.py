@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
-from .closed_form import between
+from .closed_form import mass_between
 from .random_walk import Turns, prepare
 
 # Largest number of Gram entries taken at once; larger blocks leave the cache and are slower.
@@ -65,7 +65,7 @@ class Series:
         norms = (self.here @ norm * (self.count * self.here - 2 * self.until)).sum(-1)
         norms = norms + (norm * self.squares).sum((-2, -1))[:, None]
         variance = self.length * norms + (self.total @ square * self.total).sum(-1)
-        return between(-temperature, (self.length - 1) * temperature, mean=mean, variance=variance)
+        return mass_between(-temperature, (self.length - 1) * temperature, mean=mean, variance=variance)
 
 
 def _in_parts(products: Grams) -> Iterator[Grams]:

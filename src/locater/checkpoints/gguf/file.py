@@ -15,8 +15,8 @@ from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
-from .config import config_of_gguf
-from .header import Header, StoredTensor, read_gguf_header
+from .config import config_of
+from .header import Header, TensorInfo, read_header
 from .translate import Shape, Translated, translate
 
 # Kinds that torch has a type for; everything else is unpacked into float32.
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     """A stored tensor, the file it lies in and how many bytes it has there."""
 
     source: ByteSource
-    stored: StoredTensor
+    stored: TensorInfo
     num_bytes: int
 
 
@@ -51,11 +51,11 @@ class GGUFFile(Checkpoint):
     format = "gguf"
 
     def __init__(self, sources: list[ByteSource], *, config: Json) -> None:
-        headers = [read_gguf_header(source) for source in sources]
+        headers = [read_header(source) for source in sources]
         self.places = _places(sources, headers)
         shapes = {name: place.stored.shape for name, place in self.places.items()}
         settings = headers[0].settings
-        own = config_of_gguf(settings, self.places)
+        own = config_of(settings, self.places)
         self.translated = translate(settings, shapes)
         entries = {name: self._entry(item) for name, item in self.translated.items()}
         # What lies beside the file may know more, but only if it contradicts nothing of what the file says itself.
@@ -131,7 +131,7 @@ def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, _Plac
     return {name: places[name] for header in headers for name in header.tensors}
 
 
-def _row_bytes(name: str, stored: StoredTensor) -> int:
+def _row_bytes(name: str, stored: TensorInfo) -> int:
     width = stored.shape[-1] if stored.shape else 1
     if stored.kind in PLAIN:
         return width * PLAIN[stored.kind].itemsize

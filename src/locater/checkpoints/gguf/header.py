@@ -19,7 +19,7 @@ TOKENS = "tokenizer.ggml.tokens"
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
-class StoredTensor(NamedTuple):
+class TensorInfo(NamedTuple):
     """One tensor: its shape in rows-first order, its kind of quantisation and its place in the file."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Header(NamedTuple):
     """Metadata before the data; long lists are kept as their length only."""
 
     settings: Json
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, TensorInfo]
 
 
 class Cursor:
@@ -77,7 +77,7 @@ class Cursor:
             raise refusal(f"UTF-8 text in the header of {self.source.name}", "other bytes", "fetch it again") from None
 
 
-def read_gguf_header(source: ByteSource, *, whole: str | None = None) -> Header:
+def read_header(source: ByteSource, *, whole: str | None = None) -> Header:
     """Settings and tensors of a file; costs the header. Fails on any count or place that the file cannot hold.
 
     The list of the setting `whole` is kept, however long it is.
@@ -95,7 +95,7 @@ def read_gguf_header(source: ByteSource, *, whole: str | None = None) -> Header:
     if type(alignment) is not int or not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise refusal(f"a power of two as alignment in {source.name}", alignment)
     base = -(-cursor.position // alignment) * alignment
-    tensors = {name: StoredTensor(shape, kind, base + offset) for name, shape, kind, offset in infos}
+    tensors = {name: TensorInfo(shape, kind, base + offset) for name, shape, kind, offset in infos}
     if len(tensors) != len(infos):
         raise refusal(f"each tensor once in {source.name}", "one of them twice", "fetch it again")
     return Header(settings, tensors)
@@ -152,7 +152,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def read_vocabulary(source: ByteSource) -> list[str]:
     """Every token as text; costs the header. Empty where the file has none."""
-    tokens = read_gguf_header(source, whole=TOKENS).settings.get(TOKENS, [])
+    tokens = read_header(source, whole=TOKENS).settings.get(TOKENS, [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise refusal(f"tokens as text in {source.name}", f"{tokens!r:.40}", "fetch it again")
     return tokens

@@ -10,7 +10,7 @@ from ...errors import Refusal, bad_value
 from ...records import Json, JsonMapping
 from ..base import Checkpoint, Entry, Rows
 from . import compressed, floating, packed, stacked
-from .weight import REMEDY, Find, Weight, unknown, word
+from .weight import REMEDY, Find, QuantisedWeight, unknown, word
 
 # By `quant_method` of the config.
 METHODS: dict[str, Find] = {
@@ -18,7 +18,7 @@ METHODS: dict[str, Find] = {
     "fbgemm_fp8": floating.find_eight_bits,
     "mxfp8": floating.find_eight_bits,
     "modelopt": floating.find_modelopt,
-    "compressed-tensors": compressed.find_scheme,
+    "compressed-tensors": compressed.find_compressed,
     "gptq": packed.find_gptq,
     "awq": packed.find_awq,
     "bitsandbytes": stacked.find_bitsandbytes,
@@ -64,7 +64,7 @@ KNOWN_BEGINNINGS = ("llm_int8_", "bnb_4bit_")
 class Dequantised(Checkpoint):
     """A checkpoint with its weights computed; a read costs the stored parts of what is asked for, where rows allow."""
 
-    def __init__(self, store: Checkpoint, weights: dict[str, Weight]) -> None:
+    def __init__(self, store: Checkpoint, weights: dict[str, QuantisedWeight]) -> None:
         self.store, self.weights, self.format = store, weights, store.format
         super().__init__(_Entries(store, weights), config=store.config, place=store.place, parts=[store])
 
@@ -79,7 +79,7 @@ class Dequantised(Checkpoint):
 class _Entries(Mapping[str, Entry]):
     """Names at once, shapes when asked for: some methods keep them in small tensors."""
 
-    def __init__(self, store: Checkpoint, weights: dict[str, Weight]) -> None:
+    def __init__(self, store: Checkpoint, weights: dict[str, QuantisedWeight]) -> None:
         self.store, self.weights = store, weights
         taken = {name for weight in weights.values() for name in weight.parts.values()}
         modules = {name.rpartition(".")[0] for name in weights}
@@ -107,7 +107,7 @@ class _Entries(Mapping[str, Entry]):
 
 
 @contextmanager
-def _fitting(weight: Weight) -> Iterator[None]:
+def _fitting(weight: QuantisedWeight) -> Iterator[None]:
     """Refuse untrusted parts that pass each check and yet fail in the arithmetic together, in any way."""
     try:
         yield

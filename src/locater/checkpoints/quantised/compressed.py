@@ -13,14 +13,14 @@ from torch import Tensor
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .floating import Declared, find_eight_bits, find_four_bits, weight_arguments
-from .weight import Shape, Weight, find_by, unpack_bits
+from .weight import QuantisedWeight, Shape, find_by, unpack_bits
 
 PARTS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class _Whole(Declared):
+class WholeNumbers(Declared):
     """Signed codes; packed ones are stored with 2^(bits − 1) added, zero points along the outputs."""
 
     @property
@@ -78,8 +78,8 @@ class _Whole(Declared):
         return unpack_bits(words, self.bits)[:, :width].float() - 2 ** (self.bits - 1)
 
 
-def find_scheme(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_compressed(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     yield from find_eight_bits(store, settings)
     yield from find_four_bits(store, settings)
     for ending, dtype in (("weight_packed", torch.int32), ("weight", torch.int8)):
-        yield from find_by(_Whole, ending, *PARTS, dtypes=(dtype,))(store, settings)
+        yield from find_by(WholeNumbers, ending, *PARTS, dtypes=(dtype,))(store, settings)

@@ -15,10 +15,10 @@ from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from .weight import (
     Grouped,
+    QuantisedWeight,
     Shape,
-    Weight,
+    count_blocks,
     exponents,
-    grid,
     modules_with,
     parts_of,
     spellings,
@@ -56,7 +56,7 @@ class Declared(Grouped):
         shape, stored = self.shape, self.part_shape(self.scale_name)
         declared = declared_blocks(self.settings)
         blocks = {tuple(map(min, zip(block, shape, strict=True))) for block in declared or PLAIN}
-        fitting = [block for block in blocks if stored in spellings(grid(shape, block))]
+        fitting = [block for block in blocks if stored in spellings(count_blocks(shape, block))]
         sizes = " or ".join(f"{height}×{width}" for height, width in declared) or "1×all or all×all"
         wanted = f"a scale for each block of {sizes} in {' × '.join(map(str, shape))} numbers"
         self.check(len(fitting) == 1, wanted, f"`{self.scale_name}` of shape {[*stored]}")
@@ -67,7 +67,7 @@ class Declared(Grouped):
 
 
 @dataclass(frozen=True)
-class EightBits(Declared):
+class FP8(Declared):
     """`weight` in eight bits and a scale that multiplies it."""
 
     @property
@@ -84,7 +84,7 @@ class EightBits(Declared):
 
 
 @dataclass(frozen=True)
-class FourBits(Grouped):
+class FP4(Grouped):
     """Two E2M1 numbers per byte, the lower half first, in groups along a row; NVFP4 scales the tensor, too."""
 
     @property
@@ -122,24 +122,24 @@ class FourBits(Grouped):
         return scale * (1 / whole if roles[0] == "weight_global_scale" else whole)
 
 
-def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_eight_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     for module in modules_with(store, "weight", EIGHT_BITS):
         if len(store.shape(f"{module}.weight")) == 2:
             parts = parts_of(store, module, ("weight", *SCALES))
             if len(parts) == 3:
                 raise bad_value(f"one scale for `{module[:120]}.weight`", f"two, {SCALES[0]} and {SCALES[1]}")
-            yield EightBits(store, f"{module}.weight", parts, settings)
+            yield FP8(store, f"{module}.weight", parts, settings)
 
 
-def find_four_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_four_bits(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     for ending in ("weight_packed", "weight"):
         for module in modules_with(store, ending, (torch.uint8,)):
             parts = parts_of(store, module, (ending, "weight_scale", "weight_global_scale", "weight_scale_2"))
             if "weight_scale" in parts:
-                yield FourBits(store, f"{module}.weight", parts, settings)
+                yield FP4(store, f"{module}.weight", parts, settings)
 
 
-def find_modelopt(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_modelopt(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     algorithm = word(settings, "quant_algo")
     if algorithm not in ("fp8", "nvfp4", "mxfp8"):
         raise unknown(f"modelopt {algorithm or 'without quant_algo'}")

@@ -14,14 +14,14 @@ from .floating import EIGHT_BITS, FOUR_BITS
 from .weight import (
     REMEDY,
     Grouped,
+    QuantisedWeight,
     Shape,
-    Weight,
     exponents,
     find_by,
     modules_with,
     parts_of,
-    stored_number,
     unpack_bits,
+    whole_number,
     word,
 )
 
@@ -40,7 +40,7 @@ class InputFirst(Grouped):
     @property
     def block(self) -> Shape:
         size = self.settings.get("group_size", self.settings.get("q_group_size", self.usual_size))
-        return 1, self.shape[1] if size == -1 else stored_number({"group_size": size}, "group_size")
+        return 1, self.shape[1] if size == -1 else whole_number({"group_size": size}, "group_size")
 
     @property
     def usual_size(self) -> int:
@@ -60,7 +60,7 @@ class GPTQ(InputFirst):
 
     @property
     def bits(self) -> int:
-        bits = stored_number(self.settings, "bits")
+        bits = whole_number(self.settings, "bits")
         if "g_idx" in self.parts:  # a module may have bits of its own; the number of inputs tells
             bits = 32 * self.part_size("qweight") // max(1, self.part_size("g_idx"))
         self.check(bits in GPTQ_BITS, "codes of 2, 4 or 8 bits", bits)
@@ -130,7 +130,7 @@ class AWQ(InputFirst):
 find_gptq = find_by(GPTQ, "qweight", "qzeros", "scales", "g_idx")
 
 
-def find_awq(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_awq(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     bits = settings.get("bits", settings.get("w_bit", 4))
     version = word(settings, "version", "gemm")
     if bits != 4 or version != "gemm":
@@ -156,7 +156,7 @@ class MLX(Grouped):
 
     @property
     def bits(self) -> int:
-        bits = stored_number(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
+        bits = whole_number(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
         self.check(bits == FIXED[self.mode][0] if self.mode in FIXED else bits in MLX_BITS, "a number of bits", bits)
         return bits
 
@@ -167,7 +167,7 @@ class MLX(Grouped):
 
     @property
     def block(self) -> Shape:
-        size = stored_number(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
+        size = whole_number(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
         self.check(self.mode == "affine" or size == FIXED[self.mode][1], "the group of its kind", size)
         return 1, size
 
@@ -188,7 +188,7 @@ class MLX(Grouped):
         return self.by_block("biases").float() if self.mode == "affine" else None
 
 
-def find_mlx(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_mlx(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     for module in modules_with(store, "weight", (torch.uint32,)):
         if f"{module}.scales" in store.entries:
             own = settings.get(module)
@@ -229,7 +229,7 @@ class TorchAO(Grouped):
         return self.by_block("_weight_zero_point").float() if "_weight_zero_point" in self.parts else None
 
 
-def find_torchao(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_torchao(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     for module in modules_with(store, "_weight_qdata"):
         kind, data = _description(store, f"{module}.weight")
         if kind not in TORCHAO_KINDS:

@@ -13,11 +13,11 @@ from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from ..bytes import parse_object
 from .floating import EIGHT_BITS
-from .weight import REMEDY, Grouped, Shape, Weight, find_by, parts_of, stored_number, word
+from .weight import REMEDY, Grouped, QuantisedWeight, Shape, find_by, parts_of, whole_number, word
 
 
 @dataclass(frozen=True)
-class Stacked(Weight):
+class Stacked(QuantisedWeight):
     """Halves or quarters of the stack of all groups share bytes, so that every read costs the whole weight."""
 
     def read(self, rows: Rows | None) -> Tensor:
@@ -134,7 +134,7 @@ class QuantoStacked(Stacked):
         return scale * codes - shift.float() if shift.is_floating_point() else scale * (codes.int() - shift.int())
 
 
-def find_quanto(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_quanto(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     yield from find_by(QuantoBytes, "weight._data", *QUANTO_PARTS)(store, settings)
     yield from find_by(QuantoStacked, "weight._data._data", *QUANTO_PARTS)(store, settings)
 
@@ -145,7 +145,7 @@ FOUR_BIT_PARTS = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_
 
 
 @dataclass(frozen=True)
-class _StackedFourBits(Weight):
+class BitsAndBytes4(QuantisedWeight):
     """NF4 and FP4: codes into a table of 16, two per byte, the upper half first; W = table[q]·max of the block.
 
     Blocks are of the flat tensor; their maxima may be quantised in turn.
@@ -169,7 +169,7 @@ class _StackedFourBits(Weight):
     def read(self, rows: Rows | None) -> Tensor:
         num_rows, width = self.shape
         start, stop = rows or (0, num_rows)
-        size = stored_number(self.state, "blocksize")
+        size = whole_number(self.state, "blocksize")
         maxima = self._maxima(size)
         first, last = start * width, stop * width  # a byte may hold the end of one row and the next's
         octets = self.codes("weight", torch.uint8, rows=(first // 2, -(-last // 2))).flatten()
@@ -185,7 +185,7 @@ class _StackedFourBits(Weight):
         if "weight.nested_absmax" not in self.parts:
             self.check(maxima.is_floating_point(), "maxima as numbers", maxima.dtype)
             return maxima.float()
-        inner = stored_number(self.state, "nested_blocksize")
+        inner = whole_number(self.state, "nested_blocksize")
         offset = self.state.get("nested_offset")
         self.check(isinstance(offset, float | int) and maxima.dtype == torch.uint8, "nested maxima", f"{offset!r:.40}")
         assert isinstance(offset, float | int)
@@ -196,7 +196,7 @@ class _StackedFourBits(Weight):
 
 
 @dataclass(frozen=True)
-class _StackedEightBits(Weight):
+class BitsAndBytes8(QuantisedWeight):
     """`SCB` holds the largest of each row: W = q·SCB/127."""
 
     @property
@@ -211,12 +211,12 @@ class _StackedEightBits(Weight):
         return self.codes("weight", torch.int8, rows=rows).float() * self.part("SCB", rows).float()[:, None] / 127
 
 
-def find_bitsandbytes(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+def find_bitsandbytes(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
     for name in store.names:
         module, found, kind = name.partition(f".{STATE}")
         if found:
             parts = parts_of(store, module, FOUR_BIT_PARTS) | {"state": name}
             if kind not in ("nf4", "fp4"):
                 raise bad_value(f"NF4 or FP4 in `{module[:120]}.weight`", repr(kind[:40]), REMEDY)
-            yield _StackedFourBits(store, f"{module}.weight", parts, settings)
-    yield from find_by(_StackedEightBits, "SCB", "weight", "weight_format")(store, settings)
+            yield BitsAndBytes4(store, f"{module}.weight", parts, settings)
+    yield from find_by(BitsAndBytes8, "SCB", "weight", "weight_format")(store, settings)

@@ -23,7 +23,7 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Weight(ABC):
+class QuantisedWeight(ABC):
     """A weight (out, in) and its stored parts by role; `settings` is what the config says of the method."""
 
     store: Checkpoint
@@ -86,7 +86,7 @@ class Weight(ABC):
 
 
 @dataclass(frozen=True)
-class Grouped(Weight):
+class Grouped(QuantisedWeight):
     """W = s·(q − z) + b: a scale for each block of numbers, and perhaps a zero point or a bias."""
 
     @property
@@ -126,7 +126,7 @@ class Grouped(Weight):
     @property
     def counts(self) -> Shape:
         """Number of blocks each way."""
-        return grid(self.shape, self.block)
+        return count_blocks(self.shape, self.block)
 
     def by_block(self, role: str) -> Tensor:
         """A part with one number for each block."""
@@ -143,13 +143,13 @@ class Grouped(Weight):
 
 
 # From the stored names to the weights of a method.
-Find = Callable[[Checkpoint, JsonMapping], Iterator[Weight]]
+Find = Callable[[Checkpoint, JsonMapping], Iterator[QuantisedWeight]]
 
 
-def find_by(kind: type[Weight], *roles: str, dtypes: tuple[torch.dtype, ...] = ()) -> Find:
+def find_by(kind: type[QuantisedWeight], *roles: str, dtypes: tuple[torch.dtype, ...] = ()) -> Find:
     """Find weights whose modules have a tensor with the first of these names, of one of the types if any are given."""
 
-    def find(store: Checkpoint, settings: JsonMapping) -> Iterator[Weight]:
+    def find(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
         for module in modules_with(store, roles[0], dtypes):
             yield kind(store, f"{module}.weight", parts_of(store, module, roles), settings)
 
@@ -169,7 +169,7 @@ def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[s
     return {ending: name for ending, name in names if name in store.entries}
 
 
-def stored_number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
+def whole_number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number that the config must hold."""
     value = settings.get(key, default)
     if type(value) is not int or not least <= value < 2**31:
@@ -203,7 +203,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     return torch.from_numpy(numpy.packbits(whole, axis=-1, bitorder="little")[..., 0])
 
 
-def grid(shape: Shape, block: Shape) -> Shape:
+def count_blocks(shape: Shape, block: Shape) -> Shape:
     """Count the blocks each way: groups along a row divide it, blocks of several rows may be cut off.
 
     A grid cannot tell 33 from 32 in 64 numbers: a size that is cut off must be a power of two, of which only one fits.

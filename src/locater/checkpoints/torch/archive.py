@@ -18,7 +18,7 @@ from ...budget import budget
 from ...errors import Refusal, refusal, shown
 from ..base import Rows, read_tensor, row_span
 from ..bytes import ByteSource, Part, Stream, check_range
-from .pickles import ADMITTED, Storage, TensorView, load_pickle, storage_from
+from .pickles import ADMITTED, Storage, Strided, load_pickle, storage_from
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -32,7 +32,7 @@ class Archive:
     tree: Any
     places: dict[str, int]
 
-    def read(self, view: TensorView, rows: Rows | None) -> Shaped[Tensor, "..."]:
+    def read(self, view: Strided, rows: Rows | None) -> Shaped[Tensor, "..."]:
         """Rows of a view; a view that is not contiguous costs its whole extent."""
         itemsize, place = view.entry.dtype.itemsize, self.places[view.storage.key]
         start = self._data_start(place) + view.offset * itemsize

@@ -14,7 +14,7 @@ from ...records import Json
 from ..base import Checkpoint, Entry, Rows
 from ..bytes import ByteSource
 from .archive import load_trusted, open_archive
-from .pickles import CodeRefusal, TensorView
+from .pickles import CodeRefusal, Strided
 
 Leaf = TypeVar("Leaf")
 
@@ -35,7 +35,7 @@ class TorchFile(Checkpoint):
     def __init__(self, source: ByteSource, *, config: Json, run_code: bool = False) -> None:
         self.archive = None if run_code else open_archive(source)
         tree = load_trusted(source) if self.archive is None else self.archive.tree
-        self.leaves: dict[str, TensorView | Tensor] = find_weights(tree, TensorView if self.archive else Tensor)
+        self.leaves: dict[str, Strided | Tensor] = find_weights(tree, Strided if self.archive else Tensor)
         if not self.leaves:
             raise missing(f"tensors by name in {source.name}", "save a state dict")
         entries = {name: _entry(leaf) for name, leaf in self.leaves.items()}
@@ -43,14 +43,14 @@ class TorchFile(Checkpoint):
 
     def fetch(self, name: str, rows: Rows | None) -> Shaped[Tensor, "..."]:
         leaf = self.leaves[name]
-        if self.archive is not None and isinstance(leaf, TensorView):
+        if self.archive is not None and isinstance(leaf, Strided):
             return self.archive.read(leaf, rows)
         assert isinstance(leaf, Tensor)
         return (leaf.detach() if rows is None else leaf.detach()[rows[0] : rows[1]]).clone()
 
 
-def _entry(leaf: TensorView | Tensor) -> Entry:
-    return leaf.entry if isinstance(leaf, TensorView) else Entry(tuple(leaf.shape), leaf.dtype)
+def _entry(leaf: Strided | Tensor) -> Entry:
+    return leaf.entry if isinstance(leaf, Strided) else Entry(tuple(leaf.shape), leaf.dtype)
 
 
 def open_torch(source: ByteSource, *, config: Json, allow_pickle: bool) -> Checkpoint:

@@ -185,7 +185,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class TensorView:
+class Strided:
     """A tensor: element (i, j, …) is number `offset + i stride_0 + j stride_1 + …` of its storage."""
 
     storage: Storage
@@ -218,9 +218,7 @@ def storage_from(pid: object) -> Storage:
     raise refusal("a storage in the pickle", reprlib.repr(pid))
 
 
-def rebuild(
-    storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None
-) -> TensorView:
+def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None) -> Strided:
     """`torch._utils._rebuild_tensor_v2`, without the numbers; fails on a view that leaves its storage or repeats it."""
     shape, steps = tuple(size), tuple(stride)
     if not isinstance(storage, Storage) or len(shape) != len(steps):
@@ -231,7 +229,7 @@ def rebuild(
         raise refusal("whole numbers as offset, shape and stride of a tensor", reprlib.repr((offset, shape, steps)))
     if any(isinstance(note, dict) and (note.get("conj") or note.get("neg")) for note in rest):
         raise refusal("a tensor stored as it is", "one that is to be conjugated or negated", "resolve it before saving")
-    view = TensorView(storage, Entry(shape, dtype or storage.dtype), offset, steps)
+    view = Strided(storage, Entry(shape, dtype or storage.dtype), offset, steps)
     # A tensor of more elements than its storage repeats them: a few bytes could then ask for any amount of memory.
     needed = max(math.prod(shape), offset + view.extent) * view.entry.dtype.itemsize
     if needed > storage.num_bytes:
@@ -239,7 +237,7 @@ def rebuild(
     return view
 
 
-def rebuild_typed(storage: object, offset: object, size: object, stride: object, *rest: object) -> TensorView:
+def rebuild_typed(storage: object, offset: object, size: object, stride: object, *rest: object) -> Strided:
     """`_rebuild_tensor_v3`: the dtype stands in the third place after the stride."""
     if len(rest) < 3 or not isinstance(rest[2], torch.dtype):
         raise refusal("a dtype for a tensor", reprlib.repr(rest))
@@ -250,7 +248,7 @@ def unwrap_parameter(data: object, *_: object) -> Any:
     return data
 
 
-def rebuild_subclass(function: Any, _kind: Any, arguments: Any, _state: Any) -> TensorView:
+def rebuild_subclass(function: Any, _kind: Any, arguments: Any, _state: Any) -> Strided:
     if function not in (rebuild, rebuild_typed, unwrap_parameter):
         raise refusal("a plain tensor", "a tensor of another class")
     return function(*arguments)
