@@ -6,10 +6,12 @@ Deep code raises `Refusal` with a short cause; a public door may prefix where it
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 LONGEST = 1000  # letters of a part of a sentence: more is no sentence
 DEBUG = "LOCATER_DEBUG"  # set it to see errors as Python shows them
@@ -99,6 +101,14 @@ def install(*extras: str) -> str:
     return f'pip install "locater[{",".join(extras)}]"'
 
 
+def import_extra(module: str, what: str, *, extra: str) -> Any:
+    """A module of a package that an extra of locater installs; `what` names it, and what it is for."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise missing(what, extra=extra) from None
+
+
 def _sentence(said: str, remedy: str) -> Refusal:
     return Refusal(said + (f"; {shown(remedy)}" if remedy else ""))
 
@@ -114,6 +124,19 @@ def within(place: str) -> Iterator[None]:
     except Refusal as cause:
         kind = type(cause) if type(cause) in (BadArguments, Unforeseen) else Refusal
         raise kind(f"{shown(place)}: {cause}") from cause.__cause__
+
+
+@contextmanager
+def instead(
+    refused: Callable[[Exception], Refusal], kinds: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Turn exceptions of these kinds into a refusal: those of files and libraries that fail in ways of their own."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except kinds as cause:
+        raise refused(cause) from None
 
 
 @contextmanager

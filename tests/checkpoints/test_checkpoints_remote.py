@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from locater import checkpoints
-from locater.checkpoints.locate import looks_like_path
+from locater.checkpoints.locate import is_hub_id
 from locater.errors import Refusal
 
 pytestmark = pytest.mark.quick
@@ -148,7 +148,7 @@ def test_a_place_that_lists(tmp_path):
 def test_what_looks_like_a_path_is_one(text, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    assert looks_like_path(text)
+    assert not is_hub_id(text)
     if text:
         with pytest.raises(Refusal, match="no such file"):
             checkpoints.open(text)
@@ -156,7 +156,7 @@ def test_what_looks_like_a_path_is_one(text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["gpt2", "org/name", "org/name-2.5@main", "org/name@refs/pr/1"])
 def test_what_looks_like_an_id_is_one(text):
-    assert not looks_like_path(text)
+    assert is_hub_id(text)
 
 
 def test_missing_extras(monkeypatch):

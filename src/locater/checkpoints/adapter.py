@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..budget import budget
-from ..errors import Refusal, missing, refusal
+from ..errors import instead, missing, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder, read_object
@@ -65,8 +65,9 @@ class Adapted(Checkpoint):
 
     def _change(self, pair: FactorPair, rows: Rows | None) -> Tensor:
         """Rows of s·B·A, or of its transpose."""
-        down, up = (_wide(self.adapter.read(stored)) for stored in (pair.down, pair.up))
-        down, up = (factor.to(torch.promote_types(down.dtype, up.dtype)) for factor in (down, up))
+        down, up = (self.adapter.read(stored) for stored in (pair.down, pair.up))
+        wide = torch.promote_types(torch.promote_types(down.dtype, up.dtype), torch.float32)
+        down, up = down.to(wide), up.to(wide)
         left, right = (down.T, up.T) if pair.is_flipped else (up, down)
         return pair.scale * (left if rows is None else left[rows[0] : rows[1]]) @ right
 
@@ -148,7 +149,8 @@ def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collec
 
 def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str, sides: dict[str, str]) -> FactorPair:
     down, up = adapter.entries[sides["A"]], adapter.entries[sides["B"]]
-    straight = _product_shape(up, down)
+    can_multiply = len(up.shape) == len(down.shape) == 2 and up.shape[1] == down.shape[0] > 0
+    straight = (up.shape[0], down.shape[1]) if can_multiply else None
     kinds = (tensor.dtype for tensor in (up, down, weight))
     if bad := next((kind for kind in kinds if not kind.is_floating_point or kind.itemsize < 2), None):
         raise refusal(f"factors and a weight of at least 16 bits for {module[:120]!r}", bad, "merge it with peft first")
@@ -159,12 +161,6 @@ def _pair(weight: Entry, adapter: Checkpoint, settings: JsonMapping, module: str
     wants_flip = _flag(settings, "fan_in_fan_out") or "lora_embedding_" in sides["A"]
     is_flipped = wants_flip if straight == straight[::-1] else weight.shape != straight
     return FactorPair(sides["A"], sides["B"], _scale(settings, module, rank=down.shape[0]), is_flipped)
-
-
-def _product_shape(up: Entry, down: Entry) -> tuple[int, int] | None:
-    if len(up.shape) != 2 or len(down.shape) != 2 or up.shape[1] != down.shape[0] or not down.shape[0]:
-        return None
-    return up.shape[0], down.shape[1]
 
 
 def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, FactorPair]) -> None:
@@ -214,17 +210,11 @@ def _flag(settings: JsonMapping, key: str) -> bool:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    try:
+    with instead(lambda cause: refusal(f"a pattern in {CONFIG}", f"{pattern[:80]!r} ({cause})"), (re.error,)):
         return re.match(rf"(.*\.)?({pattern})$", module) is not None
-    except re.error as cause:
-        raise Refusal(f"expected a pattern in {CONFIG}, got {pattern[:80]!r} ({cause})") from None
 
 
 def _find(base: Checkpoint, name: str) -> str | None:
     """The base's name: models are saved with or without the name of what holds their layers."""
     candidates = (name, name.partition(".")[2], f"model.{name}", f"transformer.{name}")
     return next((candidate for candidate in candidates if candidate in base.entries), None)
-
-
-def _wide(factor: Tensor) -> Tensor:
-    return factor.to(torch.promote_types(factor.dtype, torch.float32))

@@ -5,14 +5,13 @@ Mapped pages count as memory of the process for as long as the mapping lives; by
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..budget import budget
 from ..documents import check_object, parse_json
-from ..errors import Refusal, failed, missing, refusal, within
+from ..errors import Refusal, failed, instead, missing, refusal, within
 from ..records import Json
 
 
@@ -152,16 +151,13 @@ class Stream(io.RawIOBase):
         return length
 
 
-@contextmanager
-def reading(name: str) -> Iterator[None]:
+def reading(name: str) -> AbstractContextManager[None]:
     """Say in a sentence why the system would not let a file be read."""
-    try:
-        yield
-    except (OSError, ValueError) as cause:
-        if isinstance(cause, Refusal):
-            raise
-        reason = getattr(cause, "strerror", None) or str(cause)
-        raise failed(f"read {name[:200]!r}", reason, "check its permissions") from None
+
+    def refused(cause: Exception) -> Refusal:
+        return failed(f"read {name[:200]!r}", getattr(cause, "strerror", None) or cause, "check its permissions")
+
+    return instead(refused, (OSError, ValueError))
 
 
 def check_range(source: ByteSource, start: int, length: int) -> None:

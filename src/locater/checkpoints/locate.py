@@ -50,7 +50,7 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
         raise refusal("a path or a hub id", f"{text!r:.120} ({cause})") from None
     if exists:
         raise refusal("a file or a directory", f"{text}, which is neither")
-    if looks_like_path(text):
+    if not is_hub_id(text):
         raise failed("open it", "no such file or folder", _meant(path))
     from .remote import locate_hub
 
@@ -70,12 +70,8 @@ def _meant(path: Path) -> str:
     return "check the spelling"
 
 
-def looks_like_path(text: str) -> bool:
-    """Tell whether a text not on disk was meant as a path: ids are `name` or `owner/name`, `@revision` allowed."""
-    return not is_hub_id(text)
-
-
 def is_hub_id(text: str) -> bool:
+    """Tell an id, `name` or `owner/name` and perhaps `@revision`, from what was meant as a path."""
     name = text.partition("@")[0]
     is_one = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
     return is_one and not name.endswith((*WEIGHTS, INDEX, ".json"))

@@ -3,11 +3,12 @@
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..budget import budget, timed
 from ..documents import check_beside
-from ..errors import Refusal, failed, install, missing, refusal
+from ..errors import Refusal, failed, import_extra, install, instead, refusal
 from ..records import Json, JsonMapping
 from .bytes import ByteSource, Folder, LocalFolder, check_range, read_object
 from .locate import INDEX, METADATA, WEIGHTS, choose
@@ -56,13 +57,9 @@ class RemoteBytes(FarBytes):
         super().__init__(system, path, self.file.size if self.file.seekable() else None)
 
     def request(self, start: int, length: int) -> bytearray:
-        try:
+        with instead(partial(_unreachable, self.path)):  # each back-end has errors of its own
             self.file.seek(start)
             return bytearray(timed(lambda: self.file.read(length)))
-        except Refusal:
-            raise
-        except Exception as cause:  # noqa: BLE001  (each back-end has errors of its own)
-            raise _unreachable(self.path, cause) from None
 
     def close(self) -> None:
         self.file.close()
@@ -146,14 +143,14 @@ class RemoteFolder:
     def files(self) -> frozenset[str]:
         if not self.can_list:
             return frozenset()
-        try:
+
+        def refused(cause: Exception) -> Refusal:
+            is_absent = isinstance(cause, FileNotFoundError)
+            absent = refusal("a folder that exists", f"{self.place}: no such folder", "check the spelling")
+            return absent if is_absent else _unreachable(self.place, cause)
+
+        with instead(refused):
             items = timed(lambda: self.system.ls(self.place, detail=True))
-        except Refusal:
-            raise
-        except FileNotFoundError:
-            raise refusal("a folder that exists", f"{self.place}: no such folder", "check the spelling") from None
-        except Exception as cause:  # noqa: BLE001
-            raise _unreachable(self.place, cause) from None
         return frozenset(item["name"].rpartition("/")[2] for item in items if item["type"] == "file")
 
     def find(self, name: str) -> ByteSource | None:
@@ -201,15 +198,16 @@ def locate_hub(text: str) -> Folder:
         folder = LocalFolder(Path(cached).parent)
         if _is_complete(folder):
             return folder
-    try:
-        info = timed(lambda: hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT))
-    except Refusal:
-        raise
-    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError, hub.errors.HFValidationError):
+    unknown = hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError, hub.errors.HFValidationError
+
+    def refused(cause: Exception) -> Refusal:
+        if not isinstance(cause, unknown):
+            return _unreachable(f"{text} on Hugging Face (there is no such path on disk)", cause)
         remedy = "check the spelling, or log in with `hf auth login` if it is private or gated"
-        raise refusal("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy) from None
-    except Exception as cause:  # noqa: BLE001  (every way a network can fail)
-        raise _unreachable(f"{text} on Hugging Face (there is no such path on disk)", cause) from None
+        return refusal("a path on disk or a model on Hugging Face", f"{text!r}, which is neither", remedy)
+
+    with instead(refused):  # every way a network can fail
+        info = timed(lambda: hub.HfApi().model_info(name, revision=revision or None, timeout=CONNECT))
     # By commit: a branch may move between two requests.
     commit = getattr(info, "sha", None) or revision
     return RemoteFolder(hub.HfFileSystem(), f"{info.id}@{commit}" if commit else info.id, can_list=True)
@@ -232,12 +230,7 @@ def _web_settings(address: str) -> Json:
 
 
 def _import(module: str, source: str, *, extra: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise missing(f"the package {module}, to read {source[:200]!r}, no path on disk", extra=extra) from None
+    return import_extra(module, f"the package {module}, to read {source[:200]!r}, no path on disk", extra=extra)
 
 
 def _unreachable(path: str, cause: BaseException) -> Refusal:

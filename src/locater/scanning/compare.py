@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..behaviour import Place, head_name
 from ..budget import limited
 from ..checkpoints.locate import OTHER, WEIGHTS
-from ..errors import counted, missing, net, refusal
+from ..errors import counted, import_extra, net, refusal
 from ..models.sources import Stored
 from ..records import Json, data_frame
 from ..report.shown import Shown
@@ -207,16 +207,10 @@ def on_ray(address: str) -> Run:
     """On a Ray cluster, a task per checkpoint."""
 
     def run(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
-        try:
-            import ray
-        except ImportError:
-            raise missing("Ray, for --ray", extra="ray") from None
+        ray = import_extra("ray", "Ray, for --ray", extra="ray")
         ray.init(address=address, ignore_reinit_error=True)
 
-        def scan_one(source: Stored) -> Scan:
-            return one_scan(source)
-
-        task = ray.remote(scan_one)
+        task = ray.remote(lambda source: one_scan(source))
         return ray.get([task.remote(source) for source in sources])
 
     return run

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ...errors import missing, refusal
+from ...errors import import_extra, missing, refusal
 from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
@@ -153,11 +153,7 @@ def _packed_sizes() -> dict[int, tuple[int, int]]:
 
 
 def _gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise missing("the package gguf, to unpack quantised weights", extra="gguf") from None
-    return gguf
+    return import_extra("gguf", "the package gguf, to unpack quantised weights", extra="gguf")
 
 
 def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tensor]) -> None:

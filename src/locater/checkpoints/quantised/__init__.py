@@ -1,12 +1,12 @@
 """Quantised checkpoints, read as if they were not: each weight under its plain name, computed when it is asked for."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from ...errors import Refusal, bad_value
+from ...errors import Refusal, bad_value, instead
 from ...records import Json, JsonMapping
 from ..base import Checkpoint, Entry, Rows
 from . import compressed, floating, packed, stacked
@@ -106,16 +106,14 @@ class _Entries(Mapping[str, Entry]):
         return len(self.order)
 
 
-@contextmanager
-def _fitting(weight: QuantisedWeight) -> Iterator[None]:
+def _fitting(weight: QuantisedWeight) -> AbstractContextManager[None]:
     """Refuse untrusted parts that pass each check and yet fail in the arithmetic together, in any way."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError) as cause:
+
+    def refused(cause: Exception) -> Refusal:
         shapes = ", ".join(f"{role} {[*weight.store.shape(name)]}" for role, name in weight.parts.items())
-        raise bad_value(f"parts of `{weight.name[:120]}` that go together", shapes[:200], REMEDY) from cause
+        return bad_value(f"parts of `{weight.name[:120]}` that go together", shapes[:200], REMEDY)
+
+    return instead(refused, (RuntimeError, ValueError, IndexError, TypeError, ArithmeticError))
 
 
 def dequantised(store: Checkpoint) -> Checkpoint:

@@ -15,10 +15,10 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ...budget import budget
-from ...errors import Refusal, refusal, shown
+from ...errors import Refusal, instead, refusal
 from ..base import Rows, read_tensor, row_span
 from ..bytes import ByteSource, Part, Stream, check_range
-from .pickles import ADMITTED, Storage, Strided, load_pickle, storage_from
+from .pickles import ADMITTED, Storage, Strided, damaged, load_pickle, storage_from
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -35,7 +35,8 @@ class Archive:
     def read(self, view: Strided, rows: Rows | None) -> Shaped[Tensor, "..."]:
         """Rows of a view; a view that is not contiguous costs its whole extent."""
         itemsize, place = view.entry.dtype.itemsize, self.places[view.storage.key]
-        start = self._data_start(place) + view.offset * itemsize
+        # Negative: the position of a zip entry's own header, whose padding only that header tells.
+        start = (place if place >= 0 else _after_header(self.source, ~place)) + view.offset * itemsize
         if view.is_contiguous:
             skipped, shape = row_span(view.entry.shape, itemsize, rows)
             return read_tensor(self.source, start + skipped, view.entry.dtype, shape)
@@ -43,23 +44,12 @@ class Archive:
         whole = numbers.as_strided(view.entry.shape, view.stride)
         return (whole if rows is None else whole[rows[0] : rows[1]]).contiguous()
 
-    def _data_start(self, place: int) -> int:
-        # Negative: the position of a zip entry's own header, whose padding only that header tells.
-        return place if place >= 0 else _after_header(self.source, ~place)
-
 
 def open_archive(source: ByteSource) -> Archive:
     """The archive in a file; fails on code, on damage, and on tensors whose bytes are not there."""
     is_zip = source.size >= 4 and source.read(0, 4) == b"PK\x03\x04"
-    try:
+    with instead(lambda cause: damaged(f"{source.name} as torch.save writes it", cause)):  # zipfile fails in many ways
         return _open_zip(source) if is_zip else _open_legacy(source)
-    except Refusal:
-        raise
-    except Exception as cause:  # noqa: BLE001  (zipfile fails in many ways on a damaged archive)
-        reason = shown(f"{type(cause).__name__}: {cause}", 120)
-        raise refusal(
-            f"{source.name} as torch.save writes it", f"a damaged file ({reason})", "fetch it again"
-        ) from None
 
 
 def _open_zip(source: ByteSource) -> Archive:
@@ -135,11 +125,11 @@ def _note(used: dict[str, Storage], pid: object) -> Storage:
 
 def load_trusted(source: ByteSource) -> Any:
     """Unpickle with the file's code allowed to run: only for authors the user trusts. Costs the whole file."""
-    try:
+
+    def refused(cause: Exception) -> Refusal:
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:160]
+        return refusal(f"{source.name} to load with its code", reason, "the classes it was saved with are needed")
+
+    with instead(refused):  # untrusted code can fail in any way
         tree = torch.load(Stream(source), map_location="cpu", weights_only=False)  # type: ignore[arg-type]
         return tree.state_dict() if isinstance(tree, torch.nn.Module) else tree
-    except Exception as cause:  # noqa: BLE001  (untrusted code can fail in any way)
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:160]
-        raise refusal(
-            f"{source.name} to load with its code", reason, "the classes it was saved with are needed"
-        ) from None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...budget import budget
-from ...errors import Refusal, refusal, shown
+from ...errors import Refusal, instead, refusal, shown
 from ..base import Entry, are_counts
 
 Admitted = Mapping[tuple[str, str], Any]
@@ -144,13 +144,13 @@ def load_pickle(
     file: BufferedIOBase, *, name: str, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     """The object in a pickle, built from data alone; fails on any name outside the table and on damage."""
-    try:
+    with instead(lambda cause: damaged(f"a readable pickle in {name}", cause)):
         return Unpickler(file, admitted=admitted, persistent=persistent).load()
-    except Refusal:
-        raise
-    except Exception as cause:  # noqa: BLE001  (a damaged pickle can fail in any way)
-        reason = shown(f"{type(cause).__name__}: {cause}", 120)
-        raise refusal(f"a readable pickle in {name}", f"a damaged one ({reason})", "fetch it again") from None
+
+
+def damaged(expected: str, cause: Exception) -> Refusal:
+    """The refusal of a file that made a reader fail, in whatever way."""
+    return refusal(expected, f"a damaged one ({shown(f'{type(cause).__name__}: {cause}', 120)})", "fetch it again")
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
