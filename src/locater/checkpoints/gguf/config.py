@@ -50,7 +50,7 @@ def architecture_of(settings: Settings) -> str:
     return name
 
 
-def config_of(settings: Settings, names: Names) -> Json:
+def translate_settings(settings: Settings, names: Names) -> Json:
     """Settings by the names of the model's own code; those that tensors imply (biases, tied embeddings) included."""
     name, prefix = architecture_of(settings), f"{settings['general.architecture']}."
     row = ARCHITECTURES.get(name, Architecture(name))
@@ -82,7 +82,7 @@ def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
         raise refusal(f"{name} without {lost[0]}, as it is read here", f"{dict.get(own, lost[0])!r:.40}", remedy)
 
 
-def num_heads(settings: Settings, layer: int) -> tuple[int, int]:
+def count_heads(settings: Settings, layer: int) -> tuple[int, int]:
     """Query and key heads of one layer; some models list them layer by layer."""
     prefix = f"{settings['general.architecture']}.attention."
     queries = settings.get(prefix + "head_count")

@@ -15,7 +15,7 @@ from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..locate import PART, complete_parts
-from .config import config_of
+from .config import translate_settings
 from .header import Header, TensorInfo, read_header
 from .translate import Shape, Translated, translate
 
@@ -55,7 +55,7 @@ class GGUFFile(Checkpoint):
         self.places = _places(sources, headers)
         shapes = {name: place.stored.shape for name, place in self.places.items()}
         settings = headers[0].settings
-        own = config_of(settings, self.places)
+        own = translate_settings(settings, self.places)
         self.translated = translate(settings, shapes)
         entries = {name: self._entry(item) for name, item in self.translated.items()}
         # What lies beside the file may know more, but only if it contradicts nothing of what the file says itself.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import refusal, within
 from ...records import Json
 from .architectures import ARCHITECTURES
-from .config import architecture_of, num_heads
+from .config import architecture_of, count_heads
 from .names import Architecture
 
 Shape = tuple[int, ...]
@@ -176,9 +176,9 @@ def _change(row: Architecture, settings: Json, layer: int, stem: str, suffix: st
     if suffix not in ("", "weight", "bias"):
         return Change()
     if row.is_permuted and stem in ("attn_q", "attn_k"):
-        return Permuted(num_heads(settings, layer)[stem == "attn_k"])
+        return Permuted(count_heads(settings, layer)[stem == "attn_k"])
     if row.is_regrouped and stem == "attn_qkv":
-        return Regrouped(*num_heads(settings, layer))
+        return Regrouped(*count_heads(settings, layer))
     if suffix == "weight" and stem in row.transposed:
         return Transposed()
     return Shifted() if suffix == "weight" and row.has_shifted_norms and stem.endswith("norm") else Change()
