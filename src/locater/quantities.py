@@ -172,7 +172,7 @@ GLOSSARY = {
     "sink": "the first token, on which many heads rest when they have nothing to say",
     "entropy collapse": "attention so peaked that learning stalls",
     "rank collapse": "attention so even that all tokens become alike",
-    "LocAteR": "the paper's regulariser: it shrinks the scale η; the trace is free unless you hold it",
+    "LocAteR": "the paper's regulariser: it shrinks the scale η; tr W is free unless you hold it",
 }
 
 

@@ -34,6 +34,13 @@ def test_a_fact_has_one_home(fact):
     assert found == [home]
 
 
+def test_the_definition_of_locater_is_the_same_everywhere():
+    """On every page that defines it, and in the glossary of every report."""
+    pages = [SOURCE.parent / name for name in ("README.md", "docs/stabilisers.md", "docs/theory.md")]
+    words = "the scale η; tr W is free unless you hold it"
+    assert all(words in path.read_text(encoding="utf-8") for path in pages) and words in TEXTS["locater/quantities.py"]
+
+
 def test_entropy_is_defined_in_one_room():
     """−Σ p log p of attention, by whatever form, outside of `attention` and the singular values' own."""
     pattern = re.compile(r"torch\.(special\.)?(xlogy|entr)\(")

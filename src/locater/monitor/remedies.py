@@ -213,7 +213,7 @@ class Attach(Action):
         options = dict(self.options)
         if "optimizer" in self.takes and host.optimizers:
             options.setdefault("optimizer", host.optimizers[0] if len(host.optimizers) == 1 else list(host.optimizers))
-        if "sample" in self.takes and self.sample is not None and not options.keys() & {"heads", "family"}:
+        if "sample" in self.takes and self.sample is not None and "heads" not in options:
             options.setdefault("sample", self.sample)
         return self.make(model, **options)
 

@@ -3,14 +3,12 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import refusal
-from ..models import Family
 from ..models.live import at_work
 from ..models.live.explicit import Explicit
 from ..models.live.rate_factor import Rates
@@ -45,7 +43,6 @@ class LocAteR(Stabiliser):
         optimizer: Optimizers | None = None,
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
-        family: Family | None = None,
         inputs: PairInputs | None = None,
     ) -> None:
         self.auto = Auto() if strength == "auto" else strength if isinstance(strength, Auto) else None
@@ -55,12 +52,11 @@ class LocAteR(Stabiliser):
         self.steps, self._in_loss = 0, False
         self.pairs: list[Pair] = []
         self.gauge: Gauge | None = None
-        options: dict[str, Any] = dict(heads=heads, family=family)
-        self.begin(model, partial(self._find, model, options), sample, heads, family)
+        self.begin(model, partial(self._find, model, heads), sample, heads)
 
-    def _find(self, model: nn.Module, options: dict[str, Any], sample: Sample | None) -> None:
-        self.pairs = find_pairs(model, sample=sample, latent=True, by_scale=True, **options)
-        self.inputs.find(model, self.pairs, sample=sample, **options)
+    def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
+        self.pairs = find_pairs(model, heads=heads, sample=sample, latent=True, by_scale=True)
+        self.inputs.find(model, self.pairs, heads=heads, sample=sample)
         leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
         self.gauge = Gauge(self.pairs, self.optimizer, self._slopes) if self.auto else None

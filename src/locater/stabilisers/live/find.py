@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...errors import Refusal, missing, refusal
-from ...models import Family, HeadRows, Slices, read_heads, slices
+from ...models import HeadRows, Slices, read_heads, slices
 from ...models.live import open_live
 from ...models.live.explicit import Explicit
 from ...models.live.tensors import ModuleTensors
@@ -31,7 +31,6 @@ def find_pairs(
     *,
     heads: Sequence[Explicit] = (),
     sample: Sample | None = None,
-    family: Family | None = None,
     trained: bool = True,
     latent: bool = False,
     by_scale: bool = False,
@@ -44,7 +43,7 @@ def find_pairs(
     """
     tensors, skipped = ModuleTensors(model), []
     pairs: dict[object, Pair] = {}
-    for site in open_live(tensors.model, heads=heads, sample=sample, family=family, tensors=tensors).sites:
+    for site in open_live(tensors.model, heads=heads, sample=sample, tensors=tensors).sites:
         if site.reason is not None:
             skipped += read_heads(site).refused
             continue
