@@ -31,6 +31,7 @@ PICTURE = "reproduction_end.png"
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
 LOCATERS = ("held", "released")
 SEEDS = {"A": 5, "B": 3}
+RATES = {"A": "each arm at its own best rate", "B": "at one rate"}
 ENDS = {"A": int(LENGTHS["A"]), "B": round(STEPS_OF_AN_EPOCH * LENGTHS["epochs"])}
 LEVELS = (0.3, 0.8)  # of the run: the losses of `none` there are the ones that the others' steps are counted to
 SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
@@ -141,7 +142,7 @@ def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
     return {arm: Ratio(one) for arm, one in holm(known).items()}
 
 
-def answer(arms: Arms) -> str:
+def answer(arms: Arms, stage: str = "A") -> str:
     """The claim in a sentence: yes, only early, or no; of no arm with fewer than three seeds."""
     word, ends, early = outcome(arms)
     if not word:
@@ -150,14 +151,14 @@ def answer(arms: Arms) -> str:
     sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
     step = levels(arms)[0][0]
     return (
-        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends)}). "
+        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends, stage)}). "
         f"The loss that `none` has at step {step:,} is reached in {sooner}, of its steps."
     )
 
 
-def _judged(ends: Mapping[str, Ratio]) -> str:
+def _judged(ends: Mapping[str, Ratio], stage: str) -> str:
     counts = sorted({ratio.estimate.count for ratio in ends.values()})
-    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, each arm at its own best rate"
+    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, {RATES[stage]}"
 
 
 def localises(arms: Arms) -> str:
@@ -217,7 +218,7 @@ def section(kept: Path = KEPT) -> str:
 def _stage(stage: str, arms: Arms, rate: Mapping[str, float]) -> list[str]:
     missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
     open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
-    lines = [answer(arms), "", *table(arms, rate), ""]
+    lines = [answer(arms, stage), "", *table(arms, rate), ""]
     lines += [localises(arms), ""] if localises(arms) else []
     lines += [turns(arms)]
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines

@@ -57,6 +57,7 @@ def test_a_planted_lead_is_found_with_its_size(tmp_path):
     arms = settled.read("A", planted(tmp_path, end=math.log(0.97)))
     ratio = settled.end_ratio(arms, "held")
     assert ratio.word == "lower" and math.exp(ratio.estimate.value) == pytest.approx(0.97, abs=0.002)
+    assert "at one rate" in settled.answer(arms, "B") and "its own best rate" in settled.answer(arms)
     assert settled.answer(arms).startswith("**Yes.**") and "it leads: 0.9" in said_claim(arms)
     assert said_advice(tmp_path).startswith("    Hold κ through the run: at [the end")
     assert "tr W ends at 2.50 λ without LocAteR, and at 0.50 λ with κ held" in settled.section(tmp_path)

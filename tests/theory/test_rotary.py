@@ -96,3 +96,8 @@ def test_positions_outside_the_context_are_refused():
     query, key = construct("asymmetric", 8)
     with pytest.raises(Refusal, match=r"positions from 1 to 5, got \[0, 2\]"):
         rotary.profile(query, key, turns=Turns(PAIRS, FREQUENCIES), length=5, positions=torch.tensor([0, 2]))
+
+
+def test_a_length_whose_sums_no_memory_holds_is_refused():
+    with pytest.raises(Refusal, match="the sums over 2,147,483,648 tokens to fit"):
+        rotary.Series(2**31, torch.tensor([1]), Turns(torch.arange(256).reshape(128, 2), torch.rand(128)))

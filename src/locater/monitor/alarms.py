@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
 from ..errors import counted
-from ..head import Block
-from ..models.coverage import spans
-from ..records import Json, State
-from .report import AHEAD, RESTING, SERIOUS, LayerReport
+from ..records import State
+from .report import AHEAD, RESTING, SERIOUS, Alarm, LayerReport
 from .tally import Mode
 from .trends import Trends
 
@@ -30,40 +28,6 @@ class Thresholds:
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
     steps_ahead: int | None = None  # an explosion this near by growth is forecast; off, for most do not come true
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """One finding for the heads of a layer that share it: the worst figure beside the threshold, and what to try."""
-
-    kind: str
-    block: Block
-    layer: int
-    heads: tuple[int, ...]  # none where it is of the whole layer
-    figure: float
-    threshold: float
-    meaning: str
-    remedy: str
-    trend: str = ""
-    mode: str = "training"
-    since: int | None = None  # the step whose report raised it, where it was said before
-
-    @property
-    def place(self) -> str:
-        heads = f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}" if self.heads else ""
-        mode = {"evaluation": ", in evaluation", "no_grad": ", without gradients"}.get(self.mode, "")
-        return f"{self.block} layer {self.layer}{heads}{mode}"
-
-    def __str__(self) -> str:
-        """In full the first time; then that it is still so."""
-        where = self.place
-        if self.since is not None:
-            return f"{self.kind}: {where}, still, since step {self.since} ({self.figure:.4g})"
-        trend = f", {self.trend}" if self.trend else ""
-        return f"{self.kind}: {where}, {self.meaning}{trend}; try {self.remedy}"
-
-    def to_json(self) -> Json:
-        return asdict(self)
 
 
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.

@@ -1,6 +1,7 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import refusal
+from ..models.coverage import spans
 from ..models.live import at_work
 from ..models.live.tensors import entry_of
 from ..models.live.watch import FirstCall, Sample
@@ -20,11 +22,16 @@ from .alarms import Alarm, Alarms, Thresholds
 from .hooks import Hooks
 from .observation import Key, Observation
 from .places import exchange
-from .report import LayerReport, Report, make_notes, unfollowed
+from .report import GATES, MODULE_INPUTS, LayerReport, Report
 from .sinks import Sink
 from .tally import MODES, Mode, Scope, Tally
 from .trends import Trends, WeightsOfHeads
 
+UNSEEN = (
+    "no forward pass was seen: call the model itself, model(…), not a method of it, and give the monitor what "
+    "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
+    "run before must be reset with torch.compiler.reset()"
+)
 QK_NORMS = ("qk_norm", "q_norm", "query_norm", "q_layernorm", "query_layernorm")  # ours, and what models call theirs
 
 
@@ -192,9 +199,9 @@ class AttentionMonitor:
         if self.hooks is not None:
             num_cached = self.hooks.num_cached
             self.seen.refused.update(self.hooks.unseen())
-        lost = () if self.was_told_of_gates else tuple(unfollowed(seen))
+        lost = () if self.was_told_of_gates else tuple(_unfollowed(seen))
         self.was_told_of_gates |= bool(lost)
-        return (*make_notes(seen, self.seen.refused, num_cached, skipped), *lost)
+        return (*_remarks(seen, self.seen.refused, num_cached, skipped), *lost)
 
     def _begin(self) -> None:
         self.seen.begin()
@@ -229,3 +236,33 @@ class AttentionMonitor:
         self.responses.lines = list(state.get("lines", ()))
         if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
             self._try_actions(self.sample)
+
+
+def _unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
+    """Name layers of whose gate nothing is known, in a model that has gates."""
+    if not any(layer.is_gated for layer in layers):
+        return
+    lost = sorted({layer.layer for layer in layers if any(map(math.isnan, layer.gates.get(GATES[0], ())))})
+    if lost:
+        yield f"the way to the output projection could not be followed in layers {spans(lost)}: their gate is not known"
+
+
+def _remarks(
+    layers: Sequence[LayerReport], refused: Iterable[str], num_cached: int, num_skipped: int
+) -> tuple[str, ...]:
+    """List the remarks of a report, the most important first."""
+    notes = [] if layers or num_cached or num_skipped or refused else [UNSEEN]
+    notes += sorted(refused)
+    rebuilt = sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS})
+    if rebuilt:
+        notes.append(f"layers {spans(rebuilt)} called no attention kernel: reconstructed from their modules' inputs")
+    thinned = [layer for layer in layers if layer.share_of_queries < 1]
+    if thinned:
+        least = min(layer.share_of_queries for layer in thinned)
+        where = spans(sorted({layer.layer for layer in thinned}))
+        notes.append(f"to keep within the budget, {least:.1%} of the queries or more were looked at in layers {where}")
+    if num_skipped:
+        notes.append(f"the budget was spent: {num_skipped} calls of attention were not looked at")
+    if num_cached:
+        notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
+    return tuple(notes)

@@ -1,8 +1,8 @@
 """Report of a monitor: per layer and head, with metrics to log, alarms, and what it left out."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ..attention import NAMES
@@ -11,6 +11,7 @@ from ..head import Block
 from ..models.coverage import spans
 from ..records import Json, head_key, layer_key
 from ..report.shown import Shown
+from ..report.stories import SERIOUS as SERIOUS
 from .tally import (
     CLUSTERS,
     COUNT,
@@ -32,18 +33,9 @@ from .tally import (
 if TYPE_CHECKING:
     import pandas
 
-    from .alarms import Alarm
-
-
-UNSEEN = (
-    "no forward pass was seen: call the model itself, model(…), not a method of it, and give the monitor what "
-    "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
-    "run before must be reset with torch.compiler.reset()"
-)
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
 AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
-# Alarms that mean divergence. Heads at rest do not: trained models have them for good reasons.
-SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
+# Heads at rest do not mean divergence, as SERIOUS alarms do: trained models have them for good reasons.
 RESTING = ("dead heads (sink)", "dead heads (uniform)")
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean
 # What a head's output is multiplied by before the output projection, and the share of queries whose gate is closed; 1
@@ -135,6 +127,40 @@ class LayerReport:
         }
 
 
+@dataclass(frozen=True)
+class Alarm:
+    """One finding for the heads of a layer that share it: the worst figure beside the threshold, and what to try."""
+
+    kind: str
+    block: Block
+    layer: int
+    heads: tuple[int, ...]  # none where it is of the whole layer
+    figure: float
+    threshold: float
+    meaning: str
+    remedy: str
+    trend: str = ""
+    mode: str = "training"
+    since: int | None = None  # the step whose report raised it, where it was said before
+
+    @property
+    def place(self) -> str:
+        heads = f", head{'s' if len(self.heads) > 1 else ''} {spans(self.heads)}" if self.heads else ""
+        mode = {"evaluation": ", in evaluation", "no_grad": ", without gradients"}.get(self.mode, "")
+        return f"{self.block} layer {self.layer}{heads}{mode}"
+
+    def __str__(self) -> str:
+        """In full the first time; then that it is still so."""
+        where = self.place
+        if self.since is not None:
+            return f"{self.kind}: {where}, still, since step {self.since} ({self.figure:.4g})"
+        trend = f", {self.trend}" if self.trend else ""
+        return f"{self.kind}: {where}, {self.meaning}{trend}; try {self.remedy}"
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
     """`training`, `no_grad` and `evaluation` hold the layers observed in that mode; `alarms` name what is wrong."""
@@ -142,7 +168,7 @@ class Report(Shown):
     step: int
     training: tuple[LayerReport, ...]
     evaluation: tuple[LayerReport, ...] = ()
-    alarms: "tuple[Alarm, ...]" = ()
+    alarms: tuple[Alarm, ...] = ()
     notes: tuple[str, ...] = ()
     no_grad: tuple[LayerReport, ...] = ()  # in training mode without gradients: old policies, references, probes
     per_head: bool = field(default=False, repr=False)
@@ -250,33 +276,3 @@ def _mean(values: tuple[float, ...]) -> float:
 def _known(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
-    """Name layers of whose gate nothing is known, in a model that has gates."""
-    if not any(layer.is_gated for layer in layers):
-        return
-    lost = sorted({layer.layer for layer in layers if any(map(math.isnan, layer.gates.get(GATES[0], ())))})
-    if lost:
-        yield f"the way to the output projection could not be followed in layers {spans(lost)}: their gate is not known"
-
-
-def make_notes(
-    layers: Sequence[LayerReport], refused: Iterable[str], num_cached: int, num_skipped: int
-) -> tuple[str, ...]:
-    """List the remarks of a report, the most important first."""
-    notes = [] if layers or num_cached or num_skipped or refused else [UNSEEN]
-    notes += sorted(refused)
-    rebuilt = sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS})
-    if rebuilt:
-        notes.append(f"layers {spans(rebuilt)} called no attention kernel: reconstructed from their modules' inputs")
-    thinned = [layer for layer in layers if layer.share_of_queries < 1]
-    if thinned:
-        least = min(layer.share_of_queries for layer in thinned)
-        where = spans(sorted({layer.layer for layer in thinned}))
-        notes.append(f"to keep within the budget, {least:.1%} of the queries or more were looked at in layers {where}")
-    if num_skipped:
-        notes.append(f"the budget was spent: {num_skipped} calls of attention were not looked at")
-    if num_cached:
-        notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
-    return tuple(notes)

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rich import box
 from rich.console import Console
@@ -12,11 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import missing
-from .report import LayerReport, Report
-
-if TYPE_CHECKING:
-    from .alarms import Alarm
-
+from .report import Alarm, LayerReport, Report
 
 COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
 SHORT = {"normalised_entropy": "norm._entropy", "mean_distance": "mean_dist.", "participation": "particip."}
@@ -93,7 +89,7 @@ class _Run:
         for line in report.actions:
             self.run.alert(title="attention: action", text=line)
 
-    def _new(self, report: Report) -> "list[Alarm]":
+    def _new(self, report: Report) -> list[Alarm]:
         """An alarm is raised once for a layer, and again only after it has gone."""
         present = {(alarm.kind, alarm.block, alarm.layer): alarm for alarm in report.alarms}
         new = [alarm for key, alarm in present.items() if key not in self.raised]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..budget import check_memory
 from ..errors import Refusal, refusal
 from ..head import Head
 from ..positions import Rotary
@@ -240,6 +241,7 @@ def _series(rotary: Rotary, length: int) -> Series:
 
 def _shift(batch: HeadBatch, length: int, positions: Tensor) -> Tensor | None:
     """Compute the position bias on the last query's logits (ALiBi, T5's buckets), less its mean over the context."""
+    check_memory(40 * length, f"the distances in {length:,} tokens")
     added = batch.added_by_distance(torch.arange(length - 1, -1, -1)[None])
     if added is None:
         return None

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..budget import check_memory
 from ..errors import refusal
 from ..spectra import Covariance, Grams, RotaryForms, grams, rotary_forms, rotation
 from .closed_form import mass_between
@@ -43,6 +44,9 @@ class Series:
     def __init__(self, length: int, positions: Int[Tensor, " positions"], turns: Turns):
         if bool(((positions < 1) | (positions > length)).any()):
             raise refusal(f"positions from 1 to {length}", positions.tolist())
+        check_memory(
+            80 * length * len(turns.frequencies), f"the sums over {length:,} tokens"
+        )  # five tables of cosines and sines
         offsets = torch.arange(length - 1, -1, -1, dtype=torch.float64, device=positions.device)
         terms = rotation(offsets, turns.frequencies, amplitude=turns.amplitude)
         suffix = terms.flip(0).cumsum(0).flip(0) / length
