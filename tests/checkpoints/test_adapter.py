@@ -249,6 +249,31 @@ def test_every_setting_of_the_installed_peft_is_tried():
     assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == set(UNUSUAL)
 
 
+EDITS = [
+    ("target_modules", ["k_proj"]), ("target_modules", ["self_attn.q_proj"]), ("target_modules", r".*q_proj"),
+    ("target_modules", ["model.layers.0.self_attn.q_proj"]), ("target_modules", r"model.layers.0.self_attn.k_proj"),
+    ("exclude_modules", ["k_proj"]), ("exclude_modules", r".*q_proj"),
+    ("exclude_modules", ["layers.1.self_attn.q_proj"]), ("layers_to_transform", [1]), ("layers_to_transform", 0),
+    ("layers_to_transform", [0, 1]), ("layers_to_transform", []), ("bias", "a word of tomorrow"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("key", "value"), EDITS)
+def test_factors_that_peft_would_leave_out_are_refused(key, value, tmp_path):
+    """The settings are edited behind the factors: peft loads those that it then makes modules for, in silence."""
+    trained(tmp_path, tiny_llama, {"r": 4, "target_modules": ["q_proj", "k_proj"]})
+    set_config(tmp_path, **{key: value})
+
+    def by_peft():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        return peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+
+    outcome = check_right_or_refused(tmp_path, by_peft)
+    assert outcome == "right" or "names alone" in outcome or "as bias" in outcome
+    assert (outcome == "right") == ((key, value) in EDITS[10:12])
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("key", "value"), WRITTEN)
 def test_settings_not_known_to_be_harmless_are_refused_by_name(key, value, tmp_path):

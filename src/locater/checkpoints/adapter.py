@@ -29,6 +29,8 @@ ASIDE += ("lora_dropout", "bias", "layers_to_transform", "layers_pattern", "mega
 ASIDE += ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "ensure_weight_tying")
 # Ways to begin that leave the base as it was; PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take something off it.
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+BIASES = ("none", "all", "lora_only")
+ALL = "all-linear"  # peft's word for every projection
 OUTPUT = "lm_head"  # saved beside resized embeddings, where the base has it tied to them and does not store it
 # Untrusted patterns are matched only if they cannot take for ever: one star, and names of a usual length.
 LONGEST_MODULE = 300
@@ -86,6 +88,8 @@ def read_adapter_settings(folder: Folder) -> Json | None:
     if (start := settings.get("init_lora_weights", True)) not in STARTS:
         expected = f"an adapter that left its base as it was ({', '.join(map(str, STARTS))} as init_lora_weights)"
         raise refusal(expected, f"{start!r:.40}", remedy)
+    if (bias := settings.get("bias") or "none") not in BIASES:
+        raise refusal(f"one of {', '.join(BIASES)} as bias in {CONFIG}", f"{bias!r:.40}", remedy)
     return settings
 
 
@@ -122,6 +126,9 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
             replaced[_replaced(base, bare, settings, replaced)] = stored
     changed: Factors = {}
     for module, sides in factors.items():
+        if not _is_targeted(module, settings):
+            remedy = "peft would leave it out; save the adapter again"
+            raise refusal(f"factors of modules that {CONFIG} names alone", f"{module[:120]!r}", remedy)
         name = _find(base, f"{module}.weight")
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
@@ -129,6 +136,44 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
         _check_once(name not in changed, sides["A"])
         changed[name] = module, sides
     return changed, replaced
+
+
+def _is_targeted(module: str, settings: JsonMapping) -> bool:
+    """Tell whether peft makes factors for this module; of patterns that may take for ever nothing is known."""
+    wanted = settings.get("target_modules")
+    if _is_named(module, settings.get("exclude_modules")):
+        return False
+    if isinstance(wanted, list) and module not in wanted and not _is_in_layers(module, settings):
+        return False
+    return _is_named(module, wanted) is not False
+
+
+def _is_named(module: str, names: Any) -> bool | None:
+    """By a pattern of the whole name, or by a list of its ends; None where nothing is stated, or no simple pattern."""
+    if isinstance(names, list) and names:
+        return any(f".{module}".endswith(f".{name}") for name in names)
+    is_simple = isinstance(names, str) and names not in ("", ALL) and HARMLESS.fullmatch(names) is not None
+    if not is_simple or names.count("*") > 1 or len(module) > LONGEST_MODULE:
+        return None
+    try:
+        return re.fullmatch(names, module) is not None
+    except re.error as cause:
+        raise Refusal(f"expected a pattern in {CONFIG}, got {names[:80]!r} ({cause})") from None
+
+
+def _is_in_layers(module: str, settings: JsonMapping) -> bool:
+    """Tell whether the first number in the name, behind a word of `layers_pattern`, is among the layers chosen."""
+    chosen, behind = (settings.get(f"layers_{key}") for key in ("to_transform", "pattern"))
+    if chosen is None or chosen == []:
+        return True
+    behind = behind if isinstance(behind, list) else [behind] if behind else []
+    parts = module.split(".")
+    numbers = [
+        int(part)
+        for place, part in enumerate(parts)
+        if re.fullmatch("[0-9]{1,9}", part) and (parts[place - 1] in behind if behind else place > 1)
+    ]
+    return bool(numbers) and numbers[0] in (chosen if isinstance(chosen, list) else [chosen])
 
 
 def _check_once(is_first: bool, stored: str) -> None:
