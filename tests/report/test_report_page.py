@@ -15,7 +15,6 @@ from locater.cli.report import read_source
 from locater.errors import Refusal
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import LayerReport, Report
-from locater.report import head_figures
 from locater.report.does import does
 from locater.report.head_figures import plot
 from locater.report.headline import headline, verdict
@@ -132,7 +131,7 @@ def test_a_model_of_the_same_shape_keeps_its_estimates():
     assert "estimated_near_mass" in first.columns and "estimated_near_mass" in second.columns
     masses = dict(near_mass_beyond_first=0.8)
     measured = {
-        "schema": "locater.predict/1", "source": "demo/with/model", "text": "t", "window": 8, "distance_bins": [[0, 1]],
+        "schema": "locater.predict/2", "source": "demo/with/model", "text": "t", "window": 8, "distance_bins": [[0, 1]],
         "heads": [{"block": "decoder", "layer": 0, "head": 0, "predicted": masses, "measured": masses,
                    "attention_profile": [1.0], "logit_profile": [0.0]}],
     }  # fmt: skip
@@ -257,28 +256,10 @@ def test_figures_of_a_map_and_of_a_head(tmp_path):
     assert (figures / "where-xi.png").read_bytes().startswith(b"\x89PNG") and (figures / "where-xi.svg").exists()
 
 
-def test_figures_of_the_heads_that_are_asked_for(tmp_path, monkeypatch):
+def test_a_figure_of_one_head_has_a_panel_for_all_that_is_known():
     lines = {"profiles": {"closed": [0, 1], "exact": [0, 0.9]}, "expected_logits": {"weights": [2, 1]}}
-    spectrum = [[1, 0.5], [1, -0.5]]
-    heads = [head(0, 0, xi=-9.0, eigenvalues=spectrum, **lines), head(0, 1, eigenvalues=spectrum), head(1, 0)]
-    source, figures = tmp_path / "scan.json", tmp_path / "figures"
-    source.write_text(json.dumps(scanned(*heads, distances=[0, 1])), encoding="utf-8")
-    assert len(plot(json.loads(source.read_text()), head=(0, 0)).axes) == 3
-    page = tmp_path / "page.html"
-    assert locater("report", source, "-o", page, "--figures", figures).code == 0
-    assert [path.name for path in sorted(figures.glob("*head*"))] == ["where-head-0.0.png", "where-head-0.0.svg"]
-    names = []
-    monkeypatch.setattr(head_figures, "save", lambda figure, path: names.append(path.stem))
-    assert locater("report", source, "-o", page, "--figures", figures, "--heads", "all").code == 0
-    assert {name for name in names if "head" in name} == {"where-head-0.0", "where-head-0.1"}  # 1.0 has no lines
-    page.unlink()
-    for heads, code, words in (
-        ("7.7", 1, "heads that a result has"),
-        ("1.0", 1, "results with eigenvalues or curves"),
-        ("first", 2, "such as 5.6,9.1"),
-    ):
-        found = locater("report", source, "-o", page, "--figures", tmp_path / "none", "--heads", heads)
-        assert found.code == code and words in found.err and not page.exists()
+    known = head(0, 0, xi=-9.0, eigenvalues=[[1, 0.5], [1, -0.5]], **lines)
+    assert len(plot(scanned(known, distances=[0, 1]), head=(0, 0)).axes) == 3
 
 
 def test_curves_over_time_are_figures_too(tmp_path):

@@ -1,6 +1,5 @@
 """`locater report`: one self-contained page from results or models."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ from rich.markup import escape
 
 from ..budget import limited
 from ..documents import as_written
-from ..errors import BadArguments, net, refusal
+from ..errors import net, refusal
 from ..plugins import plugins
 from ..records import Json
 from .options import PagePath, Timeout
@@ -32,13 +31,9 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also every map and curve as PNG and SVG in this folder.")
     ] = None,
-    heads: Annotated[
-        str | None,
-        typer.Option(metavar="L.H,…", help="With --figures: these heads too, such as 5.6,9.1, or all. [the one shown]"),
-    ] = None,
 ) -> None:
     """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
-    wanted, sources = parse_heads(heads), sources or [example()]
+    sources = sources or [example()]
     with limited(seconds=timeout):
         documents = [read_source(source) for source in sources]
     for document in documents:
@@ -47,26 +42,10 @@ def report(
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     with as_written(", ".join(sources)):
         if figures:
-            from ..report.head_figures import first_shown, save_all
+            from ..report.head_figures import save_all
 
-            save_all(documents, figures, heads=first_shown(documents) if wanted == [] else wanted)
+            save_all(documents, figures)
         save_html(documents, out, title=title, when=max(times, default=None), note=note)
-
-
-def parse_heads(text: str | None) -> list[tuple[int, int]] | None:
-    """Layers and numbers of heads; None stands for all, an empty list for none.
-
-    >>> parse_heads("5.6, 9.1")
-    [(5, 6), (9, 1)]
-    """
-    if text is None:
-        return []
-    if text == "all":
-        return None
-    found = [re.fullmatch(r"\s*(\d+)\.(\d+)\s*", part) for part in text.split(",")]
-    if None in found:
-        raise BadArguments(f"--heads expects layers and numbers such as 5.6,9.1, or all, got {text!r}")
-    return [(int(one[1]), int(one[2])) for one in found if one]
 
 
 def read_source(source: str) -> Json:

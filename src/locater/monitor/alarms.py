@@ -13,7 +13,7 @@ from .report import AHEAD, RESTING, SERIOUS, Alarm, LayerReport
 from .tally import Mode
 from .trends import Trends
 
-SETTLED = 1000  # steps in which a head that learns anything has told keys apart
+SETTLED = 1000  # steps in which a head that learns anything has distinguished keys
 LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
 
 
@@ -117,7 +117,7 @@ class Alarms:
     """Finds the alarms of a report, and remembers what it takes to word and to excuse them.
 
     An alarm of the same heads, or of some of them, as in the last report says since when. At its start a model's logits
-    are nearly equal, and nothing is wrong: a head is dead that told keys apart before, that has not done so for SETTLED
+    are nearly equal, and nothing is wrong: a head is dead that distinguished keys before, that has not done so for SETTLED
     steps, or that stands among others that do.
     """
 

@@ -9,8 +9,7 @@ from ..errors import refusal
 from ..quantities import QUANTITIES, REGIME_WORDS, REGIMES, Quantity, is_shown, quantity
 from .curves import curves, study_figure
 from .figures import canvas, colormaps, save
-from .head_panels import PANELS, head_figure
-from .headline import headline
+from .head_panels import head_figure
 from .views import Document, View, all_shown, views_of
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAPS = ("xi", "eta_over_temperature", "localisation", "symmetry", "near_mass", "normalised_entropy", "moved")
-Heads = Sequence[tuple[int, int]] | None  # layer and number; None: all
 MOST_LAYERS = 12  # that a legend can name
 
 
@@ -35,42 +33,28 @@ def plot(
     if over_time:
         if len(view.frames) < 2:
             raise refusal("several steps or checkpoints, for curves over time", "one")
-        return layer_curves(view, _known(view, name))
-    return map_figure(view, name)
+        return _layer_curves(view, _known(view, name))
+    return _map_figure(view, name)
 
 
-def save_all(documents: Sequence[Document], folder: Path, *, heads: Heads = ()) -> None:
-    """Every map, the heads that are asked for (all where None), and all curves over time, each as PNG and SVG."""
-    views = views_of([all_shown(document) for document in documents])
-    _check_heads(views, heads)
-    for title, figure in _all(views, documents, heads):
+def save_all(documents: Sequence[Document], folder: Path) -> None:
+    """Every map and all curves over time, each as PNG and SVG."""
+    for title, figure in _all(documents):
         stem = re.sub(r"[^A-Za-z0-9.]+", "-", title).strip("-.")[:100] or "figure"
         for suffix in (".png", ".svg"):
             save(figure, folder / f"{stem}{suffix}")
 
 
-def _check_heads(views: list[View], heads: Heads) -> None:
-    """Check that there is something to draw for every requested head."""
-    known = {key[1:] for view in views for key in view.heads}
-    if unknown := [f"{layer}.{number}" for layer, number in heads or () if (layer, number) not in known]:
-        raise refusal("heads that a result has, as layer.number", ", ".join(unknown))
-    drawable = {head for view in views for head in _drawable(view)}
-    if not drawable.issuperset(heads or ()) or (heads is None and not drawable):
-        remedy = "give the model instead, or make the file with scan --spectrum eigenvalues"
-        raise refusal("results with eigenvalues or curves, to draw single heads", "numbers only", remedy)
-
-
-def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Iterator[tuple[str, Figure]]":
+def _all(documents: Sequence[Document]) -> "Iterator[tuple[str, Figure]]":
     """One after the other: hundreds of figures at once would fill the memory."""
-    for view in views:
+    for view in views_of([all_shown(document) for document in documents]):
         for name in view.columns:
             if name in QUANTITIES and is_shown(name, view.columns):
-                yield f"{view.name}-{name}", map_figure(view, name)
+                yield f"{view.name}-{name}", _map_figure(view, name)
                 if len(view.frames) > 1:
-                    yield f"{view.name}-{name}-over-time", layer_curves(view, name)
+                    yield f"{view.name}-{name}-over-time", _layer_curves(view, name)
         if any(regime for regime in view.regimes[-1]):
-            yield f"{view.name}-regime", map_figure(view, "regime")
-        yield from _heads(view, heads)
+            yield f"{view.name}-regime", _map_figure(view, "regime")
     for document in map(all_shown, documents):
         if document["schema"] == "locater.runs/1":
             yield "runs", curves(document)
@@ -78,39 +62,7 @@ def _all(views: list[View], documents: Sequence[Document], heads: Heads) -> "Ite
             yield f"study-{document.get('study', '')}", study_figure(document)
 
 
-def _heads(view: View, heads: Heads) -> "Iterator[tuple[str, Figure]]":
-    """Yield figures of views that know more of a head than its numbers; a missing head is left to the others."""
-    drawable = _drawable(view)
-    for head in drawable if heads is None else [head for head in heads if head in drawable]:
-        yield f"{view.name}-head-{head[0]}.{head[1]}", head_figure(view, head)
-
-
-def _drawable(view: View) -> list[tuple[int, int]]:
-    return [key[1:] for key, record in zip(view.heads, view.records, strict=False) if record.keys() & PANELS.keys()]
-
-
-def first_shown(documents: Sequence[Document]) -> list[tuple[int, int]]:
-    """The head that the page opens with, if there is something to draw of it."""
-    drawable = {head for view in views_of([all_shown(document) for document in documents]) for head in _drawable(view)}
-    return [head for head in _opened(documents) if head in drawable]
-
-
-def _opened(documents: Sequence[Document]) -> list[tuple[int, int]]:
-    """The first head that a warning names, else one to look at first, else the one of the largest |ξ|."""
-    views = views_of([all_shown(document) for document in documents])
-    said = [one for one in headline(views, []) if one.heads]
-    warned = [one for one in said if one.tone == "warning"] or [
-        one for one in said if one.text.startswith("Look first")
-    ]
-    if warned:
-        return [views[warned[0].view].heads[warned[0].heads[0]][1:]]
-    for view in views[:1]:
-        xis = view.columns.get("xi", [[0.0]])[-1]
-        return [view.heads[max(range(len(xis)), key=lambda n: abs(xis[n] or 0))][1:]]
-    return []
-
-
-def layer_curves(view: View, name: str) -> "Figure":
+def _layer_curves(view: View, name: str) -> "Figure":
     """A quantity over steps or checkpoints, the mean of each layer's heads; alarms as dotted lines."""
     figure, (panel,) = canvas(1, size=(7.6, 4.2))
     layers = list(dict.fromkeys(key[:2] for key in view.heads))
@@ -140,7 +92,7 @@ def _mean(values: list[float | None]) -> float:
     return sum(known) / len(known) if known else float("nan")
 
 
-def map_figure(view: View, name: str) -> "Figure":
+def _map_figure(view: View, name: str) -> "Figure":
     """Layers downwards, heads to the right; the last frame."""
     if name != "regime":
         _known(view, name)

@@ -26,7 +26,7 @@ def head_figure(view: View, head: tuple[int, int]) -> "Figure":
     if number is None or not view.records:
         raise refusal("a head (layer, number) of this result", head)
     record = view.records[number]
-    panels = [draw for name, draw in PANELS.items() if record.get(name)]
+    panels = [draw for name, draw in _PANELS.items() if record.get(name)]
     if not panels:
         raise refusal("a scan with eigenvalues or curves", "neither", "scan with details=['eigenvalues', 'curves']")
     # Five would be drawn in two rows: logits of a text join those of the weights.
@@ -53,7 +53,7 @@ def _eigenvalues(axis: "Axes", view: View, record: Json) -> None:
     radius = math.sqrt(sum(squares) / len(squares))
     axis.scatter(real, imaginary, s=14, color=LINES[0], alpha=0.7)
     axis.plot([mean], [0], "+", color=LINES[1], ms=12, mew=2, label=f"mean {mean:.3g}")
-    axis.add_patch(Circle((mean, 0), radius, fill=False, color=LINES[1], ls="--", label=f"spread {radius:.3g}"))
+    axis.add_patch(Circle((mean, 0), radius, fill=False, color=LINES[1], ls="--", label=f"deviation {radius:.3g}"))
     axis.set_aspect("equal", adjustable="datalim")
     axis.set(xlabel="real part", ylabel="imaginary part")
     _finish(axis, "Eigenvalues in the complex plane")
@@ -84,7 +84,7 @@ def _attention(axis: "Axes", view: View, record: Json) -> None:
     _finish(axis, "Attention over distance, without the first token")
 
 
-PANELS: dict[str, Panel] = {
+_PANELS: dict[str, Panel] = {
     "eigenvalues": _eigenvalues,
     "profiles": _profile,
     "expected_logits": _logit,

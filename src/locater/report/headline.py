@@ -190,7 +190,7 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
     kinds = Counter(alarm["kind"] for alarm in view.alarms)
     for kind, count in kinds.most_common(MOST_NAMED):
         of_kind = [alarm for alarm in view.alarms if alarm["kind"] == kind]
-        keys = {(alarm["block"], alarm["layer"], head) for alarm in of_kind for head in _alarmed(alarm)}
+        keys = {(alarm["block"], alarm["layer"], head) for alarm in of_kind for head in alarm["heads"]}
         heads = tuple(sorted(at[key] for key in keys if key in at))
         yield Sentence(
             f"Alarm, {counted(count, 'time')}: {kind}, first at step {of_kind[0]['step']}: {of_kind[0]['meaning']}"
@@ -198,11 +198,6 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
             number, heads, "warning",
         )  # fmt: skip
         yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
-
-
-def _alarmed(alarm: Json) -> list[int]:
-    """The heads of an alarm; older monitors named one, or none for a whole layer."""
-    return alarm["heads"] if "heads" in alarm else [alarm["head"]] * (alarm.get("head") is not None)
 
 
 def _names(view: View, heads: tuple[int, ...]) -> str:

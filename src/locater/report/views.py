@@ -233,7 +233,6 @@ def _of_monitor(document: Document) -> View:
 READERS: dict[str, Callable[[Document], View]] = {
     "locater.scan/1": _of_scan,
     "locater.compare/1": _of_compare,
-    "locater.predict/1": _of_predict,
     "locater.predict/2": _of_predict,
     "locater.steps/1": _of_steps,
     MONITOR: _of_monitor,
