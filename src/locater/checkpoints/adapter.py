@@ -152,13 +152,12 @@ def _is_named(module: str, names: Any) -> bool | None:
     """By a pattern of the whole name, or by a list of its ends; None where nothing is stated, or no simple pattern."""
     if isinstance(names, list) and names:
         return any(f".{module}".endswith(f".{name}") for name in names)
-    is_simple = isinstance(names, str) and names not in ("", ALL) and HARMLESS.fullmatch(names) is not None
-    if not is_simple or names.count("*") > 1 or len(module) > LONGEST_MODULE:
+    if not isinstance(names, str) or names in ("", ALL) or len(module) > LONGEST_MODULE:
         return None
-    try:
+    if HARMLESS.fullmatch(names) is None or names.count("*") > 1:
+        return None
+    with instead(lambda cause: refusal(f"a pattern in {CONFIG}", f"{names[:80]!r} ({cause})"), (re.error,)):
         return re.fullmatch(names, module) is not None
-    except re.error as cause:
-        raise Refusal(f"expected a pattern in {CONFIG}, got {names[:80]!r} ({cause})") from None
 
 
 def _is_in_layers(module: str, settings: JsonMapping) -> bool:

@@ -117,8 +117,8 @@ class Alarms:
     """Finds the alarms of a report, and remembers what it takes to word and to excuse them.
 
     An alarm of the same heads, or of some of them, as in the last report says since when. At its start a model's logits
-    are nearly equal, and nothing is wrong: a head is dead that distinguished keys before, that has not done so for SETTLED
-    steps, or that stands among others that do.
+    are nearly equal, and nothing is wrong: a head is dead that distinguished keys before, that has not done so for
+    SETTLED steps, or that stands among others that do.
     """
 
     def __init__(self, thresholds: Thresholds, trends: Trends | None = None) -> None:

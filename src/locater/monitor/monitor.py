@@ -244,7 +244,7 @@ def _unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
         return
     lost = sorted({layer.layer for layer in layers if any(map(math.isnan, layer.gates.get(GATES[0], ())))})
     if lost:
-        yield f"the way to the output projection could not be followed in layers {spans(lost)}: their gate is not known"
+        yield f"the gate of layers {spans(lost)} is not known: their output is changed before its projection"
 
 
 def _remarks(
