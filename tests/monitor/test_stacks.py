@@ -1,5 +1,6 @@
 """Kernels × ways of running × tools: every number right, or one refusal at the start that names the way out."""
 
+import copy
 import sys
 import types
 import warnings
@@ -7,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +16,7 @@ from kernel_stubs import FLASH_2, FLASH_2_PACKED, FLASH_3
 from locater import Live
 from locater.errors import Refusal
 from locater.monitor import AttentionMonitor
-from locater.stabilisers import QKClip, QKNorm
+from locater.stabilisers import LocAteR, QKClip, QKNorm
 
 D, HEADS, SIZE, TEXTS, TOKENS = 32, 4, 8, 2, 7
 LARGE = 6.0  # so that logits differ
@@ -271,3 +273,79 @@ def test_qk_norm_is_right_or_refused_at_the_start(name, way, kernels):
             torch.testing.assert_close(called(x), model.expected(x, normed)[1], rtol=1e-5, atol=5e-5)
     norm.detach()
     run(called, way)
+
+
+class Kernel(nn.Module):
+    def forward(self, q, k, v):
+        return sdpa(q, k, v)
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wqkv = nn.Linear(D, 3 * D, bias=False)
+
+    def forward(self, x):
+        return [part.unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in self.wqkv(x).chunk(3, -1)]
+
+
+class Apart(nn.Module):
+    """Queries and keys in one module, the kernel in another beside it, as torchtitan 0.3 has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv_linear, self.inner_attention = Projections(), Kernel()
+
+    def forward(self, x):
+        return self.inner_attention(*self.heads(x)).transpose(1, 2).flatten(2)
+
+    def heads(self, x):
+        return self.qkv_linear(x)
+
+
+@pytest.mark.parametrize("way", ["plain", "block", "wrapped"])
+def test_projections_and_kernel_in_modules_of_their_own(way):
+    model, attached, called = ready(sdpa, "plain")
+    model.layers = nn.ModuleList(Apart() for _ in range(2))
+    with torch.no_grad():
+        [layer.qkv_linear.wqkv.weight.mul_(LARGE) for layer in model.layers]
+    for layer in model.layers if way == "block" else ():
+        layer.compile(**COMPILE)
+    expected = copy.deepcopy(model)
+    if way == "wrapped":
+        model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
+    clip = QKClip(attached, threshold=1.0)  # finds its heads in the first pass
+    x = run(called, way)
+    clip.step()
+    found = clip.metrics(heads=True)
+    values = [[found[f"qk/layer_{n:02}/head_{h:02}/max_logit"] for h in range(HEADS)] for n in range(2)]
+    largest = torch.stack([one for one, _ in expected.expected(x)[0]])
+    torch.testing.assert_close(torch.tensor(values), largest, rtol=1e-5, atol=1e-5)
+    clip.detach()
+
+
+class InOne(nn.Module):
+    """Two layers in one `forward`: which call is whose is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.q0, self.k0, self.v0, self.q1, self.k1, self.v1 = (nn.Linear(D, D, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        for sides in ((self.q0, self.k0, self.v0), (self.q1, self.k1, self.v1)):
+            q, k, v = (side(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for side in sides)
+            x = x + sdpa(q, k, v).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_two_attentions_in_one_module_are_refused_by_what_looks_at_calls():
+    sample = (torch.randn(TEXTS, TOKENS, D),)
+    for stabiliser in (QKClip, QKNorm):
+        with pytest.raises(Refusal, match="a module of its own for each attention.*layer 0.*layer 1"):
+            stabiliser(InOne(), sample=sample)
+    model = InOne()
+    assert len(LocAteR(model, strength=0.1, sample=sample).pairs) == 2
+    clip = QKClip(model, threshold=0.1, by="weights", sample=sample)
+    before = [one.weight.norm() for one in (model.q0, model.q1)]
+    clip.step()
+    assert all(one.weight.norm() < norm for one, norm in zip((model.q0, model.q1), before, strict=True))

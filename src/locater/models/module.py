@@ -51,6 +51,7 @@ class AttentionModule:
     reason: str | None = None  # why its heads cannot be read
     heads: tuple[Head, ...] = ()  # empty until they are read
     refused: tuple[str, ...] = ()
+    caller: str | None = None  # the innermost module that ran when its kernel was called, if that was seen
 
     @property
     def block(self) -> Block:

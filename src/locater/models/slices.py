@@ -79,6 +79,7 @@ class Slices:
     rotary: Rotary | None
     widths: tuple[int, int]  # columns of queries and keys
     is_normed: bool  # QK-norm
+    caller: str | None = None  # the module that called the kernel, if that was seen
 
 
 def slices(module: AttentionModule) -> Slices:
@@ -96,7 +97,7 @@ def slices(module: AttentionModule) -> Slices:
         rotary = rotary_of(row.rotary, module.config, layer=layer, d_head=shape.d_head)
         widths = _width(module, queries[0]), _width(module, keys[0])
         norms = (norm_place(module, cell) for cell in (row.query_norm, row.key_norm))
-        return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms))
+        return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms), module.caller)
 
 
 def side_slices(module: AttentionModule, *, key: bool) -> tuple[Slice, ...]:

@@ -5,6 +5,7 @@ What cannot be explained is refused with the step that could not.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -82,6 +83,7 @@ class Finder:
                 torch.no_grad(),
                 torch.autocast(call.query.device.type, enabled=False),
             ):
-                return module_of_row(Search(with_four_dimensions(call), self.watch, self.tensors).row(), self.tensors)
+                row = Search(with_four_dimensions(call), self.watch, self.tensors).row()
+                return replace(module_of_row(row, self.tensors), caller=name)
         except Refusal as reason:
             return refused_module("decoder", (name, name), str(reason))

@@ -94,8 +94,8 @@ def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, lat
 
 
 def _pair(module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors) -> DensePair | None:
-    query = find_rows([[rows.query for rows in group] for group in groups], tensors)
-    key = find_rows([[group[0].key] for group in groups], tensors)
+    query = find_rows([[rows.query for rows in group] for group in groups], tensors, module.caller)
+    key = find_rows([[group[0].key] for group in groups], tensors, module.caller)
     if query is None or key is None:
         return None
     first = groups[0][0].head

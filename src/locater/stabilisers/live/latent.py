@@ -122,8 +122,8 @@ def _folded(matrix: Tensor, gain: Gain) -> Tensor:
 def latent_pair(module: Slices, tensors: ModuleTensors) -> LatentPair | None:
     """The heads of a layer of latent attention; None where they are made in another way than `LatentPair` knows."""
     head = module.heads[0]
-    query = find_rows([[rows.query] for rows in module.heads], tensors)
-    key = find_rows([[rows.key] for rows in module.heads], tensors)
+    query = find_rows([[rows.query] for rows in module.heads], tensors, module.caller)
+    key = find_rows([[rows.key] for rows in module.heads], tensors, module.caller)
     if head.key.latent is None or module.is_normed or query is None or key is None:
         return None
     inner = [None if side.latent is None else _inner(side.latent, tensors) for side in (head.key, head.query)]

@@ -5,7 +5,7 @@ Found once; the weights are read anew each time, so sharding may come later.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 import torch
@@ -139,16 +139,19 @@ def _multiply(parameter: Tensor, numbers: Tensor, axis: int) -> None:
     write_master(parameter, widen(tensor) * numbers)
 
 
-def find_weight(tensors: ModuleTensors, name: str) -> LiveWeight:
-    """The parameter of that name, or what is computed under it."""
+def find_weight(tensors: ModuleTensors, name: str, caller: str | None = None) -> LiveWeight:
+    """The parameter of that name, or what is computed under it; `caller` is the module that called the kernel."""
     module, attribute = tensors.owners[name]
     # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
     outer = name.rpartition(".")[0].rpartition(".")[0]
+    if caller is not None:  # it may stand deeper, or beside what calls the kernel (torchtitan)
+        both = zip(outer.split("."), caller.split("."), strict=False)
+        outer = ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
     attention = named_modules(tensors.model).get(outer, module) if attribute == "weight" else module
     return LiveWeight(name, module, attribute, attention, tensors.adapters.get(id(module)))
 
 
-def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors) -> Rows | None:
+def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors, caller: str | None = None) -> Rows | None:
     """Heads in groups as rows of one weight at even steps; None where they do not lie so."""
     start, size = heads[0][0], len(heads[0])
     head_step = heads[0][1].first - start.first if size > 1 else 0
@@ -157,4 +160,4 @@ def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors) -> Rows 
         if several[head] != replace(start, first=start.first + group * group_step + head * head_step):
             return None
     steps = start.first, group_step, head_step
-    return Rows(find_weight(tensors, start.parameter), start.transposed, start.count, len(heads), size, *steps)
+    return Rows(find_weight(tensors, start.parameter, caller), start.transposed, start.count, len(heads), size, *steps)
