@@ -343,9 +343,4 @@ def test_two_attentions_in_one_module_are_refused_by_what_looks_at_calls():
     for stabiliser in (QKClip, QKNorm):
         with pytest.raises(Refusal, match="a module of its own for each attention.*layer 0.*layer 1"):
             stabiliser(InOne(), sample=sample)
-    model = InOne()
-    assert len(LocAteR(model, strength=0.1, sample=sample).pairs) == 2
-    clip = QKClip(model, threshold=0.1, by="weights", sample=sample)
-    before = [one.weight.norm() for one in (model.q0, model.q1)]
-    clip.step()
-    assert all(one.weight.norm() < norm for one, norm in zip((model.q0, model.q1), before, strict=True))
+    assert len(LocAteR(InOne(), strength=0.1, sample=sample).pairs) == 2

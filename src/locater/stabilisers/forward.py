@@ -21,7 +21,7 @@ from ..models.live.watch import Sample
 from ..projections import whole
 from .base import Stabiliser
 from .live.find import NORM, find_pairs
-from .live.interception import Slots, check_no_full_graph
+from .live.interception import Slots, check_no_full_graph, modules_of
 from .live.pairs import Pair
 from .live.sharding import check_not_spread
 
@@ -87,7 +87,7 @@ class QKNorm(Stabiliser):
 
     def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
         pairs = find_pairs(model, heads=heads, sample=sample, trained=False, latent=True)
-        self.modules = {pair.name: pair.query.weight.attention for pair in pairs}
+        self.modules = {name: module for module, name in modules_of(pairs).items()}
         for name, module in self.modules.items():
             own = [pair for pair in pairs if pair.name == name]
             if hasattr(module, NORM):

@@ -22,7 +22,7 @@ from .pairs import Pair
 Handler = Callable[[nn.Module, AttentionCall], Tensor]  # what to give in place of the kernel's output
 FORWARD = "forward"
 WAY_OUT = "load the model with attn_implementation='sdpa', or call it with need_weights=False"
-ALONE = "put each into a module, or take LocAteR or QKClip(by='weights'), which look at no call"
+ALONE = "put each into a module, or take LocAteR, which looks at no call"
 BREAK = "compile without fullgraph=True: each attention module is then one graph break"
 
 
@@ -51,16 +51,22 @@ class Slots:
     """
 
     def __init__(self, pairs: Iterable[Pair], handler: Callable[[str], Handler | Looking]) -> None:
-        named: dict[nn.Module, str] = {}
-        for pair in pairs:
-            if named.setdefault(pair.query.weight.attention, pair.name) != pair.name:
-                both = f"one that computes {named[pair.query.weight.attention]} and {pair.name}"
-                raise refusal("a module of its own for each attention", both, ALONE)
-        self.removals = [_attach(module, name, handler(name)) for module, name in named.items()]
+        self.removals = [_attach(module, name, handler(name)) for module, name in modules_of(pairs).items()]
 
     def remove(self) -> None:
         while self.removals:
             self.removals.pop()()
+
+
+def modules_of(pairs: Iterable[Pair]) -> dict[nn.Module, str]:
+    """The attention modules, each with the name of its pairs."""
+    named: dict[nn.Module, str] = {}
+    for pair in pairs:
+        first = named.setdefault(pair.query.weight.attention, pair.name)
+        if first != pair.name:
+            both = f"one that computes {first} and {pair.name}"
+            raise refusal("a module of its own for each attention", both, ALONE)
+    return named
 
 
 class _Slot:

@@ -20,7 +20,8 @@ from ...attention.kernels import packed
 from ...attention.outside import OutsideHook, in_full_graph
 from ...errors import Refusal, refusal
 from ...models.live.tensors import entry_of
-from ..base import Stabiliser
+from ...models.live.watch import Sample
+from ..base import Find, Stabiliser
 from .interception import WAY_OUT, Slots
 from .pairs import Pair, num_heads
 
@@ -46,6 +47,11 @@ class Looker(Stabiliser):
             entry.register_forward_pre_hook(begin, with_kwargs=True),  # type: ignore[arg-type]
             entry.register_forward_hook(end, always_call=True),  # type: ignore[arg-type]
         ]
+
+    def _begin_waiting(self, find: Find, sample: Sample) -> None:
+        super()._begin_waiting(find, sample)
+        if self.slots is not None:  # the call under way is looked at too: its hooks were taken before ours came
+            self._begin_pass(lambda: self.entry, self.entry, (), {})
 
     def is_due(self) -> bool:
         """Tell whether passes are to be looked at now."""
