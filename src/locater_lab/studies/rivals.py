@@ -175,13 +175,26 @@ def conclude(rows: list[Json]) -> Answer:
 def _where_it_fails(found: dict[float, list[Finding]]) -> str:
     blamed = blamed_on_attention(found)
     if not blamed:
-        return f"At no rate is {CONTROL} below none while uniform attention is not: there is no failure to repair."
+        return f"No rate has {CONTROL} below none and uniform attention not below it{_both_below(found)}."
     shown = together([f"{rate:g}" for rate in blamed])
     told = tally([one for one in found[blamed[0]] if one.of != UNIFORM])
     return (
         f"At a rate of {shown} attention is what fails: {CONTROL} is below none there and uniform attention is not; "
         f"at {blamed[0]:g}: {told}."
     )
+
+
+def _both_below(found: dict[float, list[Finding]]) -> str:
+    """Say at which rates none loses to both, and what their difference is to those who would repair it."""
+    words = {rate: {one.of: one for one in some} for rate, some in found.items()}
+    lost = [rate for rate, said in words.items() if {said[arm].verdict for arm in (CONTROL, UNIFORM)} == {"lower"}]
+    if not lost:
+        return ""
+    shown = "; ".join(
+        f"at {rate:g} by {-words[rate][CONTROL].estimate.value:.3f} and {-words[rate][UNIFORM].estimate.value:.3f}"
+        for rate in lost
+    )
+    return f"; both are below it {shown}: none learns worse than no attention there, and {CONTROL} keeps its use"
 
 
 STUDY = Study(
