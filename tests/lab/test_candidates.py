@@ -14,10 +14,10 @@ import candidates  # noqa: E402
 
 @pytest.fixture
 def kept(monkeypatch) -> candidates.Runs:
-    def train(*arguments, **options):
+    def train_small(*arguments, **options):
         raise AssertionError("a row is missing")
 
-    monkeypatch.setattr(candidates, "train", train)
+    monkeypatch.setattr(candidates, "train_small", train_small)
     return candidates.Runs(candidates.KEPT, 3000)
 
 

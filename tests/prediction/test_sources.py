@@ -173,7 +173,7 @@ def test_random_ids_begin_as_the_gguf_file_says(tmp_path, monkeypatch):
 
     settings = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 2}
     header = type("Header", (), {"settings": settings})
-    monkeypatch.setattr(module, "read_gguf_header", lambda source: header)
+    monkeypatch.setattr(module, "read_header", lambda source: header)
     monkeypatch.setattr(module, "read_vocabulary", lambda source: ["<pad>", "a", "<bos>", "Ġthe", "of"])
     path = tmp_path / "model.gguf"
     path.write_bytes(b"")

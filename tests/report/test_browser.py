@@ -65,6 +65,7 @@ def test_values_are_those_of_the_json(opened, minilm):
 def test_click_keys_regimes_and_slider(opened, minilm):
     heads = minilm["heads"]
     x, y = opened.run("return locater.app.map.corner(30)")
+    opened.run("document.getElementById('map').scrollIntoView({block: 'center', behavior: 'instant'})")
     box = opened.run("const b = document.getElementById('map').getBoundingClientRect(); return [b.left, b.top]")
     for kind in ("mousePressed", "mouseReleased"):
         event = dict(type=kind, x=box[0] + x + 3, y=box[1] + y + 3, button="left", clickCount=1)

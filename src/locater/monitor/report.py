@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ..attention import NAMES
-from ..errors import missing
+from ..errors import counted, missing
 from ..head import Block
 from ..models.coverage import spans
 from ..records import Json, head_key, layer_key
@@ -228,7 +228,11 @@ class Report(Shown):
 
     def summary(self) -> str:
         """The alarms, what was done about them, and notes, in plain words."""
-        return "\n".join([*self.told(), *self.actions, *self.notes]) or "nothing to report"
+        return "\n".join([*self.told(), *self.actions, *self.notes]) or self._quiet()
+
+    def _quiet(self) -> str:
+        count = len({(layer.block, layer.layer) for mode in MODES for layer in getattr(self, mode)})
+        return f"no alarm in {counted(count, 'layer')}" if count else "nothing was seen"
 
     def told(self) -> Iterator[str]:
         """A sentence for each alarm; advice that several share stands in the first of them."""

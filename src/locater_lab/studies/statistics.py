@@ -252,8 +252,3 @@ def _who(some: Sequence[Finding], total: int, most: int) -> str:
 def together(names: Sequence[str]) -> str:
     """a, b and c."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def capital(words: str) -> str:
-    """Capitalise the beginning of a sentence; a letter of the theory stays as it is."""
-    return words[0].upper() + words[1:] if words[:1].isascii() else words
