@@ -187,7 +187,8 @@ def _where_it_fails(found: dict[float, list[Finding]]) -> str:
 def _both_below(found: dict[float, list[Finding]]) -> str:
     """Say at which rates none loses to both, and what their difference is to those who would repair it."""
     words = {rate: {one.of: one for one in some} for rate, some in found.items()}
-    lost = [rate for rate, said in words.items() if {said[arm].verdict for arm in (CONTROL, UNIFORM)} == {"lower"}]
+    lower = {rate: {arm for arm, one in said.items() if one.verdict == "lower"} for rate, said in words.items()}
+    lost = [rate for rate, arms in lower.items() if {CONTROL, UNIFORM} <= arms]
     if not lost:
         return ""
     shown = "; ".join(
