@@ -437,3 +437,20 @@ def test_our_own_qk_norm_is_seen_too():
         QKClip(model, sample=hand_written.TOKENS)
     norm.detach()
     QKClip(model, sample=hand_written.TOKENS).detach()
+
+
+def test_a_plateau_is_judged_by_the_losses_of_the_weights_that_are_there():
+    """The best loss was of weights that a roll-back undoes; beside it every later step would lower the rate."""
+    run = Run(RollBack(0.5), "ReduceLROnPlateau").run(1)
+    kept = run.schedulers[0].best
+    run.run(1)
+    run.schedulers[0].best, run.schedulers[0].num_bad_epochs = 0.0, 3  # as of an explosion that copies the batch
+    run.run(1, explode_at=0)
+    assert any("rolled back" in line for line in run.lines())
+    assert run.schedulers[0].best >= kept > 0 and run.schedulers[0].num_bad_epochs == 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Refusal, match="a folder that can be made"):
+        Run(Checkpoint(tmp_path / "file" / "alarm.pt")).run(1)

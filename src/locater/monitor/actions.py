@@ -148,7 +148,10 @@ class Checkpoint(Action):
         if path is None and isinstance(host, OwnLoop):
             raise missing("a path for the checkpoint", "pass Checkpoint(path)")
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as reason:
+                raise refusal("a folder that can be made", str(path.parent)) from reason
             if not os.access(path.parent, os.W_OK):
                 raise refusal("a folder that can be written to", str(path.parent))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Kept = dict[str, Any]  # a step, and the states of model, optimisers, master weights and whatever else was given
 REMEDY = "act by Checkpoint() or Stop(), and resume by hand"
+JUDGEMENT = ("best", "num_bad_epochs", "cooldown_counter")  # of ReduceLROnPlateau: the losses that it has seen
 PATIENCE = 3  # steps of the monitor in which an optimiser that trains has stepped; a loss scaler leaves some out
 
 
@@ -145,12 +146,19 @@ def _keep(step: int | None, model: nn.Module, host: Host) -> Kept:
         "optimizers": [copy.deepcopy(one.state_dict()) for one in host.optimizers],
         "masters": {name: master.read().clone() for name, master in masters.items()},
         "others": [copy.deepcopy(one.state_dict()) for one in _movable(host.others)],
+        "judged": [{name: getattr(one, name) for name in JUDGEMENT} for one in _judging(host.others)],
     }
 
 
 def _movable(others: Sequence[Any]) -> list[Any]:
     """List what goes back with the weights: all but schedulers, which count steps of their own, and go on."""
     return [one for one in others if not hasattr(one, "get_last_lr")]
+
+
+def _judging(others: Sequence[Any]) -> list[Any]:
+    """Schedulers that judge losses: beside those of weights that are gone, each step would seem a bad one."""
+    inner = [getattr(one, "scheduler", one) for one in others if hasattr(one, "get_last_lr")]  # accelerate wraps them
+    return [one for one in inner if all(hasattr(one, name) for name in JUDGEMENT)]
 
 
 def _put_back(kept: Kept, model: nn.Module, host: Host, tell: Any) -> None:
@@ -171,6 +179,8 @@ def _put_back(kept: Kept, model: nn.Module, host: Host, tell: Any) -> None:
         write_master(model.get_parameter(name), value)
     for other, state in zip(_movable(host.others), kept["others"], strict=True):
         other.load_state_dict(copy.deepcopy(state))
+    for scheduler, judged in zip(_judging(host.others), kept.get("judged", ()), strict=False):
+        vars(scheduler).update(judged)
     for check, optimizer in zip(checks, optimizers, strict=True):
         check.begin(optimizer)
 
