@@ -113,6 +113,7 @@ MOMENTS = ("--moments", "3,4,5")
         (("--head", "A", "--method", "guess"), 2, "guess"),
         (("--head", "A", "--length", 0), 1, "length of at least 1"),
         (("--head", "A", "--temperature", 0), 1, "temperature above 0"),
+        (("--head", "A", "--temperature", 1e-320), 1, "a variance ‖A‖²/λ² that is a number, got inf"),
         (("--head", "A", "--temperature", "nan"), 1, "temperature above 0"),
         (("--head", "missing.npy"), 1, "NumPy file at missing.npy"),
         (("--head", "text.npy"), 1, "NumPy file"),

@@ -219,9 +219,12 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
 
 
 def _softmax_sentence(found: Json, length: int) -> str:
+    from ..theory.random_energy import LARGEST
+
+    bound = "at most " if found["variance"] > LARGEST else ""
     return (
         f"True softmax over {length} independent tokens behind a norm: mean entropy "
-        f"{found['normalised_entropy']:.2f} of ln T, from logits of variance {found['variance']:.3g} "
+        f"{bound}{found['normalised_entropy']:.2f} of ln T, from logits of variance {found['variance']:.3g} "
         f"(long texts freeze beyond 2 ln T = {found['border']:.3g})."
     )
 

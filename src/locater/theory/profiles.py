@@ -158,6 +158,8 @@ def _document(found: Moments, length: int, temperature: float, profiles: Json, l
 
 def _true_softmax(variance: float, length: int) -> Json:
     """The entropy of the true softmax over T independent tokens behind a norm, whose logits have variance ‖A‖²/λ²."""
+    if not math.isfinite(variance):
+        raise refusal("logits of a variance ‖A‖²/λ² that is a number", f"{variance}; give a larger λ")
     known = min(variance, random_energy.LARGEST)  # beyond, an upper bound
     entropy = float(random_energy.mean_entropy(torch.tensor(known, dtype=torch.float64), length))
     return {
