@@ -479,7 +479,9 @@ def check_arguments(folder: Path, result: str, whole: Any) -> str | None:
         is_right = all(len(one) == int(given["--length"]) and 0 <= min(one) <= max(one) <= 1 for one in profiles)
         return None if is_right else "a profile that is none"
     config = json.loads((SEEDS / "safetensors" / "config.json").read_text())
-    expected = readings.llama_moments(config, readings.safetensors(SEEDS / "safetensors" / "model.safetensors"))
+    is_raw = "raw" in given.get("--spectrum", "").split(",")
+    tensors = readings.safetensors(SEEDS / "safetensors" / "model.safetensors")
+    expected = readings.llama_moments(config, tensors, is_raw=is_raw)
     off = [row for row in document["heads"] if abs(row["trace"] - expected[row["layer"], row["head"]][0]) > 1e-3]
     return "a trace that is not the file's" if off or not document["heads"] else None
 

@@ -116,8 +116,10 @@ def moments(query: np.ndarray, key: np.ndarray) -> tuple[float, float, float, fl
     return float(np.trace(whole)), float(np.sum(whole * whole.T)), float(np.sum(whole**2)), float(sizes)
 
 
-def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple[float, float, float, float]]:
-    """`moments` of every head of a llama, the gain of its norm folded in."""
+def llama_moments(
+    config: dict, tensors: Numbers, *, is_raw: bool = False
+) -> dict[tuple[int, int], tuple[float, float, float, float]]:
+    """`moments` of every head of a llama, the gain of its norm folded in unless raw."""
     heads = config["num_attention_heads"]
     keys = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads
@@ -129,6 +131,7 @@ def llama_moments(config: dict, tensors: Numbers) -> dict[tuple[int, int], tuple
         query, key, gain = (
             tensors[place + name + ".weight"] for name in ("self_attn.q_proj", "self_attn.k_proj", "input_layernorm")
         )
+        gain = 1.0 if is_raw else gain
         for head in range(heads):
             rows, of_key = slice(head * size, (head + 1) * size), head // (heads // keys)
             found[layer, head] = moments(query[rows] * gain, key[of_key * size : (of_key + 1) * size] * gain)

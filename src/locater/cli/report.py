@@ -36,9 +36,6 @@ def report(
     sources = sources or [example()]
     with limited(seconds=timeout):
         documents = [read_source(source) for source in sources]
-    for document in documents:
-        for sentence in document.get("story", ()):
-            console_for(None, aside=True).print(escape(sentence), soft_wrap=True)
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     with as_written(", ".join(sources)):
         if figures:
@@ -46,6 +43,9 @@ def report(
 
             save_all(documents, figures)
         save_html(documents, out, title=title, when=max(times, default=None), note=note)
+    for document in documents:
+        for sentence in document.get("story", ()):
+            console_for(None, aside=True).print(escape(sentence), soft_wrap=True)
 
 
 def read_source(source: str) -> Json:
