@@ -242,8 +242,12 @@ def test_a_row_of_another_point_is_refused(tmp_path):
 
 
 def test_a_grid_is_read_and_checked(tmp_path):
-    assert parse_grid("strength=0,1e-2 mean=free,2 seed=0") == {"strength": [0, 0.01], "mean": ["free", 2], "seed": [0]}
-    for text in ("strength", "=1", "a=1 a=2"):
+    assert parse_grid("strength=0,1e-2 mean=free,2 seed=0") == {
+        "strength": [0, 0.01],
+        "mean": ["free", "2"],
+        "seed": [0],
+    }
+    for text in ("strength", "=1", "batch=1 batch=2", "bpe-size=1 bpe-size=2"):
         with pytest.raises(BadArguments, match="NAME=VALUE"):
             parse_grid(text)
     refused = locater("sweep", "--grid", "strenght=1", "--out", tmp_path / "s")

@@ -23,7 +23,7 @@ HOMES = {
     "which regimes are localized": (r"^LOCALIZED\b", "locater/quantities.py"),
     "how near is near": (r"^NEAR\b", "locater/attention/statistics.py"),
     "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "locater/scanning/__init__.py"),
-    "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/locate.py"),
+    "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/sharded.py"),
 }
 
 

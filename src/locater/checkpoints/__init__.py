@@ -9,10 +9,10 @@ from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import open_adapter, read_adapter_settings
 from .base import Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
-from .locate import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, is_hub_id, locate
+from .locate import is_hub_id, locate
 from .quantised import dequantised
 from .safetensors import SafetensorsFile
-from .sharded import join_files, open_index
+from .sharded import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, join_files, open_index
 
 __all__ = ["Checkpoint", "Entry", "open"]
 

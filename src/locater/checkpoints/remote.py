@@ -11,7 +11,7 @@ from ..documents import check_beside
 from ..errors import Refusal, failed, import_extra, install, instead, refusal
 from ..records import Json, JsonMapping
 from .bytes import ByteSource, Folder, LocalFolder, check_range, read_object
-from .locate import INDEX, METADATA, WEIGHTS, choose
+from .sharded import INDEX, METADATA, WEIGHTS, choose
 
 # Seconds until an address counts as out of reach, and without a single byte during a transfer.
 CONNECT, SILENCE = 15, 60

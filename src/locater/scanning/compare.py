@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..behaviour import Place, head_name
 from ..budget import limited
-from ..checkpoints.locate import OTHER, WEIGHTS
+from ..checkpoints.sharded import OTHER, WEIGHTS
 from ..errors import counted, import_extra, net, refusal
 from ..models.sources import Stored
 from ..records import Json, data_frame

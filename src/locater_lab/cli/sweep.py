@@ -3,7 +3,6 @@
 import re
 import shlex
 import signal
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,16 +86,18 @@ def _work(found: "Sweep", task: int | None) -> None:
 def _points(file: Path | None, grid: str | None, preset: str) -> list[Json]:
     """One for each combination, named for what varies; refuses options that train does not have."""
     from ..train.config import PRESETS, make_config
+    from ..train.config_file import known_field, typed
 
     if (file is None) == (grid is None):
         raise BadArguments("give one of FILE and --grid")
     options = parse_grid(grid) if grid is not None else {}
     if file is not None:
         document = _read(file)
-        preset, options = document.get("preset", preset), document["grid"]
+        preset = document.get("preset", preset)
+        lists = {name: value if isinstance(value, list) else [value] for name, value in document["grid"].items()}
+        options = {known_field(name): [typed(name, value) for value in values] for name, values in lists.items()}
     if preset not in PRESETS:
         raise BadArguments(f"the preset is one of {', '.join(PRESETS)}, got {preset!r}")
-    options = _typed({name: value if isinstance(value, list) else [value] for name, value in options.items()})
     for name, value in ((name, value) for name, values in options.items() for value in values):
         make_config(preset, **{name: value})  # every value by itself, before anything is trained
     varied = [name for name, values in options.items() if len(values) > 1 and name != "seed"]
@@ -107,26 +108,6 @@ def _points(file: Path | None, grid: str | None, preset: str) -> list[Json]:
         arm = ",".join(f"{name}={_short(chosen[name])}" for name in varied) or preset
         found.append({"name": f"{arm}-seed{seed}", "arm": arm, "seed": seed, "preset": preset, "options": chosen})
     return found
-
-
-def _typed(options: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """Whole numbers where a config wants any number, and the words of `mean` as words."""
-    from dataclasses import fields
-    from typing import get_args
-
-    from ..train.config import GROUPS
-
-    known = {one.name: one.type for kind in GROUPS.values() for one in fields(kind) if one.init}
-    if unknown := sorted(options.keys() - known.keys()):
-        raise BadArguments(f"locater train has no option called {unknown[0]!r}: see locater train --print-config")
-    kinds = {float: (int, float), str: (str, int, float)}
-
-    def typed(kind: Any, value: Any) -> Any:
-        # A number or a word, such as the strength: numbers are the first of both.
-        kind = float if float in get_args(kind) else kind
-        return kind(value) if kind in kinds and type(value) in kinds[kind] else value
-
-    return {name: [typed(known[name], value) for value in values] for name, values in options.items()}
 
 
 def _short(value: object) -> str:
@@ -143,34 +124,22 @@ def _read(file: Path) -> Json:
 
 
 def parse_grid(text: str) -> dict[str, list[Any]]:
-    """Names and their values, as YAML reads them.
+    """Options of train and their values, as `--set` reads each.
 
     >>> parse_grid("strength=0,1e-2 tied=true data=notes.txt")
-    {'strength': [0, 0.01], 'tied': [True], 'data': ['notes.txt']}
+    {'strength': [0.0, 0.01], 'tied': [True], 'data': ['notes.txt']}
     """
+    from ..train.config_file import read_pairs
+
     found: dict[str, list[Any]] = {}
     for part in text.split():
         name, separator, values = part.partition("=")
-        if not separator or not name or name in found:
+        if not separator or not name or name.replace("-", "_") in found:
             raise BadArguments(f"--grid expects NAME=VALUE,VALUE … with each name once, got {part!r}")
-        found[name.replace("-", "_")] = [_value(value) for value in values.split(",")]
+        for value in values.split(","):
+            for field, typed in read_pairs([f"{name}={value}"]).items():
+                found.setdefault(field, []).append(typed)
     return found
-
-
-def _value(text: str) -> Any:
-    """YAML wants a dot in 1e-2; people do not write it."""
-    import yaml
-
-    try:
-        value = yaml.safe_load(text) if text else text
-    except (ValueError, RecursionError, yaml.YAMLError):
-        raise BadArguments(f"--grid expects numbers and words as values, got {text!r:.80}") from None
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _show(console: Console, found: "Sweep", json: Path | None) -> None:

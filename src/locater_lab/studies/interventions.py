@@ -2,6 +2,7 @@
 attention, whose tokens come again."""
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import numpy
@@ -26,49 +27,47 @@ from ..rivals import SpectralInitialisation
 ROUNDS = 3  # of mean and scale in turn; each undoes little of the other, and only what the optimiser moved
 
 
-class Window(Stabiliser):
+class ChangedCalls(Stabiliser):
+    """Every call of attention goes through `change` first; itself the handler of every module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.slots = Slots(find_pairs(model, trained=False), lambda name: self)
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        return self.change(call).attend()
+
+    @abstractmethod
+    def change(self, call: AttentionCall) -> AttentionCall: ...
+
+    def detach(self) -> None:
+        self.slots.remove()
+
+
+class Window(ChangedCalls):
     """Every query sees its last `size` keys and no others."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
         if size < 1:
             raise refusal("a window of at least 1 key", size)
-        self.slots = Slots(find_pairs(model, trained=False), lambda name: Windowing(size))
+        self.size = size
+        super().__init__(model)
 
-    def detach(self) -> None:
-        self.slots.remove()
-
-
-@dataclass(frozen=True, eq=False)
-class Windowing:
-    """The handler of one module."""
-
-    size: int
-
-    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+    def change(self, call: AttentionCall) -> AttentionCall:
         ones = torch.ones(call.query.shape[-2], call.key.shape[-2], dtype=torch.bool, device=call.query.device)
-        return call.changed(attn_mask=ones.tril().triu(1 - self.size), is_causal=False).attend()
+        return call.changed(attn_mask=ones.tril().triu(1 - self.size), is_causal=False)
 
 
-class Temperature(Stabiliser):
+class Temperature(ChangedCalls):
     """Every logit times `factor`: sharper attention above 1, flatter below, of the same weights."""
 
     def __init__(self, model: nn.Module, factor: float) -> None:
         if not 0 < factor < math.inf:
             raise refusal("a positive, finite factor", factor)
-        self.slots = Slots(find_pairs(model, trained=False), lambda name: Tempering(factor))
+        self.factor = factor
+        super().__init__(model)
 
-    def detach(self) -> None:
-        self.slots.remove()
-
-
-@dataclass(frozen=True, eq=False)
-class Tempering:
-    """The handler of one module."""
-
-    factor: float
-
-    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        return call.changed(scale=self.factor * call.scaling).attend()
+    def change(self, call: AttentionCall) -> AttentionCall:
+        return call.changed(scale=self.factor * call.scaling)
 
 
 class HeldAttention(Stabiliser):

@@ -19,13 +19,12 @@ from locater.stabilisers import Stabiliser
 from ..data.sources import Data, open_data
 from ..train.config import Config, make_config
 from ..train.model import LanguageModel
-from ..train.observe import spectra
+from ..train.observe import directions, spectra
 from ..train.parts import learning_rate, make_model, make_optimizer
 from .floors import ARMS as FLOORS
 from .floors import FLOOR_SEEDS, count_floors
 from .sweep.folder import Point
 from .synthetic import near_share, normalised_entropy
-from .trained import directions
 
 # The model of all studies that train many: one layer of the paper's kind, on the text that every machine has.
 TINY: dict[str, Any] = dict(data="embedded", tokenizer="bpe", bpe_size=512, context=32, d_model=32, d_feedforward=64)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from locater.errors import missing, refusal
 from locater.records import Json
 
@@ -12,7 +10,7 @@ from ..train import run
 from ..train.config import make_config
 from ..train.loader import load
 from ..train.metrics import METRICS, read_metrics
-from ..train.model import LanguageModel, WalkModel
+from ..train.observe import directions
 from .runs import QUANTITIES
 from .statistics import Finding, MeanEstimate, corrected, paired
 from .sweep.folder import Point
@@ -59,22 +57,6 @@ def result_of_run(folder: Path, *, is_done: bool = True) -> Json:
             continue  # a random walk has no perplexity, an exploded head no spectrum
     weights = folder / run.MODEL
     return found | ({"directions": directions(load(weights))} if weights.exists() else {})
-
-
-def directions(model: LanguageModel | WalkModel) -> float:
-    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads."""
-    counts = []
-    for layer in model.layers:
-        attention = layer.attention
-        assert isinstance(attention, torch.nn.Module)
-        query, key = (getattr(attention, name).weight.detach().double() for name in ("query", "key"))
-        d_head = getattr(attention, "d_head", len(query))
-        group = len(query) // len(key)
-        for head, rows in enumerate(query.split(d_head)):
-            start = head // group * d_head
-            squares = torch.linalg.svdvals(key[start : start + d_head].mT @ rows).square()
-            counts.append(float(squares.sum().square() / squares.square().sum()))
-    return sum(counts) / len(counts)
 
 
 def by_seed(rows: Rows, condition: str, arm: str, quantity: str) -> dict[int, float]:

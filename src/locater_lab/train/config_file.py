@@ -16,10 +16,9 @@ from locater.records import Json
 from ..fields import choices_of
 from .checksums import SEAL
 from .config import GROUPS, PRESETS, Config
-from .methods import METHODS, written
+from .methods import METHODS, WORDS, written
 
 HEADING = "# locater train --config FILE reads this; what is left out is the preset's, --set goes before the file.\n"
-TRUTH = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 FIELDS = {one.name: one for kind in GROUPS.values() for one in fields(kind) if one.init}
 
 
@@ -57,7 +56,7 @@ def read_pairs(pairs: Sequence[str]) -> Json:
         name, equals, text = pair.partition("=")
         if not equals:
             raise BadArguments(f"--set expects NAME=VALUE, got {pair!r:.80}")
-        field = _known(name.strip())
+        field = known_field(name.strip())
         found[field] = _from_text(field, text)
     return found
 
@@ -67,8 +66,8 @@ def _from_text(name: str, text: str) -> Any:
     choices = choices_of(kind)
     if text in choices or kind is str:
         return text
-    if kind is bool and text.lower() in TRUTH:
-        return TRUTH[text.lower()]
+    if kind is bool and text.lower() in WORDS:
+        return WORDS[text.lower()]
     for number in (one for one in (kind, *get_args(kind)) if one in (int, float)):
         try:
             return number(text)
@@ -95,8 +94,8 @@ def read_file(path: Path) -> tuple[str | None, Json]:
         found: Json = {}
         for name, value in document.items():
             values = value if name in GROUPS and isinstance(value, dict) else {name: value}
-            found |= {_known(str(one)): each for one, each in values.items() if one != "model_type"}
-        return preset, {name: _typed(name, value) for name, value in found.items()}
+            found |= {known_field(str(one)): each for one, each in values.items() if one != "model_type"}
+        return preset, {name: typed(name, value) for name, value in found.items()}
 
 
 def _document(path: Path) -> Json:
@@ -106,7 +105,7 @@ def _document(path: Path) -> Json:
     return document
 
 
-def _known(name: str) -> str:
+def known_field(name: str) -> str:
     """The field of that name, spelled as a flag or as in Python."""
     field = name.replace("-", "_")
     if field in FIELDS:
@@ -116,11 +115,11 @@ def _known(name: str) -> str:
     raise BadArguments(f"locater train has no option called {name!r}: {meant}")
 
 
-def _typed(name: str, value: Any) -> Any:
+def typed(name: str, value: Any) -> Any:
     """Convert to the field's type: YAML takes 1e-3 for a word, a mean of 3.5 for a number; options may be a mapping."""
     if name == "stabiliser_options" and isinstance(value, dict):
         return written(value)
-    kind = FIELDS[name].type
+    kind = FIELDS[known_field(name)].type
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is str and is_number:
         return str(value)

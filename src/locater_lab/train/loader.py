@@ -18,9 +18,9 @@ from ..data import vocabulary
 from ..data.vocabulary import Vocabulary
 from .config import StabiliserOptions
 from .methods import written
-from .model import LanguageModel, WalkModel, WalkShape
+from .model import LanguageModel, WalkModel
 from .parts import attach
-from .shape import Shape
+from .shape import Shape, WalkShape
 
 # Of a stabiliser that goes with the model: without it the weights would compute something else.
 NAME, OPTIONS = "stabiliser", "stabiliser_options"

@@ -60,8 +60,8 @@ class Trainer:
         known = (before or config).checksum
         self.store = Store(folder / CHECKPOINTS, processes, settings, config=known, verified=verified)
         self.step, self.best, self.best_step, self.loss_sum, self.loss_count = 0, math.inf, 0, 0.0, 0.0
-        self.watch = TrainingWatch(self)
         self.say: Callable[[str], None] = print
+        self.watch = TrainingWatch(self)
         kept = self._restore()
         if loop.compile:
             self.module.compile()
@@ -134,6 +134,10 @@ class Trainer:
         self.store.load(state, which=which)
         self.stabiliser.load_state_dict(state["stabiliser"])
         return self.store.small(which)["step"]
+
+    def note(self, row: Json) -> None:
+        """Add a line to the metrics."""
+        self.metrics.add(row)
 
     def _state(self) -> State:
         tensors = tensors_of(self.module)

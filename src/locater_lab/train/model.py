@@ -5,7 +5,6 @@ Attention goes through `scaled_dot_product_attention`, which is the slot that st
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from einops import rearrange
@@ -17,7 +16,7 @@ from torch.nn import functional
 from locater.errors import refusal
 from locater.theory.monte_carlo import clipped_linear
 
-from .shape import Shape
+from .shape import Shape, WalkShape
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
@@ -253,19 +252,6 @@ class LanguageModel(nn.Module):
         if targets is None:
             return self.output(x)
         return linear_cross_entropy(x.flatten(0, 1), self.output.weight, targets.flatten())
-
-
-@dataclass(frozen=True)
-class WalkShape:
-    """The paper's theoretical model: one head on a walk of that width, without norms or positions."""
-
-    d_model: int = 16
-    context: int = 32
-    num_layers: int = 1
-    num_heads: int = 1
-    num_key_heads: int = 1
-    positions: str = "none"
-    model_type: str = field(default="locater", init=False)
 
 
 class WalkHead(nn.Module):

@@ -121,6 +121,22 @@ def spectra(model: nn.Module, *, length: int) -> list[Json]:
     return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
 
 
+def directions(model: LanguageModel | WalkModel) -> float:
+    """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads."""
+    counts = []
+    for layer in model.layers:
+        attention = layer.attention
+        assert isinstance(attention, torch.nn.Module)
+        query, key = (getattr(attention, name).weight.detach().double() for name in ("query", "key"))
+        d_head = getattr(attention, "d_head", len(query))
+        group = len(query) // len(key)
+        for head, rows in enumerate(query.split(d_head)):
+            start = head // group * d_head
+            squares = torch.linalg.svdvals(key[start : start + d_head].mT @ rows).square()
+            counts.append(float(squares.sum().square() / squares.square().sum()))
+    return sum(counts) / len(counts)
+
+
 @torch.no_grad()
 def observe_attention(model: LanguageModel, tokens: Int[Tensor, "batch tokens"]) -> tuple[list[dict], list[dict]]:
     """Rows per head (entropy, sink, near mass, …) and per layer (measures of rank), on some texts.

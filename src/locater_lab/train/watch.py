@@ -1,31 +1,26 @@
 """The monitor of a run: what its alarms say, and what is done about them. All of it is part of a checkpoint."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from jaxtyping import Shaped
+from torch import Tensor, nn
 
-from locater.errors import refusal
+from locater.attention import queries_and_keys
+from locater.attention.capture import inputs_of
+from locater.errors import Refusal, refusal
+from locater.models import live, read_heads
 from locater.monitor import AttentionMonitor, Report, Scope
 from locater.monitor.report import SERIOUS
 from locater.records import Json
 from locater.stabilisers import QKClip, Stabiliser
 
+from .config import Config
 from .methods import ATTACH_QK_CLIP, CHECKPOINT, ROLL_BACK, STOP, read_actions
 from .model import LanguageModel
-
-if TYPE_CHECKING:
-    from .loop import Trainer
-from collections.abc import Callable
-
-import torch
-from jaxtyping import Shaped
-from torch import Tensor
-
-from locater.attention import queries_and_keys
-from locater.attention.capture import inputs_of
-from locater.errors import Refusal
-from locater.models import live, read_heads
+from .store import Store
 
 # e^±88 is where float32 overflows: beyond, a softmax holds nothing but its largest logit.
 EXPLODED = 88.0
@@ -85,6 +80,21 @@ MOST_ROLL_BACKS = 3
 GOOD, CANDIDATE, ALARM = "good", "candidate", "alarm"
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A trainer, as far as its watch acts on it."""
+
+    config: Config
+    module: nn.Module
+    store: Store
+    step: int
+    say: Callable[[str], None]
+
+    def save(self, *, keep: str, midway: bool) -> None: ...
+    def reload(self, which: str) -> int: ...
+    def note(self, row: Json) -> None: ...
+
+
 class TrainingWatch:
     """Looks at every `watch_every`-th step. Actions come between two steps, alike on all processes.
 
@@ -92,7 +102,7 @@ class TrainingWatch:
     goes on, so that the texts behind an alarm are not met again, at `rate` times the rate that the config says.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: Watched) -> None:
         loop = trainer.config.loop
         self.trainer, self.actions = trainer, read_actions(loop.on_alarm)
         self.rate, self.num_roll_backs, self.has_saved, self.should_stop = 1.0, 0, False, False
@@ -124,7 +134,7 @@ class TrainingWatch:
             return
         serious = [str(alarm) for alarm in report.alarms if alarm.kind in SERIOUS]
         done = self._act("; ".join(serious)) if serious else self._keep()
-        self.trainer.metrics.add(_row(self.trainer.step, report, done))
+        self.trainer.note(_row(self.trainer.step, report, done))
 
     def rescue(self, reason: str) -> bool:
         """After a step whose loss is not finite: whether the run can go on from a good state."""
@@ -136,7 +146,7 @@ class TrainingWatch:
         self.trainer.step += 1
         self.monitor.num_steps = self.trainer.step
         row = {"kind": "watch", "step": self.trainer.step, "alarms": [reason], "actions": done}
-        self.trainer.metrics.add(row)
+        self.trainer.note(row)
         return not self.should_stop
 
     def _act(self, reason: str) -> list[str]:

@@ -14,7 +14,7 @@ from ...errors import import_extra, missing, refusal
 from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
-from ..locate import PART, complete_parts
+from ..sharded import PART, complete_parts
 from .config import translate_settings
 from .header import Header, TensorInfo, read_header
 from .translate import Shape, Translated, translate
