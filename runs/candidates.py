@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from locater.stabilisers import LocAteR, QKNorm, Stabiliser
+from locater.stabilisers import LocAteR, QKClip, QKNorm, SigmaReparam, Stabiliser
 from locater_lab.studies.floors import ARMS as FLOORS
 from locater_lab.studies.small import nothing, result, train_small, trained
 from locater_lab.studies.statistics import paired
@@ -197,6 +197,16 @@ ARMS = {
     "muon": Arm(lambda model, strength: nothing(model), optimizer="muon"),
     "muon by head": Arm(PerHeadMuon, late=True, optimizer="muon"),
 }
+# Of runs/unstable.py alone.
+RIVALS = {
+    "QK-Clip": Arm(lambda model, strength: QKClip(model, threshold=strength), (3.0, 10.0, 30.0)),
+    "σReparam of queries and keys": Arm(
+        lambda model, strength: SigmaReparam(
+            nn.ModuleList(one for part in modules(model) for one in (part.query, part.key)), gain=strength
+        ),
+        (1.0, 2.0, 4.0, 8.0),
+    ),
+}
 
 
 class Runs:
@@ -210,7 +220,7 @@ class Runs:
     def loss(self, arm: str, strength: float, rate: float, seed: int) -> float:
         path = self.out / f"{arm.replace(' ', '-')}-{strength:g}-{rate:g}-seed{seed}.json"
         if not path.exists():
-            kind = ARMS[arm]
+            kind = (ARMS | RIVALS)[arm]
             config = trained(seed, self.steps, learning_rate=rate, optimizer=kind.optimizer)
             found = result(train_small(config, lambda *parts: kind.make(*parts, strength), late=kind.late))
             path.write_text(json.dumps({name: float(f"{value:.6g}") for name, value in found.items()}) + "\n")

@@ -65,8 +65,14 @@ class Outcome(NamedTuple):
         return min(self.early, key=lambda arm: self.early[arm].estimate.value)
 
 
-def claim(found: Outcome) -> str:
-    """The README's sentence."""
+def claim(found: Outcome, words: Outcome | None = None) -> str:
+    """The README's sentence; `words` is the outcome with whole words."""
+    whole = words and words.word and words.ends[words.best]
+    also = f" With whole words {whole.said}: {whole} ({whole.estimate.count} seeds, at one rate)." if whole else ""
+    return _claim(found) + also
+
+
+def _claim(found: Outcome) -> str:
     if not found.word:
         return "Whether it still leads at the end of training is not settled."
     ratio = found.ends[found.best]
@@ -77,11 +83,11 @@ def claim(found: Outcome) -> str:
     return f"It leads only early: {found.early[found.fastest]} of the steps. {end}"
 
 
-def limit(found: Outcome) -> str:
+def limit(found: Outcome, words: Outcome | None = None) -> str:
     """The README's paragraph around it."""
     text = (
         f"{LIMIT}In [a small model](docs/reproduction.md) LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm "
-        f"does. {claim(found)} If a run diverges now: `RollBack`, QK-Clip or QK-norm."
+        f"does. {claim(found, words)} If a run diverges now: `RollBack`, QK-Clip or QK-norm."
     )
     return _filled(text, COLUMNS)
 

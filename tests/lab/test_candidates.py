@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "runs"))
 import candidates  # noqa: E402
+import unstable  # noqa: E402
 
 
 @pytest.fixture
@@ -25,6 +26,8 @@ def test_the_page_has_the_table_of_the_rows(kept):
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
     missing = [line for line in kept.table(candidates.ARMS) if line not in page]
     assert not missing, "write it anew: python runs/candidates.py"
+    missing = [line for line in unstable.told(kept) if line not in page]
+    assert not missing, "write it anew: python runs/unstable.py"
 
 
 def test_a_missing_row_is_seen(monkeypatch, kept, tmp_path):

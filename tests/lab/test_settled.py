@@ -105,7 +105,7 @@ def test_the_readme_has_room_for_whatever_comes_out(tmp_path, end, early):
 
 
 def test_the_ratio_of_the_small_model_is_that_of_its_table():
-    (line,) = (line for line in settled.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| held |"))
+    (line, _) = (line for line in settled.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| held |"))
     value, low, high = (math.exp(float(part.strip("[],"))) for part in line.split("|")[5].split())
     assert f"{value:.3f} [{low:.3f}, {high:.3f}]" == settled_said.SMALL_RATIO
 
@@ -157,5 +157,12 @@ def test_pages_and_readme_say_what_the_kept_rows_do():
         path.read_text(encoding="utf-8") for path in (settled.PAGE, settled.README, settled.STUDIES)
     )
     assert settled.section() in page, "write it anew: python runs/settled.py"
-    assert said_limit(settled.read("A")) in readme, "write it anew: python runs/settled.py"
+    limit = settled_said.limit(*(settled.outcome(settled.read(stage)) for stage in "AB"))
+    assert limit in readme and "With whole words it leads: 0.9" in " ".join(limit.split()), "python runs/settled.py"
     assert settled.BOX + said_advice() + "\n\n" in studies, "write it anew: python runs/settled.py"
+
+
+@pytest.mark.parametrize("stage", ["A", "B"])
+def test_every_kept_run_is_at_its_end_and_read(stage):
+    kept = {path.parent.name for path in (settled.KEPT / stage).glob("*/metrics.jsonl")}
+    assert kept == {f"{arm}-seed{seed}" for arm, runs in settled.read(stage).items() for seed in runs}

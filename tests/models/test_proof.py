@@ -1,6 +1,7 @@
 """Families by proof: what a twin proves holds for models of other sizes, and what it cannot prove is refused."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,14 @@ def test_families_lists_how_each_type_is_known(tmp_path):
     }
     assert "no softmax attention was seen" in document["families"][2]["reason"]
     assert "| seed_oss | proven (" in page.read_text()
+
+
+def test_types_without_a_proof_of_this_machine_are_listed_from_the_package(monkeypatch):
+    monkeypatch.setattr("locater.models.proof.survey.read_proof", lambda path: None)
+    proven, refused, table, new = survey(["seed_oss", "mamba", "llama", "a_type_of_tomorrow"])
+    assert (proven.how, refused.how, table.how, new.how) == ("proven", "refused", "table", "untried")
+    assert proven.listed == refused.listed and re.fullmatch(r"\d+\.\d+\.\d+", proven.listed)
+    assert refused.row == "no softmax attention was seen" and not (table.listed or new.listed)
 
 
 KEPT = Path(__file__).parents[2] / "docs" / "families_table.md"

@@ -39,6 +39,9 @@ def families(
     )
     console.print()
     console.print(f"{summary(numbers)}, with transformers {version()}")
+    if listed := [entry.listed for entry in entries if entry.listed]:
+        known = f"{len(listed)} of them were tried with transformers {listed[0]}, by the table of this package."
+        console.print(f"{known} A scan tries its own model's type; --update tries all.")
     if json:
         write_json(
             {
@@ -82,6 +85,7 @@ def summary(numbers: dict[str, int]) -> str:
 
 def _cells(entry: "SurveyEntry") -> list[str]:
     how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
+    how = f"{how} ({entry.listed})" if entry.listed else how
     return [escape(entry.model_type), how, escape(words(entry))]
 
 

@@ -14,6 +14,9 @@ PLAIN = ("default", "mrope")
 FRACTION = "partial_rotary_factor"
 BY_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe")  # their own code takes `dynamic` with an alpha for a fixed stretch
 
+# A length that the config leaves out is a number of their classes, whatever the rotary entries say: it must be stated.
+OWN_LENGTH = ("phi3", "phi4_multimodal")
+
 
 def rotary_of(row: RotaryAt | Rotary | None, config: Config, *, layer: int, d_head: int) -> Rotary | None:
     """The rotary positions of one layer, or None where it has none."""
@@ -69,13 +72,15 @@ def _scaling(kind: object, entries: Config, config: Config, num_dims: int, num_t
             return NTK(entries.positive("alpha"))
         case "dynamic":
             return DynamicNTK(entries.positive("factor"), int(config.positive(longest)))
-    stated = config if config.get(f"original_{longest}") or not entries.get(f"original_{longest}") else entries
-    original = int(stated.positive(f"original_{longest}|{longest}"))
+    is_long = kind in ("longrope", "su") or entries.get("long_factor") is not None
+    in_config = config.get(f"original_{longest}") or not entries.get(f"original_{longest}")
+    stated = config if in_config or config.get("model_type") in OWN_LENGTH else entries
+    original = int(stated.positive(f"original_{longest}" if is_long else f"original_{longest}|{longest}"))
     match kind:
         case "llama3":
             low, high = entries.positive("low_freq_factor"), entries.positive("high_freq_factor")
             return Llama3(entries.positive("factor"), low, high, original)
-    factor = entries.positive("factor", config.positive(longest, original) / original)
+    factor = entries.positive("factor") if entries.get("factor") else config.positive(longest) / original
     match kind:
         case "yarn" if entries.get("long_factor") is None:
             return _yarn(entries, factor, original)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from ..errors import refusal
 from ..head import Block
 from ..positions import Rotary
-from .config import Cell, Config, entry, whole_number
+from .config import Cell, Config, entry, resolve, whole_number
 
 Names = Callable[[Config, int], dict[str, int]]
 Layout = Literal["qkv", "grouped", "codegen"]  # how q, k, v share one tensor: see slices.first_rows
@@ -179,11 +179,20 @@ def ahead(config: Config, layer: int) -> int | None:
     return 0 if config.values.get("is_causal", True) else None
 
 
-def causal(config: Config, layer: int) -> int:
-    """Decoders whose rows are causal: some of their code obeys `is_causal`, some does not."""
-    if ahead(config, layer) is None:
-        raise refusal("a causal model", "`is_causal` false in the config", "describe the model with --layout")
-    return 0
+def provided(cell: Cell, **settings: bool) -> Cell:
+    """The cell where the config says these settings or leaves them out; no row has other values, which are refused."""
+
+    def checked(config: Config, layer: int) -> Any:
+        for name, value in settings.items():
+            if bool(config.values.get(name, value)) is not value:
+                got = f"`{name}` {str(not value).lower()} in the config"
+                raise refusal(f"a model with `{name}` {str(value).lower()}", got, "describe the model with --layout")
+        return resolve(cell, config, layer)
+
+    return checked
+
+
+causal = provided(0, is_causal=True)  # rows of decoders: some of their code obeys `is_causal`, some does not
 
 
 def renamed(row: Attention, old: str, new: str, **columns: Any) -> Attention:

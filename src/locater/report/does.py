@@ -95,4 +95,5 @@ def head_verdict(view: View) -> str:
     named = [f"{number:,} {probably}{phrases[name][number > 1]}" for name, number in counts.most_common(3)]
     named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} unclear"] if unclear else []
     listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
-    return f"{opening}: {listed} ({found.source})."
+    overlap = "; a head may do several" if any(len(words or ()) > 1 for words in found.words[-1]) else ""
+    return f"{opening}: {listed} ({found.source}{overlap})."

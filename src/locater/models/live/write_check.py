@@ -27,7 +27,10 @@ def several(optimizer: Optimizers | None) -> list[Optimizer]:
     """One optimiser or more as a list."""
     if optimizer is None:
         return []
-    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type,list-item]
+    listed = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)  # type: ignore[arg-type,list-item]
+    if not listed:
+        raise refusal("an optimiser, or several", "an empty list", "leave it out to add penalty() to the loss")
+    return listed  # type: ignore[return-value]
 
 
 @dataclass

@@ -6,10 +6,12 @@ Proofs run in a process of their own, which is ended when a type takes too long;
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 
 import torch
 
+from ...documents import parse_json
 from ...records import Json
 from ..registry import FAMILIES
 from . import Proof, keep, path_of_proof, read_proof, recall, version
@@ -19,7 +21,7 @@ TIMEOUT = 120.0  # seconds of the clock, for machines that have other work too
 
 @dataclass(frozen=True)
 class SurveyEntry:
-    """`how` is table, proven, refused or untried."""
+    """`how` is table, proven, refused or untried; `listed`: by the package's table, with that transformers."""
 
     model_type: str
     how: str
@@ -28,6 +30,7 @@ class SurveyEntry:
     notes: tuple[str, ...] = ()
     reason: str = ""
     inputs: tuple[str, ...] = ()
+    listed: str = ""
 
     @property
     def has_media(self) -> bool:
@@ -69,10 +72,22 @@ def survey(
 
 def _entry(model_type: str, proof: Proof | None) -> SurveyEntry:
     if proof is None:
-        return SurveyEntry(model_type, "untried", reason="not tried yet: locater families --update")
+        untried = SurveyEntry(model_type, "untried", reason="not tried yet: --update")
+        return listed_entries().get(model_type, untried)
     if not proof.is_proven:
         return SurveyEntry(model_type, "refused", reason=proof.reason or "", inputs=proof.inputs)
     return SurveyEntry(model_type, "proven", proof.names, proof.error, proof.notes, inputs=proof.inputs)
+
+
+@cache
+def listed_entries() -> dict[str, SurveyEntry]:
+    """Read the proofs that come with the package, made with the transformers that each entry names."""
+    document = parse_json(resources.files("locater.models").joinpath("families.json").read_bytes())
+    return {
+        kept["model_type"]: SurveyEntry(**kept | {"inputs": tuple(kept["inputs"]), "listed": document["transformers"]})
+        for kept in document["families"]
+        if kept["how"] != "table"
+    }
 
 
 class _Worker:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..config import Config, entry
-from ..schema import Attention, BucketsAt, Family, NormAt, both_biased, causal, renamed
+from ..schema import Attention, BucketsAt, Family, NormAt, both_biased, causal, provided, renamed
 
 PREFIXES = ("", "model.", "transformer.")
 
@@ -27,6 +27,7 @@ T5_ENCODER = Attention(
     prefixes=PREFIXES,
     input_norm=NormAt("rms", "encoder.block.{layer}.layer.0.layer_norm", epsilon=T5_EPSILON),
     buckets=t5_buckets("encoder", bidirectional=True),
+    lookahead=provided(None, is_decoder=False),
     scale=1.0,
     **both_biased(False),
 )
@@ -46,7 +47,7 @@ T5_CROSS = replace(
     input_norm=NormAt("rms", "decoder.block.{layer}.layer.1.layer_norm", epsilon=T5_EPSILON),
     key_input_norm=NormAt("rms", "encoder.final_layer_norm", epsilon=T5_EPSILON),
     buckets=None,
-    lookahead=None,
+    lookahead=provided(None, is_encoder_decoder=True),
 )
 UMT5_ENCODER = replace(T5_ENCODER, buckets=t5_buckets("encoder", block="{layer}", bidirectional=True))
 UMT5_DECODER = replace(T5_DECODER, buckets=t5_buckets("decoder", block="{layer}", bidirectional=False))
