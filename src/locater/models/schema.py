@@ -179,7 +179,7 @@ def ahead(config: Config, layer: int) -> int | None:
     return 0 if config.values.get("is_causal", True) else None
 
 
-def provided(cell: Cell, **settings: bool) -> Cell:
+def provided(cell: Cell, **settings: bool) -> Callable[[Config, int], Any]:
     """The cell where the config says these settings or leaves them out; no row has other values, which are refused."""
 
     def checked(config: Config, layer: int) -> Any:
