@@ -30,6 +30,7 @@ PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", R
 PICTURE = "reproduction_end.png"
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
 LOCATERS = ("held", "released")
+COSTS = {"tune": "strengths and rates at 2,000 steps", "rates": "rates at 10,000", "A": "A", "B": "B"}
 SEEDS = {"A": 5, "B": 3}
 RATES = {"A": "each arm at its own best rate", "B": "at one rate"}
 ENDS = {"A": int(LENGTHS["A"]), "B": 4079}  # four epochs of the words, whose last batch ends one step before the cosine
@@ -203,13 +204,30 @@ def tuning(kept: Path = KEPT) -> str:
     return f"Rates at that length, on the seed that is not judged, loss (rate): {told}." if told else ""
 
 
+def cost(kept: Path = KEPT) -> str:
+    """Core-hours of training by stage, from the speeds that the rows have; every run has one thread."""
+    told = []
+    for stage in STAGES:
+        hours = sum(map(_hours, (kept / stage).glob("*/metrics.jsonl")))
+        told += [f"{COSTS[stage]} {hours:.1f}"] if hours else []
+    return f"Core-hours of training, on a machine whose load varied: {together(told)}." if told else ""
+
+
+def _hours(path: Path) -> float:
+    rows = [row for row in read_metrics(path) if "tokens_per_second" in row]
+    before = [0, *(row["tokens"] for row in rows)]
+    return (
+        sum((row["tokens"] - last) / row["tokens_per_second"] for row, last in zip(rows, before, strict=False)) / 3600
+    )
+
+
 def section(kept: Path = KEPT) -> str:
     """All of it, from the rows."""
     parts = [OPENING, "", "`python runs/settled.py`", ""]
     for stage, title in (("A", "A. Byte pairs:"), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
         parts += [title, "", *(_stage(stage, arms, rates(stage, kept)) if arms else ["No run has ended yet."]), ""]
-    parts += [said, ""] if (said := tuning(kept)) else []
+    parts += [part for said in (tuning(kept), cost(kept)) if said for part in (said, "")]
     if read("A", kept):
         parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
     return "\n".join(parts)

@@ -77,9 +77,10 @@ class Browser:
         sent = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
         return [address for address in sent if not address.startswith(("file:", "data:", "blob:"))]
 
-    def downloaded(self, name: str, seconds: float = 10) -> bytes:
+    def downloaded(self, name: str, seconds: float = 30) -> bytes:
+        """Chromium reserves the name with an empty file before it moves the content there."""
         path, end = self.downloads / name, time.monotonic() + seconds
-        while not path.exists():
+        while not path.exists() or not path.stat().st_size:
             assert time.monotonic() < end, f"{name} did not arrive, but {list(self.downloads.iterdir())}"
             time.sleep(0.05)
         content = path.read_bytes()

@@ -16,7 +16,7 @@ from .floors import ARMS as FLOORS
 from .interventions import with_repeats
 from .localisation_helps import ARMS as SET
 from .localisation_helps import follows
-from .small import STEPS, TRAINED_SCALE, Attach, Ran, arms_by_seed, nothing, result, train_small, trained
+from .small import STEPS, Attach, Ran, arms_by_seed, nothing, result, train_small, trained, trained_scale
 from .statistics import Finding, corrected, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
@@ -27,11 +27,12 @@ NUM_TEXTS, NUM_BATCHES = 128, 16
 CHOSEN = ("window 2", "window 8", "temperature 3", "ξ 2 at η 0.3")
 ARMS: dict[str, Attach] = {"none": nothing, "LocAteR": lambda model: LocAteR(model, strength=1e-2)}
 ARMS |= {name: SET[name] for name in CHOSEN} | FLOORS
+NUM_STEPS = 4 * STEPS  # half of the texts say nothing of language: `none` passes the bigram table after some 3,000
 NUM_LAYERS = 2  # the least that can copy by what stood before (induction)
 
 
 def grid(quick: bool) -> list[Point]:
-    return arms_by_seed({"": ARMS}, quick=quick, short=60)
+    return arms_by_seed({"": ARMS}, quick=quick, short=60, steps=NUM_STEPS)
 
 
 def measure(point: Point, place: Path) -> Json:
@@ -154,8 +155,8 @@ STUDY = Study(
     conclude=conclude,
     figure=intervals("rank correlation"),
     drawn=("over the mass on the last 4 tokens",),
-    budget=f"34 runs of {STEPS:,} steps",
-    setting=f"{TRAINED_SCALE.replace('one layer', 'two layers')}; every second text is random tokens that come again",
+    budget=f"34 runs of {NUM_STEPS:,} steps",
+    setting=f"{trained_scale(NUM_STEPS, layers='two layers')}; every second text is random tokens that come again",
     judged=list,
     doubt="Models that copy well; word frequencies of a larger vocabulary.",
 )

@@ -174,7 +174,7 @@ def _fold(title: str, lines: Sequence[str]) -> list[str]:
 def _made(name: str, found: Json) -> str:
     command = f"locater study {name}"
     made = f"`{command} --quick`; the full grid, `{command}`, is open" if found["quick"] else f"`{command}`"
-    made = made if found["rows"] else f"nothing kept yet; open, with `{command}`"
+    made = made if found["rows"] or found["floors"] else f"nothing kept yet; open, with `{command}`"
     time = found["time"]
     quick = f"; `--quick` took {time['processor_seconds']:.0f} s of one core" if time else ""
     return f"Rows: {made}. Budget: {found['budget']}{quick}. What would change our mind: {found['doubt']}"

@@ -34,7 +34,13 @@ SCALE = "one layer of width 32 with 2 heads, 512 byte pairs, texts of 32 tokens,
 STEPS = 1500
 TRAINED: dict[str, Any] = dict(d_model=64, d_feedforward=128, learning_rate=5e-3, qkv_gain=0.7071)
 TRAINED |= dict(schedule="cosine", final_share=0.02)
-TRAINED_SCALE = f"one layer of width 64 with 2 heads, 512 byte pairs, texts of 32 tokens, {STEPS:,} steps of 8 texts"
+
+
+def trained_scale(steps: int = STEPS, layers: str = "one layer") -> str:
+    return f"{layers} of width 64 with 2 heads, 512 byte pairs, texts of 32 tokens, {steps:,} steps of 8 texts"
+
+
+TRAINED_SCALE = trained_scale()
 VALIDATED = 256  # texts
 
 # Made from a model before its optimiser; or, if `late`, from both.
