@@ -142,6 +142,7 @@ class _Part:
         for block in self.plan.key_blocks(rows):
             keys = widen(self.keys[..., block.keys, :])
             extra = self._extra(rows, block, heads)
+            # Sums are of exponentials relative to the largest logit so far: without it the first sharp head overflows.
             running = self._absorb(running, queries, keys, rows, block, extra)
             size = block.keys.stop - block.keys.start
             num_keys = num_keys + (size if extra.admitted is None else extra.admitted.sum(-1))

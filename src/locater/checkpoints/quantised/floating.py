@@ -56,6 +56,7 @@ class Declared(Grouped):
         shape, stored = self.shape, self.part_shape(self.scale_name)
         declared = declared_blocks(self.settings)
         blocks = {tuple(map(min, zip(block, shape, strict=True))) for block in declared or PLAIN}
+        # By the shape alone several blocks could fit: the wrong one gives numbers of the right size, all wrong.
         fitting = [block for block in blocks if stored in spellings(count_blocks(shape, block))]
         sizes = " or ".join(f"{height}×{width}" for height, width in declared) or "1×all or all×all"
         wanted = f"a scale for each block of {sizes} in {' × '.join(map(str, shape))} numbers"

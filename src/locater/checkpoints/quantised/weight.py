@@ -198,6 +198,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         return ((octets[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    # Codes of 3, 5 or 6 bits cross bytes: shifts within each byte would cut them in two.
     spread = numpy.unpackbits(octets.numpy(), axis=-1, bitorder="little")
     whole = spread[..., : spread.shape[-1] // bits * bits].reshape(*spread.shape[:-1], -1, bits)
     return torch.from_numpy(numpy.packbits(whole, axis=-1, bitorder="little")[..., 0])

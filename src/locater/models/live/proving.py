@@ -256,6 +256,7 @@ class Search:
 
     def _prove(self, row: Attention, query: Made, key: Made) -> None:
         """The heads of the row, computed in float64, give the logits of the call again, to the call's own precision."""
+        # Without this a row that only fits by its names and sizes would be read, and all its numbers would be wrong.
         layer = read_heads(module_of_row(row, self.tensors))
         if layer.refused:
             raise Refusal(layer.refused[0])

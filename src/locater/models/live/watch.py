@@ -150,6 +150,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def _follow(self, given: list[Any], output: Any) -> None:
+        # Without the names of what came in, a gain that is 1 at the start of a training could not be told from none.
         names = frozenset()
         for one in (part for whole in given for part in (whole if isinstance(whole, list | tuple) else [whole])):
             if isinstance(one, nn.Parameter) and one.data_ptr() in self.names:

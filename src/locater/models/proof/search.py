@@ -27,6 +27,7 @@ def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
         )  # one head first: all of them for each candidate take minutes
         if verdict.is_proven:
             recipe = recipe | _biases(calls, recipe)
+            # Without the check of every layer and head, a recipe that fits the first head by chance would be taken.
             verdict = check_row(row_of(recipe), calls)
         if verdict.is_proven and not verdict.masks_differ:
             return recipe, verdict
