@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..errors import missing, refusal
 from ..models.live.watch import Sample
 from ..records import State
-from .report import AHEAD, RESTING, SERIOUS, Report
+from .report import RESTING, SERIOUS, Report
 
 if TYPE_CHECKING:
     from ..stabilisers import Stabiliser
@@ -189,24 +189,18 @@ Actions = Action | Callable[[Event], object] | Sequence[object] | Mapping[str, o
 class Responses:
     """`on_alarm`: an action for every serious alarm, several, or a table of them by the kind of alarm.
 
-    Heads that rest and forecasts are acted on only by their own names; a function is told of every alarm but forecasts.
+    Heads that rest are acted on only by their own names; a function is told of every alarm.
     """
 
     def __init__(self, actions: Actions | None) -> None:
         table = actions if isinstance(actions, Mapping) else {"": actions} if actions is not None else {}
         for kind in table:
-            if kind not in ("", AHEAD, *SERIOUS, *RESTING):
-                raise refusal(f"kinds of alarms ({', '.join((*SERIOUS, *RESTING, AHEAD))})", repr(kind))
+            if kind not in ("", *SERIOUS, *RESTING):
+                raise refusal(f"kinds of alarms ({', '.join((*SERIOUS, *RESTING))})", repr(kind))
         lists = {kind: entry if isinstance(entry, list | tuple) else [entry] for kind, entry in table.items()}
         self.table = {kind: [_action(one) for one in entries] for kind, entries in lists.items()}
         self.lines: list[str] = []  # for the next report
         self.failed: dict[Action, str] = {}  # what each said last of why it could not act
-
-    def check_forecast(self, steps_ahead: int | None) -> None:
-        """Refuse an action on forecasts where none are made."""
-        if AHEAD in self.table and steps_ahead is None:
-            remedy = "give thresholds=Thresholds(steps_ahead=…)"
-            raise missing(f"forecasts to act on {AHEAD!r}, which are off by default", remedy)
 
     def all(self) -> list[Action]:
         return list(dict.fromkeys(action for actions in self.table.values() for action in actions))
@@ -220,7 +214,7 @@ class Responses:
         serious = kinds.intersection(SERIOUS)
         for action in self.all():  # each once, however many kinds it is for
             wanted = {kind for kind, actions in self.table.items() if action in actions}
-            unnamed = kinds - {AHEAD} if isinstance(action, _Call) else serious
+            unnamed = kinds if isinstance(action, _Call) else serious
             if wanted & kinds or ("" in wanted and unnamed):
                 self._do(action, action, event)
             elif not serious:

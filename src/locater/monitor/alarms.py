@@ -7,9 +7,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
-from ..errors import counted
 from ..records import State
-from .report import AHEAD, RESTING, SERIOUS, Alarm, LayerReport
+from .report import RESTING, SERIOUS, Alarm, LayerReport
 from .tally import Mode
 from .trends import Trends
 
@@ -27,7 +26,6 @@ class Thresholds:
     dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
-    steps_ahead: int | None = None  # an explosion this near by growth is forecast; off, for most do not come true
 
 
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
@@ -51,7 +49,6 @@ RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (
 
 OF_OUTPUTS = ("QKNorm", "SoftCap")  # put their own output in a kernel's place, which only torch's lets them
 OF_WEIGHTS = ("QKClip", "LocAteR")  # scale the weights, which a norm behind them undoes
-BOUNDS = ("QKClip", "SoftCap")  # let no logit grow without end
 
 
 def choose_remedy(remedies: Remedies, layer: LayerReport, attached: Collection[str]) -> str:
@@ -169,20 +166,12 @@ class Alarms:
         wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
         if condition.kind == RESTING[1]:
             wrong = {head: figure for head, figure in wrong.items() if not self._may_begin(layer, head)}
-        explodes, trend = condition.kind == "logit explosion", ""
-        if wrong and explodes:
+        trend = ""
+        if wrong and condition.kind == "logit explosion":
             trend = trends.words(layer, "max_logit", list(wrong))
             remedy = f"{remedy}, or {SLOWLY}" if trends.is_fast(layer, "max_logit", wrong) else remedy
         if wrong:
             yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
-        if explodes and self.thresholds.steps_ahead is not None and not {*BOUNDS} & {*attached}:
-            ahead = trends.steps_until(layer, "max_logit", limit, within=self.thresholds.steps_ahead)
-            near = {head: figures[head] for head in ahead if head not in wrong}
-            if near:
-                steps = max(1, round(min(ahead[head] for head in near)))
-                trend = f"there in about {counted(steps, 'step')} at the present growth{trends.track_record()}"
-                trends.promise(layer, {head: ahead[head] for head in near}, limit)
-                yield replace(_alarm(layer, condition, near, limit, remedy=remedy, trend=trend), kind=AHEAD)
 
     def _may_begin(self, layer: LayerReport, head: int | None) -> bool:
         """Tell whether this head may simply not have learned anything yet."""

@@ -77,7 +77,6 @@ class AttentionMonitor:
         self.alarms = Alarms(thresholds or Thresholds(), self.trends)
         self.host: Any = OwnLoop.of(self.seen.model, optimizer)
         self.stabilisers: list[Any] = []  # that actions attached
-        self.responses.check_forecast(self.alarms.thresholds.steps_ahead)
         self.num_steps, self.was_told_of_gates = 0, False
         self.hooks: Hooks | None = None
         self.first_call, self.is_acting = None, False

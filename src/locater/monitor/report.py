@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import pandas
 
 MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its projections were given
-AHEAD = "logit explosion ahead"  # the one alarm that is a forecast
 # Heads at rest do not mean divergence, as SERIOUS alarms do: trained models have them for good reasons.
 RESTING = ("dead heads (sink)", "dead heads (uniform)")
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean

@@ -1,5 +1,5 @@
 """Numbers that change from report to report: of each head's weights, where alarms begin long before logits show it,
-and growth, as a rate per step and as steps that are left to a threshold.
+and growth, as a rate per step.
 
 Weights are measured through d_h×d_h products, without any d×d matrix. Per layer: a few products of O(d·d_h²) per head.
 """
@@ -22,10 +22,7 @@ from ..spectra.singular import singular_values_of_grams
 from .observation import Observation
 from .report import LayerReport
 
-KEPT = 3  # reports whose numbers are remembered
-LEAST = 0.25  # of a threshold; below, growth is not yet spoken of
-SPAN = 50  # steps that the remembered reports must span: over fewer, one batch differs from the next
-FARTHEST = 2  # times that span is how far ahead a forecast may be: beyond, it is a guess
+KEPT = 2  # reports whose numbers are remembered
 GROWING = ("max_logit", "eta", "sigma_1")
 ROUNDING = 0.01  # logits of 16 bits may exceed a bound by so much of it
 
@@ -34,35 +31,12 @@ Moment = tuple[int, dict[str, list[float]]]
 
 @dataclass
 class Trends:
-    """The last few reports' numbers of every layer's heads, in training."""
+    """The last two reports' numbers of every layer's heads, in training."""
 
     moments: dict[str, list[Moment]] = field(default_factory=dict)
-    due: dict[str, tuple[float, float]] = field(default_factory=dict)  # forecasts by head: the step, and the limit
-    num_true: int = 0
-    num_wrong: int = 0
-
-    def promise(self, layer: LayerReport, steps: dict[int, float], limit: float) -> None:
-        """Note forecasts, the first of each head, to be judged when they are due, at twice the time that was said."""
-        now = self.moments[layer.key][-1][0]
-        for head, ahead in steps.items():
-            self.due.setdefault(f"{layer.key} {head}", (now + 2 * ahead, limit))
-
-    def _judge(self, step: int, layer: LayerReport) -> None:
-        for head, largest in zip(layer.heads, layer.statistics["max_logit"], strict=True):
-            due, limit = self.due.get(f"{layer.key} {head}", (math.inf, math.inf))
-            if largest > limit or step >= due:
-                self.num_true += largest > limit
-                self.num_wrong += not largest > limit
-                del self.due[f"{layer.key} {head}"]
-
-    def track_record(self) -> str:
-        """Say how many forecasts that came due have come true, where any did come due."""
-        num_due = self.num_true + self.num_wrong
-        return f" ({self.num_true} of {num_due} such forecasts came true so far)" if num_due else ""
 
     def add(self, step: int, layers: Iterable[LayerReport]) -> None:
         for layer in layers:
-            self._judge(step, layer)
             known = {**layer.statistics, **layer.weights}
             kept = self.moments.setdefault(layer.key, [])
             if not kept or kept[-1][0] < step:
@@ -71,8 +45,8 @@ class Trends:
 
     def growth(self, layer: LayerReport, name: str) -> list[float]:
         """Per head (log now − log before) / steps between the last two reports; NaN where that is not defined."""
-        kept = [moment for moment in self.moments.get(layer.key, []) if name in moment[1]][-2:]
-        if len(kept) < 2:
+        kept = [moment for moment in self.moments.get(layer.key, []) if name in moment[1]]
+        if len(kept) < KEPT:
             return [math.nan] * len(layer.heads)
         (before, old), (now, new) = kept
         pairs = zip(new[name], old[name], strict=True)
@@ -82,20 +56,6 @@ class Trends:
         rates = {f"{name}_growth": tuple(self.growth(layer, name)) for name in GROWING}
         known = {name: values for name, values in rates.items() if not all(map(math.isnan, values))}
         return replace(layer, weights=layer.weights | known)
-
-    def steps_until(self, layer: LayerReport, name: str, limit: float, *, within: int) -> dict[int, float]:
-        """Heads that grew in every report remembered and will pass the limit this soon, and when."""
-        kept = [moment for moment in self.moments.get(layer.key, []) if name in moment[1]]
-        span = kept[-1][0] - kept[0][0] if kept else 0
-        if len(kept) < KEPT or span < SPAN:
-            return {}
-        found, within = {}, min(within, FARTHEST * span)
-        for position, (head, rate) in enumerate(zip(layer.heads, self.growth(layer, name), strict=True)):
-            values = [values[name][position] for _, values in kept]
-            if all(a < b for a, b in zip(values, values[1:], strict=False)) and limit > values[-1] > LEAST * limit:
-                steps = math.log(limit / values[-1]) / rate
-                found |= {head: steps} if steps <= within else {}
-        return found
 
     def is_fast(self, layer: LayerReport, name: str, heads: Iterable[Any]) -> bool:
         """Tell whether a head grows more than tenfold in 100 steps: no slow drift, but steps that are too large."""
@@ -111,12 +71,10 @@ class Trends:
         return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else ""
 
     def state_dict(self) -> State:
-        return {"moments": self.moments, "due": self.due, "record": [self.num_true, self.num_wrong]}
+        return {"moments": self.moments}
 
     def load_state_dict(self, state: State) -> None:
         self.moments = {key: [(step, values) for step, values in kept] for key, kept in state["moments"].items()}
-        self.due = {key: (due, limit) for key, (due, limit) in state.get("due", {}).items()}
-        self.num_true, self.num_wrong = state.get("record", (0, 0))
 
 
 @dataclass(frozen=True, eq=False)
