@@ -99,9 +99,8 @@ def gap(make, wrap, mesh, *, shares_texts: bool) -> float:
     return max(
         abs(ours - theirs)
         for one, other in pairs
-        for part in ("statistics", "gates")
-        for name, values in getattr(one, part).items()
-        for ours, theirs in zip(values, getattr(other, part)[name], strict=True)
+        for name, values in one.statistics.items()
+        for ours, theirs in zip(values, other.statistics[name], strict=True)
     )
 
 

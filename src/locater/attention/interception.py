@@ -16,7 +16,6 @@ from ..errors import Refusal, refusal
 from .arguments import is_share_of_tokens
 from .calls import SDPA, AttentionCall, attend
 from .compilation import run_compiled
-from .gates import Trails
 from .kernels import read_call
 from .registered import KERNELS, Functions, Kernel, check_output
 
@@ -29,12 +28,11 @@ class Interception(TorchFunctionMode):
 
     Nothing outside the calls is touched, so there is nothing to put back. The handler runs outside of the mode. With
     `written_out` it is handed softmax over a last dimension too, which it must tell apart by module and shape.
-    `trails` are told what becomes of outputs.
     """
 
-    def __init__(self, handle: Handler, *, written_out: bool = False, trails: Trails | None = None) -> None:
+    def __init__(self, handle: Handler, *, written_out: bool = False) -> None:
         super().__init__()
-        self.handle, self.written_out, self.trails = handle, written_out, trails
+        self.handle, self.written_out = handle, written_out
         self.functions, self.num_handed = Functions(), 0
 
     def __enter__(self) -> "Interception":
@@ -48,17 +46,11 @@ class Interception(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward:
-            output = self._multi_head(*args, **kwargs)
-            if self.trails is not None:
-                self.trails.nothing_else()
-            return output
+            return self._multi_head(*args, **kwargs)
         kernel = KERNELS.get(func)
         if kernel is not None and kernel.is_last_resort:
             return self._last_resort(kernel, func, args, kwargs)
-        output = self._hand_over(func, args, kwargs)
-        if self.trails is not None and self.trails.open is not None:
-            self.trails.follow(func, args, kwargs, output)
-        return output
+        return self._hand_over(func, args, kwargs)
 
     def _hand_over(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
@@ -81,8 +73,6 @@ class Interception(TorchFunctionMode):
         if output is None:
             is_flex = func is torch.ops.higher_order.flex_attention and not _others()
             output = run_compiled(func, args, kwargs) if is_flex else func(*args, **kwargs)
-        if self.trails is not None and (call.logits is None or self.trails.expected is not None):
-            self.trails.begin(output)
         return output
 
     def _last_resort(self, kernel: Kernel, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -103,8 +93,6 @@ class Interception(TorchFunctionMode):
                     if one.handle(call) is not None:
                         found = f"a call of {call.through}"
                         raise refusal(f"{SDPA}, whose output can be replaced", found, f"call {SDPA}")
-                    if one.trails is not None:
-                        one.trails.begin(output)
         return output
 
     def _multi_head(self, *args: object, **kwargs: object) -> Any:

@@ -117,8 +117,7 @@ class Hooks:
             run = WatchedPass.of(module, args, kwargs)
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
             run.modes.enter_context(self.seen.found.recording())
-            seeing = Interception(partial(self._call, run), written_out=True, trails=run.trails)
-            run.modes.enter_context(seeing)
+            run.modes.enter_context(Interception(partial(self._call, run), written_out=True))
             self.num_observing += 1
             self.num_passes += 1
         passes.append(run)
@@ -135,7 +134,6 @@ class Hooks:
         if run is not None and not any(one is run for one in passes):
             self.num_observing -= 1
             run.modes.close()
-            run.trails.close()
 
     def _begin(self, name: str, run: WatchedPass, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         run.running[name] = ModuleInputs.of(module, args, kwargs)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Mask, Rule
-from ..attention.gates import Trails
 from ..attention.masks import admits, first_of_segment, plain_mask
 from ..head import Block
 from ..models.module import AttentionModule
@@ -73,7 +72,6 @@ class WatchedPass:
     current: dict[str, AttentionModule] = field(default_factory=dict)  # of an owner of several, whose projection ran
     num_calls: Counter[str] = field(default_factory=Counter)  # of modules that no site names
     modes: ExitStack = field(default_factory=ExitStack)
-    trails: Trails = field(default_factory=Trails)  # of the outputs, to their output projections
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "WatchedPass":

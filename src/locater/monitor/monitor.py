@@ -1,6 +1,5 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -22,7 +21,7 @@ from .alarms import Alarm, Alarms, Thresholds
 from .hooks import Hooks
 from .observation import Key, Observation
 from .places import exchange
-from .report import GATES, MODULE_INPUTS, LayerReport, Report
+from .report import MODULE_INPUTS, LayerReport, Report
 from .sinks import Sink
 from .tally import MODES, Mode, Scope, Tally
 from .trends import Trends, WeightsOfHeads
@@ -77,7 +76,7 @@ class AttentionMonitor:
         self.alarms = Alarms(thresholds or Thresholds(), self.trends)
         self.host: Any = OwnLoop.of(self.seen.model, optimizer)
         self.stabilisers: list[Any] = []  # that actions attached
-        self.num_steps, self.was_told_of_gates = 0, False
+        self.num_steps = 0
         self.hooks: Hooks | None = None
         self.first_call, self.is_acting = None, False
         self.attach()
@@ -193,14 +192,12 @@ class AttentionMonitor:
         return names | self.seen.shown | at_work.names(self.seen.model)
 
     def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:
-        """List remarks that the numbers do not make; unknown gates are mentioned once."""
+        """List remarks that the numbers do not make."""
         num_cached, skipped = 0, sum(self.seen.spending.skipped.values())
         if self.hooks is not None:
             num_cached = self.hooks.num_cached
             self.seen.refused.update(self.hooks.unseen())
-        lost = () if self.was_told_of_gates else tuple(_unfollowed(seen))
-        self.was_told_of_gates |= bool(lost)
-        return (*_remarks(seen, self.seen.refused, num_cached, skipped), *lost)
+        return _remarks(seen, self.seen.refused, num_cached, skipped)
 
     def _begin(self) -> None:
         self.seen.begin()
@@ -235,15 +232,6 @@ class AttentionMonitor:
         self.responses.lines = list(state.get("lines", ()))
         if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
             self._try_actions(self.sample)
-
-
-def _unfollowed(layers: Sequence[LayerReport]) -> Iterator[str]:
-    """Name layers of whose gate nothing is known, in a model that has gates."""
-    if not any(layer.is_gated for layer in layers):
-        return
-    lost = sorted({layer.layer for layer in layers if any(map(math.isnan, layer.gates.get(GATES[0], ())))})
-    if lost:
-        yield f"the gate of layers {spans(lost)} is not known: their output is changed before its projection"
 
 
 def _remarks(

@@ -12,7 +12,6 @@ from ..attention import observe, sample_queries
 from ..attention.arguments import read_arguments
 from ..attention.call_statistics import is_shifted, statistics_of_call
 from ..attention.calls import AttentionCall
-from ..attention.gates import Trail
 from ..attention.kernels import packed
 from ..errors import Refusal, missing, refusal
 from ..head import Block
@@ -126,7 +125,7 @@ class Observation:
         call = packed(call)
         if site is None and (site := self._discover(call, run)) is None:
             return False
-        call, own = whole_call(call, site, self.modules)
+        call = whole_call(call, site, self.modules)
         given = read_arguments(call, site.num_heads)
         num_texts, num_heads, num_queries, num_keys = given.shape
         if given.logits is not None and not (num_heads == site.num_heads and _fits(given.logits, inputs)):
@@ -150,23 +149,7 @@ class Observation:
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
         self.through[key[0]] = call.through
         self.tallies[key].add(statistics, num_there=num_texts * num_queries, x=x, valid=query_valid)
-        if call.segments is None:
-            shape = num_texts, len(own), num_queries
-            run.trails.expect(self._trail(key, call, own, shape, query_valid))
         return True
-
-    def _trail(
-        self, key: Key, call: AttentionCall, own: range, shape: tuple[int, int, int], valid: Tensor | None
-    ) -> Trail:
-        """Follow the call's output: its gate is added to the layer's tally."""
-        tally, chosen = self.tallies[key], self.indices(self.sites[key[0]])
-        heads = [(row, own.index(head)) for row, head in enumerate(chosen) if head in own]
-
-        def found(gate: Tensor | None) -> None:
-            with self.lock:
-                tally.add_gate(gate, heads, shape, valid)
-
-        return Trail(shape, not call.tokens_first, found, is_weights=call.logits is not None)
 
     def by_inputs(self, site: AttentionModule, inputs: ModuleInputs, run: WatchedPass) -> None:
         """One run of an attention module that called no kernel. What cannot be read is noted, never raised."""

@@ -109,22 +109,15 @@ def _is_among(name: str, names: set[str]) -> bool:
     return any(one == name or one.startswith(f"{name}.") or name.startswith(f"{one}.") for one in names)
 
 
-def whole_call(
-    call: AttentionCall, site: AttentionModule, modules: dict[str, nn.Module]
-) -> tuple[AttentionCall, range]:
-    """All heads of a call, and which of them this process computes.
-
-    Under tensor parallelism each process has its own, and they are gathered in order.
-    """
-    every = range(site.num_heads)
+def whole_call(call: AttentionCall, site: AttentionModule, modules: dict[str, nn.Module]) -> AttentionCall:
+    """All heads of a call: under tensor parallelism each process has its own, and they are gathered in order."""
     if call.logits is not None or call.query.dim() != 4 or call.query.shape[1] == site.num_heads:
-        return call, every
-    group, num_own = _shards(modules.get(site.query_name)), call.query.shape[1]
-    if group is None or num_own * dist.get_world_size(group) != site.num_heads:
-        return call, every
+        return call
+    group = _shards(modules.get(site.query_name))
+    if group is None or call.query.shape[1] * dist.get_world_size(group) != site.num_heads:
+        return call
     query, key = (_gathered(part, group) for part in (call.query, call.key))
-    first = num_own * dist.get_rank(group)
-    return call.changed(query=query, key=key), every[first : first + num_own]
+    return call.changed(query=query, key=key)
 
 
 def _shards(projection: nn.Module | None) -> dist.ProcessGroup | None:

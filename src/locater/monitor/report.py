@@ -37,9 +37,6 @@ MODULE_INPUTS = "module inputs"  # where a layer was reconstructed from what its
 # Heads at rest do not mean divergence, as SERIOUS alarms do: trained models have them for good reasons.
 RESTING = ("dead heads (sink)", "dead heads (uniform)")
 LARGEST = ("sigma_1", "logit_bound", "update_ratio")  # of a layer the largest head's; of other numbers the mean
-# What a head's output is multiplied by before the output projection, and the share of queries whose gate is closed; 1
-# and 0 where nothing is, NaN where the way there could not be followed.
-GATES = ("gate", "gate_closed")
 PLACELESS = ("near_mass", "mean_distance")  # in cross-attention, queries and keys share no positions
 
 
@@ -62,7 +59,6 @@ class LayerReport:
     log_keys: float  # the mean over queries of log n: what thresholds are measured in
     through: str = ""  # the kernel whose call was read, or "softmax", or "module inputs" where none was seen
     weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # of the heads' weights: see `monitor.weights`
-    gates: dict[str, tuple[float, ...]] = field(default_factory=dict)  # the output gate: see GATES
     module: str = ""  # the name of the attention module in the model; "#1" behind it for its second call in a pass
 
     @classmethod
@@ -86,7 +82,7 @@ class LayerReport:
             {name: tuple(values[name]) for name in names},
             {name: tuple(errors[name]) for name in names if name in errors},
             ranks, int(counts[LOOKED_AT]), seen, int(counts[WITHOUT_KEYS]), int(counts[WITH_ONE_KEY]), int(lost),
-            int(counts[PASSES]), counts[LOG_KEYS] / rows, through, module=module, gates=_gates(tally),
+            int(counts[PASSES]), counts[LOG_KEYS] / rows, through, module=module,
         )  # fmt: skip
 
     @property
@@ -100,11 +96,6 @@ class LayerReport:
         if not known:
             return math.nan
         return max(known) if name == "max_logit" else sum(known) / len(known)
-
-    @property
-    def is_gated(self) -> bool:
-        """True if anything multiplies the output."""
-        return any(value == value and value != 1 for value in self.gates.get(GATES[0], ()))
 
     def of_weights(self, name: str) -> float:
         """A number of the heads' weights, of the whole layer: the largest where a largest is meant, else the mean."""
@@ -122,7 +113,6 @@ class LayerReport:
             "standard_errors": {n: [_known(value) for value in values] for n, values in self.standard_errors.items()},
             "ranks": {name: _known(value) for name, value in self.ranks.items()},
             "weights": {name: [_known(value) for value in values] for name, values in self.weights.items()},
-            "gates": {name: [_known(value) for value in values] for name, values in self.gates.items()},
         }
 
 
@@ -222,7 +212,7 @@ class Report(Shown):
                 for position, head in enumerate(layer.heads):
                     place = {"step": self.step, "mode": mode, "block": layer.block, "layer": layer.layer, "head": head}
                     place |= {"module": layer.module}
-                    columns = {**layer.statistics, **layer.gates, **layer.weights}
+                    columns = {**layer.statistics, **layer.weights}
                     yield place | {name: values[position] for name, values in columns.items()}
 
     def summary(self) -> str:
@@ -248,10 +238,8 @@ def _metrics(layers: tuple[LayerReport, ...], prefix: str, per_head: bool) -> It
         place = f"{prefix}/{layer_key(layer.layer, block=layer.block if several else '')}"
         numbers = {name: layer.mean(name) for name in layer.statistics} | layer.ranks
         numbers |= {name: layer.of_weights(name) for name in layer.weights}
-        gates = layer.gates if layer.is_gated else {}
-        numbers |= {name: _mean(values) for name, values in gates.items()}
         if per_head:
-            for name, values in {**layer.statistics, **gates, **layer.weights}.items():
+            for name, values in {**layer.statistics, **layer.weights}.items():
                 numbers |= {f"{head_key(head)}/{name}": v for head, v in zip(layer.heads, values, strict=True)}
         yield from ((f"{place}/{name}", value) for name, value in numbers.items() if not math.isnan(value))
 
@@ -264,16 +252,6 @@ def _errors(tally: Tally, seen: float) -> list[list[float]]:
     draws = float(tally.counts[CLUSTERS])
     square = square.clamp(min=0) * draws / max(1.0, draws - 1) * max(0.0, 1 - seen)
     return (square.sqrt() / parts[COUNT]).tolist()
-
-
-def _gates(tally: Tally) -> dict[str, tuple[float, ...]]:
-    sums, closed, count = tally.gates.unbind(-1)
-    return dict(zip(GATES, (tuple((part / count).tolist()) for part in (sums, closed)), strict=True))
-
-
-def _mean(values: tuple[float, ...]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def _known(value: float) -> float | None:

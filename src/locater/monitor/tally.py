@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention import NAMES, NEAR, Blocks, Rank, Statistics, rank
-from ..attention.gates import CLOSED
 from ..errors import refusal
 
 Mode = Literal["training", "no_grad", "evaluation"]  # no_grad: in training mode, without gradients
@@ -34,13 +33,12 @@ class Tally:
     counts: Tensor  # (7,)
     ranks: Tensor  # (measure, 2): sum and count
     maximum: Tensor  # (head,): the largest logit
-    gates: Tensor  # (head, 3): sum of the output gate over queries, how many of them it closes, of how many
 
     @classmethod
     def empty(cls, num_heads: int, device: torch.device | str = "cpu") -> "Tally":
         new = torch.zeros(len(NAMES), num_heads, 5, dtype=_wide(device), device=device)
         ranks = new.new_zeros(len(RANKS), 2)
-        return cls(new, new.new_zeros(7), ranks, new.new_full((num_heads,), -math.inf), new.new_zeros(num_heads, 3))
+        return cls(new, new.new_zeros(7), ranks, new.new_full((num_heads,), -math.inf))
 
     def add(self, found: Statistics, *, num_there: int, x: Tensor | None, valid: Tensor | None) -> None:
         """Take in one observation, and the ranks of its layer's input x; nothing is brought to the CPU."""
@@ -64,23 +62,6 @@ class Tally:
                 self.ranks[index, 0] += values.nansum().to(self.ranks)
                 self.ranks[index, 1] += (~values.isnan()).sum()
 
-    def add_gate(
-        self, gate: Tensor | None, heads: Sequence[tuple[int, int]], shape: tuple[int, int, int], valid: Tensor | None
-    ) -> None:
-        """Add a call's gate, per text, head and query; None: there is no gate.
-
-        `heads`: which head of the tally is which of the gate; the others are another process's.
-        """
-        here, there = [row for row, _ in heads], [column for _, column in heads]
-        if gate is None:
-            number = shape[0] * shape[2] if valid is None else valid.sum().item()
-            self.gates[here] += self.gates.new_tensor([number, 0.0, number])
-            return
-        rows = gate[:, there].transpose(0, 1).flatten(1)  # (head, queries of all texts)
-        rows = rows if valid is None else rows[:, valid.flatten()]
-        parts = rows.sum(1), (rows.abs() < CLOSED).sum(1), torch.full_like(rows[:, 0], rows.shape[1])
-        self.gates[here] += torch.stack([part.to(self.gates) for part in parts], -1)
-
     @property
     def has_seen_any(self) -> bool:
         return bool(self.counts[PASSES] > 0)
@@ -89,19 +70,18 @@ class Tally:
         return torch.cat([part.flatten() for part in self._parts()])
 
     def _parts(self) -> tuple[Tensor, ...]:
-        return self.statistics, self.counts, self.ranks, self.maximum, self.gates
+        return self.statistics, self.counts, self.ranks, self.maximum
 
     @classmethod
     def of_vectors(cls, rows: Tensor, num_heads: int) -> "Tally":
         """One tally of several, each a row: sums add up, the largest logit is the largest of all."""
         model = cls.empty(num_heads)
-        statistics, counts, ranks, maximum, gates = rows.cpu().split([part.numel() for part in model._parts()], -1)
+        statistics, counts, ranks, maximum = rows.cpu().split([part.numel() for part in model._parts()], -1)
         return cls(
             statistics.sum(0).view_as(model.statistics),
             counts.sum(0),
             ranks.sum(0).view_as(model.ranks),
             maximum.amax(0),
-            gates.sum(0).view_as(model.gates),
         )
 
 
