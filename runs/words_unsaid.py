@@ -20,7 +20,7 @@ from locater.head import Head
 from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.predict import Effort, Text, _fitted, _windows
 from locater.prediction.running import run_model, self_attention
-from locater.prediction.windows import vocabulary_size
+from locater.prediction.windows import special_tokens, vocabulary_size
 
 MARKS = frozenset(".,;:!?…")
 COPY = 62  # tokens that come twice
@@ -78,7 +78,8 @@ def measured(given: argparse.Namespace) -> dict:
     effort = _fitted(Effort(window=given.window, calibration=1, test=count), model)
     tokenizer = load_tokenizer(given.tokenizer or given.model)
     windows, _ = _windows(given.model, model, Text(given.text, tokenizer, given.by_line), effort)
-    ids, prefix, special = windows.test, windows.num_prefix, {*tokenizer.all_special_ids}
+    prefix = 0 if given.by_line else len(special_tokens(tokenizer)[0])
+    ids, special = windows.test, {*tokenizer.all_special_ids}
     layers, _ = self_attention(model, ids[:1])
     marks = {n: n in special or is_separator(tokenizer.convert_ids_to_tokens(n) or "") for n in ids.unique().tolist()}
     marked = torch.tensor([[marks[n] for n in row] for row in ids.tolist()])

@@ -16,6 +16,7 @@ from rich.console import Console
 import locater as locater_package
 from command import locater
 from locater.cli.output import PLAIN, print_bullet, table
+from locater.cli.program import PANELS
 
 SOURCE = Path(locater_package.__file__).parent
 
@@ -114,6 +115,13 @@ def test_help_cuts_no_name_at_60_columns(verb):
     result = locater(*verb, "--help", columns=60)
     assert result.code == 0 and not [line for line in result.out.splitlines() if "--" in line and "…" in line]
     assert verb or "--install-completion" in result.out
+
+
+@pytest.mark.parametrize("verb", [verb for verbs in PANELS.values() for verb in verbs])
+def test_help_shows_no_flag_as_if_it_took_a_value(verb):
+    shown = locater(verb, "--help").out
+    assert "<bool>" not in shown and "--help" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_completion_can_be_shown(monkeypatch):

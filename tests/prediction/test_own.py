@@ -8,7 +8,7 @@ from locater import Live
 from locater.errors import Refusal
 from locater.prediction.numbers import first_query
 from locater.prediction.predict import Effort, Tokens, predict
-from locater.prediction.windows import given
+from locater.prediction.windows import split_windows
 from written_models import (
     HEADS,
     Einsum,
@@ -36,7 +36,7 @@ def assert_all_measured(net, found):
     """Against the softmax of the logits that the modules themselves keep."""
     start = first_query(LENGTH)
     with torch.no_grad():
-        net(given(tokens(), num_test=2).test)
+        net(split_windows(tokens(), num_test=2).test)
     distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH))[None, None, start:]
     assert [(row.layer, row.head) for row in found.heads] == [(n, h) for n in range(2) for h in range(HEADS)]
     for row in found.heads:
@@ -92,7 +92,7 @@ def test_torch_layers_with_the_batch_second():
 
     net = Second().eval()
     found = predict(net, text=Tokens(tokens()), effort=QUICK)
-    x = net.embed(given(tokens(), num_test=2).test).transpose(0, 1)
+    x = net.embed(split_windows(tokens(), num_test=2).test).transpose(0, 1)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(LENGTH)
     _, p = net.layer.self_attn(x, x, x, attn_mask=mask, average_attn_weights=False)
     expected = p[:, :, first_query(LENGTH) :, 0].mean((0, 2)).tolist()

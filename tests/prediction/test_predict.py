@@ -16,7 +16,7 @@ from locater.errors import Refusal
 from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
 from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
 from locater.prediction.running import run_model, self_attention
-from locater.prediction.windows import given
+from locater.prediction.windows import split_windows
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)
@@ -203,7 +203,7 @@ def test_short_texts_are_counted_from_their_middle():
     found = predict(net, text=Tokens(ids), effort=Effort(calibration=4, test=2, texts=2))
     assert found.to_json()["first_query"] == 20
     with torch.no_grad():
-        p = net(given(ids, num_test=2).test, output_attentions=True).attentions[0][:, 0, 20:]
+        p = net(split_windows(ids, num_test=2).test, output_attentions=True).attentions[0][:, 0, 20:]
     assert found.heads[0].measured.sink_mass == pytest.approx(float(p[..., 0].mean()), abs=1e-5)
     drawn = predict(net, text="random", effort=Effort(calibration=3, test=1))
     assert drawn.length == 40 and all(row.measured.sink_mass > 0 for row in drawn.heads)

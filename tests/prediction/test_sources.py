@@ -14,7 +14,7 @@ from locater.errors import Refusal
 from locater.prediction.language_model import begins_with_bos, load_model, load_tokenizer
 from locater.prediction.predict import Effort, Text, Tokens, predict
 from locater.prediction.random_ids import Alphabet, random_windows
-from locater.prediction.windows import given, special_tokens
+from locater.prediction.windows import special_tokens, split_windows
 from locater_lab.data.vocabulary import Words
 from locater_lab.train.loader import export
 from locater_lab.train.model import LanguageModel
@@ -89,9 +89,9 @@ def test_a_gguf_file_says_whether_texts_begin_with_bos(tmp_path, begins):
 
 
 def test_special_positions_of_given_tokens_are_apart():
-    assert given(tokens(4), num_test=1, special=[0, 40, -1]).alone == (0, 40, LENGTH - 1)
+    assert split_windows(tokens(4), num_test=1, special=[0, 40, -1]).alone == (0, 40, LENGTH - 1)
     with pytest.raises(Refusal, match="special positions within windows of 96 tokens"):
-        given(tokens(4), num_test=1, special=[LENGTH])
+        split_windows(tokens(4), num_test=1, special=[LENGTH])
     effort = Effort(window=LENGTH, calibration=6, test=2, texts=2)
     given_windows = (Tokens(tokens(8), special) for special in ([40, -1], []))
     with_them, without = (predict(model("bert"), text=windows, effort=effort) for windows in given_windows)

@@ -87,7 +87,7 @@ def test_only_one_layer_is_held(tmp_path):
         def take(number, x):
             held.append([not layer.mlp.up_proj.weight.is_meta for layer in model.module.layers])
 
-        model.run(model.wanted(None), torch.zeros(1, 96, dtype=torch.long), take)
+        model.run(model.attention, torch.zeros(1, 96, dtype=torch.long), take)
     assert held == [[number == own for own in range(3)] for number in range(3)]
     assert all(layer.mlp.up_proj.weight.is_meta for layer in model.module.layers)
 

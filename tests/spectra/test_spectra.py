@@ -59,7 +59,7 @@ def test_statistics_equal_those_of_all_dense_eigenvalues():
     torch.testing.assert_close(found.mean_nonzero, core.mean(-1).real)
     nonzero = core - core.mean(-1, keepdim=True)
     torch.testing.assert_close(found.variance_nonzero, nonzero.square().mean(-1).real)
-    torch.testing.assert_close(spectra.spread_nonzero(core), nonzero.abs().square().mean(-1))
+    torch.testing.assert_close(spectra.spread(core, len(core[0])), nonzero.abs().square().mean(-1))
 
 
 def test_eigenvalues_are_the_nonzero_ones_of_the_dense_form():
@@ -93,9 +93,7 @@ def test_no_matrix_of_the_models_size_is_made():
     with Shapes() as shapes:
         spectra.moments(query, key[:, :1])
         spectra.eigenvalues(query, key)
-        spectra.rotary_moments(
-            query, key, frequencies=torch.ones(2), pairs=torch.arange(4).reshape(2, 2), offsets=torch.arange(60)
-        )
+        turned_moments(query, key, torch.arange(4).reshape(2, 2), torch.ones(2), torch.arange(60))
     assert shapes.seen
     assert not [shape for shape in shapes.seen if shape.count(50) > 1]
 
@@ -176,23 +174,29 @@ def turn(offset: int, *, d_head: int, amplitude: float = 1.0, frequencies=FREQUE
     return matrix
 
 
+def turned_moments(query, key, pairs, frequencies, offsets, *, amplitude=1.0):
+    """The moments at every offset, from the forms."""
+    trace, square, norm = spectra.rotary_forms(spectra.grams(query, key), pairs)
+    terms = spectra.rotation(offsets.to(trace), frequencies, amplitude=amplitude).to(trace)
+    quadratic = ((terms @ form * terms).sum(-1) for form in (square, norm))
+    return spectra.Moments((terms @ trace[..., None])[..., 0], *quadratic, query.shape[-1], query.shape[-2])
+
+
 @pytest.mark.parametrize("d_head", [8, 10])
-def test_rotary_moments_equal_those_of_dense_rotations(d_head):
+def test_rotary_forms_equal_those_of_dense_rotations(d_head):
     query, key = weights(2, 3, d_head, 12)
     key = key[:, :1]
-    found = spectra.rotary_moments(
-        query, key, frequencies=FREQUENCIES, pairs=PAIRS, offsets=torch.arange(-2, 6), amplitude=1.2
-    )
+    found = turned_moments(query, key, PAIRS, FREQUENCIES, torch.arange(-2, 6), amplitude=1.2)
     for column, offset in enumerate(range(-2, 6)):
         expected = dense(turn(offset, d_head=d_head, amplitude=1.2) @ query, key)
         for name, value in zip(NAMES, expected, strict=True):
             torch.testing.assert_close(getattr(found, name)[..., column], value)
 
 
-def test_rotary_moments_without_turning_are_the_plain_ones():
+def test_rotary_forms_without_turning_are_the_plain_ones():
     query, key = weights(4, 9, dtype=torch.float32)
     pairs, offsets = torch.arange(4).reshape(2, 2), torch.arange(3)
-    turned = spectra.rotary_moments(query, key, frequencies=torch.zeros(2), pairs=pairs, offsets=offsets)
+    turned = turned_moments(query, key, pairs, torch.zeros(2), offsets)
     plain = spectra.moments(query, key)
     for name in NAMES:
         torch.testing.assert_close(getattr(turned, name), getattr(plain, name).expand(3))
@@ -203,6 +207,4 @@ def test_rotary_moments_without_turning_are_the_plain_ones():
 def test_pairs_that_are_no_pairs_of_rows_are_refused(pairs):
     query, key = weights(4, 9)
     with pytest.raises(Refusal, match="pairs of different rows from 0 to 3"):
-        spectra.rotary_moments(
-            query, key, frequencies=torch.ones(len(pairs)), pairs=torch.tensor(pairs), offsets=torch.arange(3)
-        )
+        turned_moments(query, key, torch.tensor(pairs), torch.ones(len(pairs)), torch.arange(3))

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 def compare(
     sources: Annotated[list[str], typer.Argument(help="Checkpoints in order, or a run's folder with several.")],
-    most: Annotated[int, typer.Option(help="How many of the heads that moved most are shown.")] = 12,
+    most: Annotated[int, typer.Option(help="Number of heads to show, those that moved most.")] = 12,
     layers: Layers = None,
     length: Length = DEFAULT_LENGTH,
     raw: Raw = False,
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
     timeout: Timeout = None,
-    jobs: Annotated[int, typer.Option(help="Checkpoints scanned at a time on this machine.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of checkpoints to scan at once.")] = 1,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
     json: JsonPath = None,
     table: TablePath = None,

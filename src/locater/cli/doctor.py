@@ -31,7 +31,7 @@ def doctor(
     json: JsonPath = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if a core library is missing.")] = False,
 ) -> None:
-    """Versions, devices and extras: what works here, and what to install for the rest."""
+    """Show versions, devices and extras: what works here, and what to install for the rest."""
     from .. import __version__
     from ..errors import Refusal
     from ..records import write_json

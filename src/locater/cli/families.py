@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def families(
     types: Annotated[list[str] | None, typer.Argument(help="Only these model types.")] = None,
-    update: Annotated[bool, typer.Option("--update", help="Prove again what no table names, type by type.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Prove again the types that no table names (slow).")] = False,
     json: JsonPath = None,
     markdown: MarkdownPath = None,
 ) -> None:

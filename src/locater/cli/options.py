@@ -22,17 +22,17 @@ def _written(*names: str, metavar: str = "PATH", help: str) -> Any:
     return typer.Option(*names, metavar=metavar, help=help, callback=_announced)
 
 
-JsonPath = Annotated[Path | None, _written("--json", help="Write JSON there (- = standard output).")]
-HtmlPath = Annotated[Path | None, _written("--html", help="Write a page to look at there.")]
-TablePath = Annotated[Path | None, _written("--table", metavar="FILE", help="Write a table (.csv or .parquet).")]
-MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the table as Markdown.")]
+JsonPath = Annotated[Path | None, _written("--json", help="Write JSON to this file (- for standard output).")]
+HtmlPath = Annotated[Path | None, _written("--html", help="Write a page for the browser to this file.")]
+TablePath = Annotated[Path | None, _written("--table", metavar="FILE", help="Write a row per head (.csv or .parquet).")]
+MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the table as Markdown to this file.")]
 PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
-PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="Where the page goes.")]
+PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="File of the page.")]
 
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Timeout for remote files.")]
-Length = Annotated[int, typer.Option(help="T, the number of tokens that the theory supposes.")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up on remote files after this time.")]
+Length = Annotated[int, typer.Option(help="T, the context length in the theory.")]
 Layers = Annotated[str | None, typer.Option(metavar="0-5,11", help="Only these layers.")]
-Raw = Annotated[bool, typer.Option("--raw", help="Weights as stored, without the input norm's gain.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Leave the gain of the input norm out of the weights.")]
 Layout = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Describe a model of no known family.")]
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Load pickles that run code: only if you trust them.")

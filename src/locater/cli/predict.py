@@ -26,16 +26,17 @@ MEANS = "means of each layer's heads, predicted → measured"
 def predict(
     source: Annotated[str, typer.Argument(help="A directory, a GGUF file or a Hugging Face id.")],
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text file, or random for random ids. [Python's docstrings]")
+        Path | None,
+        typer.Option(metavar="FILE", help="A text file, or `random` for random ids (default: Python's docstrings)."),
     ] = None,
-    by_line: Annotated[bool, typer.Option("--by-line", help="Every line of the text is a text of its own.")] = False,
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 256,
-    calibration: Annotated[int, typer.Option(help="Windows to predict from.")] = 24,
-    test: Annotated[int, typer.Option(help="Other windows to measure on.")] = 8,
+    by_line: Annotated[bool, typer.Option("--by-line", help="Take every line as a text of its own.")] = False,
+    window: Annotated[int, typer.Option(help="Number of tokens in a window.")] = 256,
+    calibration: Annotated[int, typer.Option(help="Number of windows to predict from.")] = 24,
+    test: Annotated[int, typer.Option(help="Number of other windows to measure on.")] = 8,
     layers: Layers = None,
     timeout: Timeout = None,
     heads: Heads = False,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Another tokenizer (folder or hub id).")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Another tokenizer: folder or hub id.")] = None,
     plot: PlotPath = None,
     json: JsonPath = None,
     html: HtmlPath = None,

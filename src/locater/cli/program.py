@@ -32,6 +32,9 @@ class Help(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if formatter.width < NARROW:
             self.rich_markup_mode = None
+        for option in self.get_params(ctx):
+            if isinstance(option, TyperOption) and option.is_flag:
+                option.metavar = ""  # typer would write <bool>, as if the flag took a value
         super().format_help(ctx, formatter)
 
 

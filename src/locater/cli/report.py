@@ -20,19 +20,19 @@ def report(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What commands wrote (JSON, JSONL, the folder of a run, of runs or of a sweep), or models; "
-            "else a small example."
+            help="Models, or results of commands (JSON, JSONL, the folder of a run, of runs or of a sweep); "
+            "without any, a small example."
         ),
     ] = None,
     out: PagePath = Path("report.html"),
-    title: Annotated[str | None, typer.Option(help="Its title.")] = None,
-    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Why you send it: a sentence at its top.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    note: Annotated[str | None, typer.Option(metavar="TEXT", help="Sentence for its top: why you send it.")] = None,
     timeout: Timeout = None,
     figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also every map and curve as PNG and SVG in this folder.")
+        Path | None, typer.Option(metavar="DIR", help="Also write every map and curve as PNG and SVG to this folder.")
     ] = None,
 ) -> None:
-    """One HTML file that shows every head: no network, opens from disk, can be sent to anybody."""
+    """Write one HTML page that shows every head: no network, opens from disk, can be sent to anybody."""
     sources = sources or [example()]
     with limited(seconds=timeout):
         documents = [read_source(source) for source in sources]

@@ -41,8 +41,8 @@ Spectrum = Annotated[
     str,
     typer.Option(
         metavar="NAME,…",
-        help="raw: weights as stored, without the norm's gain; eigenvalues: column `spread`, all in JSON; "
-        "exact: exact profiles in JSON and page (slow).",
+        help="Any of raw (leave the gain of the input norm out), eigenvalues (adds `spread`, and all of them to JSON), "
+        "exact (exact profiles in JSON and page; slow).",
     ),
 ]
 FailOn = Annotated[
@@ -65,7 +65,7 @@ def scan(
     html: HtmlPath = None,
     table: TablePath = None,
 ) -> None:
-    """Every head's query-key spectrum, the theory's word for it, and where it probably looks: from weights alone."""
+    """Show every head's query-key spectrum, the theory's word for it and where it probably looks: weights alone."""
     load("scanning.scan")
     from ..models.sources import Stored
 

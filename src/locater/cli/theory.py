@@ -31,23 +31,29 @@ class TheoryMethod(StrEnum):
 
 HeadOf = Annotated[
     str | None,
-    typer.Option("--head", metavar="PLACE", help="MODEL:LAYER.HEAD of a checkpoint; Q.npy,K.npy (d_h×d); or A.npy."),
+    typer.Option(
+        "--head",
+        metavar="PLACE",
+        help="A head of a checkpoint, MODEL:LAYER.HEAD; its weights, Q.npy,K.npy (d_h×d); or its matrix, A.npy.",
+    ),
 ]
 Moments = Annotated[
-    str | None, typer.Option(metavar="A,B,C", help="tr A, tr A² and ‖A‖² (Frobenius), instead of weights.")
+    str | None,
+    typer.Option(metavar="A,B,C", help="tr A, tr A² and ‖A‖² (Frobenius) of a head, not its weights."),
 ]
-Length = Annotated[int, typer.Option(help="T, the number of tokens.")]
-Temperature = Annotated[
-    float | None, typer.Option(help="λ, which divides the logits; √d_h (√d for A.npy) unless given.")
+Length = Annotated[int, typer.Option(help="T, the context length in tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="λ, which divides the logits; by default √d_h (√d for A.npy).")]
+Covariance = Annotated[
+    str, typer.Option(metavar="S", help="Σ of the walk's steps: a number, or a .npy file of shape (d) or (d, d).")
 ]
-Covariance = Annotated[str, typer.Option(metavar="S", help="Σ of the steps: a number, or a .npy of (d) or (d, d).")]
 Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")]
 Depth = Annotated[
     int | None,
     typer.Option(metavar="N", help="Follow entropy and rank through N layers that have this head's spectrum."),
 ]
 PhaseDiagram = Annotated[
-    bool, typer.Option("--phase-diagram", help="Draw the plane eigenvalue mean × variance instead.")
+    bool,
+    typer.Option("--phase-diagram", help="Show the plane of eigenvalue mean and variance, not one head."),
 ]
 
 

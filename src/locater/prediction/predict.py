@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -35,8 +35,8 @@ from .windows import (
     check_window,
     cut_lines,
     cut_windows,
-    given,
     longest,
+    split_windows,
     vocabulary_size,
 )
 
@@ -101,15 +101,16 @@ def _predict_whole(
     place = source.module if isinstance(source, Live) else source.place
     model = load_model(place)
     effort = _fitted(effort, model)
-    options: dict[str, Any] = dict(heads=source.heads, causal=source.causal) if isinstance(source, Live) else {}
+    live = source if isinstance(source, Live) else Live(model)
+    attention_on = partial(self_attention, model, heads=live.heads, causal=live.causal)
     if isinstance(text, Text) and text.path == RANDOM:
         sample = torch.arange(effort.window)[None] % num_embeddings(model)
-        found, left_out = self_attention(model, sample, **options)
+        found, left_out = attention_on(sample)
         windows, text_name = random_ids(place, model, effort, causal=_is_causal(found)), RANDOM_IDS
     else:
         windows, text_name = _windows(place, model, text, effort)
         check_fits(model, windows)
-        found, left_out = self_attention(model, windows.test[:1], **options)
+        found, left_out = attention_on(windows.test[:1])
     rows, loss = _compute(model, chosen_of(found, layers), windows, effort=effort, terms=terms, progress=progress)
     left_out += [] if isinstance(source, Live) else type_note(source.place)
     loss = None if text_name == RANDOM_IDS else loss  # random ids cannot be foretold
@@ -124,7 +125,7 @@ def _predict_streamed(
     rows: list[HeadPrediction] = []
     left_out: list[str] = []
     with streamed(source.place) as model:
-        chosen = model.wanted(layers)
+        chosen = chosen_of(model.attention, layers)
         effort = _fitted(effort, model.module)
         windows = random_ids(source.place, model.module, effort, causal=_is_causal([read_heads(chosen[0])]))
         step = _Steps(progress, len(chosen))
@@ -134,7 +135,7 @@ def _predict_streamed(
             collector = collector_of(layer, windows, effort=effort, terms=terms)
             for part in x[: len(windows.calibration)].split(effort.batch):
                 collector.add(part)
-            gatherers = gatherers_of(layer, windows.length)
+            gatherers = [Gatherer(head, windows.length) for head in layer.heads]
             _gather(gatherers, layer, x[len(windows.calibration) :])
             rows.extend(_rows(layer, collector.inputs(), gatherers, effort=effort, terms=terms))
             left_out.extend(layer.refused)
@@ -211,7 +212,7 @@ def measure(
     step: Step,
 ) -> tuple[list[list[Gatherer]], float | None]:
     """Measure each head on these windows, and the loss per token where the model predicts the next one."""
-    gatherers = [gatherers_of(layer, windows.shape[1]) for layer in layers]
+    gatherers = [[Gatherer(head, windows.shape[1]) for head in layer.heads] for layer in layers]
     losses: list[float] = []
 
     def take(number: int, x: Tensor) -> None:
@@ -222,10 +223,6 @@ def measure(
         losses += next_token_losses(output, ids, model)
         step(len(ids))
     return gatherers, sum(losses) / len(losses) if losses else None
-
-
-def gatherers_of(layer: AttentionModule, length: int) -> list[Gatherer]:
-    return [Gatherer(head, length) for head in layer.heads]
 
 
 @torch.no_grad()
@@ -282,7 +279,7 @@ def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
     if len(tokens) < 2:
         raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")
     num_test = min(max(1, len(tokens) * effort.test // (effort.test + effort.calibration)), len(tokens) - 1)
-    return given(tokens, num_test=num_test, special=special)
+    return split_windows(tokens, num_test=num_test, special=special)
 
 
 def _read(text: str | PathLike[str]) -> str:

@@ -14,7 +14,7 @@ from ..checkpoints.bytes import LocalBytes
 from ..checkpoints.gguf.header import read_header, read_vocabulary
 from ..errors import Refusal, missing
 from .language_model import load_tokenizer
-from .windows import Effort, Windows, longest, special_tokens, spread_evenly, vocabulary_size
+from .windows import Effort, Windows, longest, special_positions, special_tokens, split_windows, vocabulary_size
 
 BLANKS = " \t\r\n▁ĠĊĉ"  # and how tokenizers write them
 ZIPF_SHIFT = 2.7  # Mandelbrot's: the most frequent words of a language are less frequent than 1/r has it
@@ -34,17 +34,15 @@ class Alphabet:
 def random_ids(place: str | PathLike[str] | nn.Module, model: nn.Module, effort: Effort, *, causal: bool) -> Windows:
     """Windows of ids as the tokenizer at `place` would give them, were words independent of each other."""
     num_rows, alphabet = num_embeddings(model), _alphabet(place)
-    ends = alphabet.before, alphabet.after
     total = effort.calibration + effort.test
     length = min(effort.window, longest(model) or effort.window)
     ids = random_windows(num_rows, alphabet, count=total, length=length, seed=effort.seed)
     if not causal and not alphabet.known:
         # Vocabularies of encoders (WordPiece) begin with unused pieces and single characters, not with frequent words.
         shuffled = torch.randperm(num_rows, generator=torch.Generator().manual_seed(effort.seed))
-        inside = slice(len(ends[0]), ids.shape[1] - len(ends[1]))
+        inside = slice(len(alphabet.before), length - len(alphabet.after))
         ids[:, inside] = shuffled[ids[:, inside]]
-    for_test = spread_evenly(total, effort.test)
-    return Windows(ids[~for_test], ids[for_test], len(ends[0]), len(ends[1]))
+    return split_windows(ids, num_test=effort.test, special=special_positions(alphabet.before, alphabet.after))
 
 
 def num_embeddings(model: nn.Module) -> int:

@@ -4,7 +4,7 @@ Its modules are made without numbers; each layer reads its own when it is called
 tables only the rows that are looked up are read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +21,7 @@ from .. import checkpoints
 from ..attention.capture import Take, inputs_of
 from ..checkpoints import Checkpoint
 from ..errors import Refusal
-from ..models import Config, open_model, wanted_layers
+from ..models import Config, open_model
 from ..models.module import AttentionModule
 from .language_model import quiet_loading, registered_loader, short_reason, transformers_here
 
@@ -80,10 +80,6 @@ class Streamed:
 
     module: nn.Module
     attention: list[AttentionModule]
-
-    def wanted(self, layers: Iterable[int] | None) -> list[AttentionModule]:
-        chosen = wanted_layers(layers, (module.number for module in self.attention))
-        return [module for module in self.attention if module.number in chosen]
 
     @torch.no_grad()
     def run(self, chosen: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> None:

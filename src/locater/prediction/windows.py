@@ -93,13 +93,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Windows:
-    """Token ids; the first `num_prefix` and the last `num_suffix` of each window are the tokenizer's special tokens."""
+    """Token ids to predict from and others to measure on; `special` are the positions of special tokens."""
 
     calibration: Int[Tensor, "calibration tokens"]
     test: Int[Tensor, "test tokens"]
-    num_prefix: int = 0
-    num_suffix: int = 0
-    special: tuple[int, ...] = ()  # further positions of special tokens
+    special: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -108,14 +106,13 @@ class Windows:
     @property
     def alone(self) -> tuple[int, ...]:
         """Positions of the first token and of special ones."""
-        ends = (*range(max(1, self.num_prefix)), *range(self.length - self.num_suffix, self.length))
-        return tuple(sorted({*ends, *self.special}))
+        return tuple(sorted({0, *self.special}))
 
 
-def given(tokens: Int[Tensor, "windows tokens"], *, num_test: int, special: Iterable[int] = ()) -> Windows:
-    """Windows that were cut already, the ones to measure spread among them; `special` positions may count from the end.
+def split_windows(tokens: Int[Tensor, "windows tokens"], *, num_test: int, special: Iterable[int] = ()) -> Windows:
+    """Spread the windows to measure among the others; `special` positions may count from the end.
 
-    >>> given(torch.arange(8).reshape(2, 4), num_test=1, special=[0, -1]).alone
+    >>> split_windows(torch.arange(8).reshape(2, 4), num_test=1, special=[0, -1]).alone
     (0, 3)
     """
     length, for_test, special = tokens.shape[1], spread_evenly(len(tokens), num_test), list(special)
@@ -140,8 +137,7 @@ def cut_windows(text: str, tokenizer: Tokenizer, *, length: int, num_calibration
             raise refusal(f"a text of {total} windows of {length} tokens", f"{len(text)} characters", remedy)
         windows.append([*before, *ids, *after])
     check_known([ids[len(before) : length - len(after)] for ids in windows], tokenizer)
-    ids, for_test = torch.tensor(windows), spread_evenly(total, num_test)
-    return Windows(ids[~for_test], ids[for_test], len(before), len(after))
+    return split_windows(torch.tensor(windows), num_test=num_test, special=special_positions(before, after))
 
 
 def cut_lines(
@@ -159,7 +155,12 @@ def cut_lines(
         raise refusal(f"at least two lines of {length} tokens or more", len(windows), remedy)
     check_known(windows, tokenizer)
     whole = bool(after) and all(ids[-len(after) :] == after for ids in windows)
-    return torch.tensor(windows), [*range(len(before)), *(range(length - len(after), length) if whole else ())]
+    return torch.tensor(windows), special_positions(before, after if whole else ())
+
+
+def special_positions(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Positions of the special tokens of a window that begins and ends with these."""
+    return [*range(len(before)), *range(-len(after), 0)]
 
 
 def _plain(text: str, tokenizer: Tokenizer) -> list[int]:

@@ -6,12 +6,11 @@ Every function takes `query` and `key` of shape (…, d_h, d); leading dimension
 
 from .covariance import Covariance, covariance_root, whiten
 from .grams import Grams, gram_products, grams
-from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread, spread_nonzero
-from .rotary import RotaryForms, rotary_forms, rotary_moments, rotation
+from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread
+from .rotary import RotaryForms, rotary_forms, rotation
 from .singular import (
     largest_singular_value,
     side_norms,
-    singular_values,
     spectral_entropy,
     stable_rank,
     update_singular_values,
@@ -31,13 +30,10 @@ __all__ = [
     "moments",
     "moments_of",
     "rotary_forms",
-    "rotary_moments",
     "rotation",
     "side_norms",
-    "singular_values",
     "spectral_entropy",
     "spread",
-    "spread_nonzero",
     "stable_rank",
     "update_singular_values",
     "whiten",

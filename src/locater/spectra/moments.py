@@ -108,8 +108,3 @@ def spread(values: Complex[Tensor, "*batch d_head"], d_model: int) -> Float[Tens
     mean = values.sum(-1) / d_model
     given = (values - mean[..., None]).abs().square().sum(-1)
     return (given + (d_model - values.shape[-1]) * mean.abs().square()) / d_model
-
-
-def spread_nonzero(values: Complex[Tensor, "*batch d_head"]) -> Float[Tensor, "*batch"]:
-    """E|μ − m|² over the given eigenvalues only."""
-    return spread(values, values.shape[-1])

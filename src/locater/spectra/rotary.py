@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import refusal
-from .grams import Grams, grams
-from .moments import Moments
+from .grams import Grams
 
 
 class RotaryForms(NamedTuple):
@@ -30,28 +29,6 @@ def rotation(
     angles = offsets.double()[:, None] * frequencies.double().to(offsets.device)
     one, none = torch.ones_like(offsets)[:, None], torch.zeros_like(offsets)[:, None]
     return torch.cat([angles.cos() * amplitude**2, one, angles.sin() * amplitude**2, none], dim=-1)
-
-
-def rotary_moments(
-    query: Float[Tensor, "*#batch d_head d_model"],
-    key: Float[Tensor, "*#batch d_head d_model"],
-    *,
-    frequencies: Float[Tensor, " pairs"],
-    pairs: Int[Tensor, "pairs 2"],
-    offsets: Float[Tensor, " offsets"] | Int[Tensor, " offsets"],
-    amplitude: float = 1.0,
-) -> Moments:
-    """The moments of W(Δ), with a last axis for the offsets Δ = query position − key position.
-
-    Rows named in no pair do not turn. Cost: the Gram matrices once, then O(d_h²) per head and offset.
-    """
-    products = grams(query, key)
-    forms = rotary_forms(products, pairs)
-    terms = rotation(offsets.to(products.core), frequencies.to(products.core), amplitude=amplitude).to(products.core)
-    square = (terms @ forms.square * terms).sum(-1)
-    norm = (terms @ forms.norm * terms).sum(-1)
-    trace = (terms @ forms.trace[..., None])[..., 0]
-    return Moments(trace, square, norm, d_model=query.shape[-1], d_head=query.shape[-2])
 
 
 def rotary_forms(products: Grams, pairs: Int[Tensor, "pairs 2"]) -> RotaryForms:

@@ -7,14 +7,6 @@ from torch import Tensor
 from .grams import Grams, working
 
 
-def singular_values(
-    query: Float[Tensor, "*#batch rank d_model"], key: Float[Tensor, "*#batch rank d_model"]
-) -> Float[Tensor, "*batch rank"]:
-    """The non-zero ones, the largest first: those of the two Gram matrices, O(d·r²) for r rows each."""
-    query, key = working(query, key)
-    return singular_values_of_grams(query @ query.mT, key @ key.mT)
-
-
 def largest_singular_value(products: Grams) -> Float[Tensor, "*batch"]:
     """Compute σ₁(W) from given products, to a millionth.
 

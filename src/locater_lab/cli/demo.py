@@ -71,11 +71,11 @@ QUICK_FILES = """
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where pictures and models go.")] = Path("demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds: less training, no pictures, no extras.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for pictures and models.")] = Path("demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Train less, without pictures: seconds.")] = False,
     html: HtmlPath = None,
 ) -> None:
-    """A guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
+    """Take a guided tour of a minute or two: the theory, then two small models trained without and with LocAteR."""
     from ..demo.two_models import check_folder
 
     if not quick:

@@ -16,7 +16,7 @@ SEED = 0
 
 
 def explore(
-    scan: Annotated[Path | None, typer.Argument(metavar="[SCAN.json]", help="A scan, to find its heads there.")] = None,
+    scan: Annotated[Path | None, typer.Argument(metavar="[SCAN.json]", help="A scan, to mark its heads.")] = None,
     out: PagePath = Path("explore.html"),
 ) -> None:
     """Turn mean and spread of the eigenvalues and see which tokens are heard: one page, no network."""

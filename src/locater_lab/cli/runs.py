@@ -23,7 +23,7 @@ Arm = Json
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Holds the runs: ARM-seedN is a seed of an arm, others are one each.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the runs; those named ARM-seedN are the seeds of one arm.")],
     step: Annotated[
         int | None, typer.Option(help="Compare at this step; by default the last one that all reached.")
     ] = None,

@@ -28,9 +28,9 @@ REAL_DATA = "What do the columns of a scan say of attention measured on text? (w
 
 
 def study(
-    name: Annotated[str | None, typer.Argument(help="Which one; without it, all and their questions.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a study; without it, list them all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small grid: under two minutes on two cores.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the rows go; studies/NAME by default.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the rows (default: studies/NAME).")] = None,
     jobs: Jobs = 1,
     on: Engine = None,
     model: Annotated[list[str] | None, typer.Option(help="For real-data: a model; may be repeated.")] = None,

@@ -26,17 +26,17 @@ GRID = 'Options of train with their values, such as "strength=0,1e-2 seed=0,1,2 
 
 
 def sweep(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A YAML file: preset, and grid.")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A YAML file with a preset and a grid.")] = None,
     grid: Annotated[str | None, typer.Option(metavar="NAME=A,B …", help=GRID)] = None,
-    preset: Annotated[str, typer.Option(metavar="NAME", help="What train starts from.")] = "paper",
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder, or the same points' one.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the sweep in this folder.")] = None,
+    preset: Annotated[str, typer.Option(metavar="NAME", help="Preset of `locater train` to start from.")] = "paper",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of results; continues this grid.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the sweep in this folder.")] = None,
     jobs: Jobs = 1,
     on: Engine = None,
-    asha: Annotated[bool, typer.Option("--asha", help="With --on ray: end trials early that are behind.")] = False,
+    asha: Annotated[bool, typer.Option("--asha", help="With --on ray: end trials early that fall behind.")] = False,
     retry: Retry = False,
     emit: Annotated[str | None, typer.Option(metavar="slurm", help="Only write the script of an array job.")] = None,
-    task: Annotated[int | None, typer.Option(min=0, help="Only this point: what a task of the array runs.")] = None,
+    task: Annotated[int | None, typer.Option(min=0, help="Measure only this point (used by the array job).")] = None,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     json: JsonPath = None,
 ) -> None:
