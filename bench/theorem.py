@@ -14,7 +14,6 @@ from gaussian_tokens import HeadInputs, expected_attention, profile
 
 from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
-from locater.attention.statistics import NEAR
 from locater.head import Head
 from locater.packaged import packaged
 from locater.prediction.language_model import load_model, load_tokenizer
@@ -23,6 +22,7 @@ from locater.prediction.predict import Effort, HeadPrediction, Prediction, measu
 from locater.prediction.running import run_model, self_attention
 from locater.prediction.sampling import effective, interpolate_lags
 from locater.prediction.windows import cut_windows
+from locater.quantities import NEAR
 from locater.texts import embedded_text
 from locater.theory.random_walk import Turns
 from prediction import minilm

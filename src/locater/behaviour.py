@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .quantities import quantity
+from .quantities import NEAR, quantity
 from .reference import unusual
 
 # A head's place: block, layer, head.
@@ -100,8 +100,8 @@ VOCABULARY = (
     Word("adjacent", "look at an adjacent token", "adjacent", 0.5, is_apart=True, margin=0.1),
     Word("one token", "keep to one token", "entropy", 0.1, is_low=True),
     Word("broad", "spread over nearly all tokens", "entropy", 0.8),
-    Word("near", "look mostly at the 16 nearest tokens", "near", 0.7, margin=0.05),
-    Word("far", "look mostly beyond the 16 nearest tokens", "near", 0.3, is_low=True, margin=0.05),
+    Word("near", f"look mostly at the {NEAR} nearest tokens", "near", 0.7, margin=0.05),
+    Word("far", f"look mostly beyond the {NEAR} nearest tokens", "near", 0.3, is_low=True, margin=0.05),
 )
 
 

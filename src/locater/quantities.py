@@ -15,6 +15,8 @@ ESTIMATE = "an estimate from the weights, not a measurement"
 PREDICTED = "a prediction from weights and single tokens of a text"
 MEASURED = "a measurement on text"
 STEPS = "the weights at two reports"
+NEAR = 16  # keys counted as near the query, itself included
+FIRST_QUERY = 64  # earlier queries have few keys: nearly all of them are near
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ _ATTENTION = (
         "share", MEASURED, "entropy", ".3f",
     ),
     Quantity(
-        "near_mass", "near", "share of attention on the 16 nearest tokens", "looks far", "looks near",
+        "near_mass", "near", f"share of attention on the {NEAR} nearest tokens", "looks far", "looks near",
         "share", MEASURED, digits=".3f",
     ),
     Quantity(
-        "near_mass_beyond_first", "near", "share of attention on the 16 nearest tokens, first token excluded",
+        "near_mass_beyond_first", "near", f"share of attention on the {NEAR} nearest tokens, first token excluded",
         "looks far", "looks near", "share", MEASURED, digits=".3f",
     ),
     Quantity(
@@ -168,7 +170,7 @@ GLOSSARY = {
     "T, t": "number of tokens in the context; a token of it, counted from 1",
     "Δ": "distance: query position minus key position",
     "entropy": "how evenly attention is spread, 1 for all tokens alike, 0 for one token",
-    "near mass": "share of the attention on the 16 nearest tokens, the first token excluded",
+    "near mass": f"share of the attention on the {NEAR} nearest tokens, the first token excluded",
     "sink": "the first token, on which many heads rest when they have nothing to say",
     "entropy collapse": "attention so peaked that learning stalls",
     "rank collapse": "attention so even that all tokens become alike",

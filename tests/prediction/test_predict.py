@@ -10,13 +10,14 @@ from typer.testing import CliRunner
 
 from locater.attention.layers import observe
 from locater.attention.masks import Mask
-from locater.attention.statistics import NEAR, materialised
+from locater.attention.statistics import materialised
 from locater.cli.program import app
 from locater.errors import Refusal
-from locater.prediction.numbers import FIRST_QUERY, NAMES, Gatherer, distance_bins
+from locater.prediction.numbers import NAMES, Gatherer, distance_bins
 from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
 from locater.prediction.running import run_model, self_attention
 from locater.prediction.windows import split_windows
+from locater.quantities import FIRST_QUERY, NEAR
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)

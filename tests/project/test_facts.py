@@ -21,7 +21,7 @@ HOMES = {
     "whether backward runs": (r"_current_graph_task_id", "locater/attention/calls.py"),
     "the weights of η²": (r"ETA_WEIGHTS\w* *[:=]", "locater/spectra/moments.py"),
     "which regimes are localized": (r"^LOCALIZED\b", "locater/quantities.py"),
-    "how near is near": (r"^NEAR\b", "locater/attention/statistics.py"),
+    "how near is near": (r"^NEAR\b", "locater/quantities.py"),
     "the length that a scan supposes": (r"^DEFAULT_LENGTH\b", "locater/scanning/__init__.py"),
     "suffixes of torch's files": (r'"\.ckpt"', "locater/checkpoints/sharded.py"),
 }

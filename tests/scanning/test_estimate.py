@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from locater import scan
-from locater.attention.statistics import FIRST_QUERY, NEAR
 from locater.behaviour import NOT_ESTIMATED, RECORD, Told, looks
 from locater.head import Head
 from locater.models.config import SCALED
 from locater.positions import Rotary
 from locater.projections import Norm, Projection
+from locater.quantities import FIRST_QUERY, NEAR
 from locater.report.headline import headline
 from locater.report.views import views_of
 from locater.scanning import direct, estimate

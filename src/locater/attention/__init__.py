@@ -1,9 +1,10 @@
 """Attention statistics without the matrix, and the moments of layer inputs."""
 
+from ..quantities import NEAR
 from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
-from .statistics import NAMES, NEAR, QueryMean, Rank, Statistics, materialised, mean_over_queries, rank, residual
+from .statistics import NAMES, QueryMean, Rank, Statistics, materialised, mean_over_queries, rank, residual
 from .streaming import Blocks, Scores, compiled, stream
 
 __all__ = [

@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..projections import widen
+from ..quantities import NEAR
 from .arguments import Arguments, read_arguments
 from .calls import AttentionCall
 from .fold import cut
 from .masks import Mask, Rule, admits, first_of_segment
-from .statistics import NEAR, Statistics, materialised
+from .statistics import Statistics, materialised
 from .streaming import Bias, Blocks, Scores, stream
 
 ROWS = 128  # queries that are looked at together

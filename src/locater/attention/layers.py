@@ -17,10 +17,11 @@ from ..errors import missing, refusal
 from ..head import Head
 from ..positions import Alibi, Buckets, Rotary
 from ..projections import Projection, widen
+from ..quantities import NEAR
 from ..spectra import Grams, gram_products
 from ..spectra.singular import singular_values_of_grams
 from .masks import Mask
-from .statistics import NEAR, Statistics
+from .statistics import Statistics
 from .streaming import Bias, Blocks, Scores, stream
 
 Positions = tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch keys"]]

@@ -12,9 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..projections import widen
-
-NEAR = 16  # keys counted as near the query, itself included
-FIRST_QUERY = 64  # earlier queries have few keys: nearly all of them are near
+from ..quantities import NEAR
 
 PerQuery = Float[Tensor, "*batch heads queries"]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import refusal
 from ..projections import widen
+from ..quantities import NEAR
 from .fold import (
     CLOSE,
     DISTANCE,
@@ -33,7 +34,7 @@ from .fold import (
 )
 from .masks import Mask
 from .plan import KeyBlock, Plan
-from .statistics import NEAR, Statistics, finish
+from .statistics import Statistics, finish
 
 Bias = Callable[[Int[Tensor, "batch queries keys"]], Float[Tensor, "batch heads queries keys"]]
 

@@ -7,8 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..attention import statistics
-from ..attention.statistics import FIRST_QUERY
 from ..head import Head
+from ..quantities import FIRST_QUERY
 
 NAMES = ("near_mass_beyond_first", "normalised_entropy", "sink_mass", "mean_distance")
 

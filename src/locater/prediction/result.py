@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from scipy.stats import spearmanr
 
-from ..attention.statistics import NEAR
 from ..behaviour import (
     MeanAttention,
     Place,
@@ -20,7 +19,7 @@ from ..behaviour import (
     words_of,
 )
 from ..errors import counted
-from ..quantities import quantity
+from ..quantities import NEAR, quantity
 from ..records import Json, data_frame
 from ..report.shown import Shown
 from .numbers import NAMES, Numbers, distance_bins, first_query

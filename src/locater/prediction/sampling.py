@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..attention.input_moments import InputMoments, MomentsCollector
-from ..attention.statistics import NEAR
 from ..head import Head
 from ..models import AttentionModule
 from ..projections import Projection, widen
+from ..quantities import NEAR
 from .numbers import Gatherer, Numbers
 from .windows import Effort, Terms, spread_evenly
 

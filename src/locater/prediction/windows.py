@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ..attention.statistics import NEAR
 from ..errors import refusal
+from ..quantities import NEAR
 
 # One of transformers, or of a registered loader: called on a text it gives `input_ids`. Most of its names are
 # optional and asked for one by one, so no protocol says more than this.

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from ..attention.statistics import FIRST_QUERY
 from ..errors import refusal
 from ..head import Block, Head
 from ..models import Config, embedding_scale
 from ..models.tensors import Tensors
 from ..projections import Norm, is_finite, widen
+from ..quantities import FIRST_QUERY
 from .batch import HeadBatch
 
 # The direct path looks at this many positions; what lies beyond weighs as the far ones that it sees.

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention.statistics import FIRST_QUERY, NEAR
 from ..head import admitted
 from ..positions import Rotary
+from ..quantities import FIRST_QUERY, NEAR
 from ..spectra import Grams
 from .batch import HeadBatch
 from .direct import QUERIES, SEEN, Direct, DirectInputs, direct_logits

@@ -16,7 +16,7 @@ from ..errors import Refusal, refusal
 from ..head import Head
 from ..positions import Rotary
 from ..spectra import Grams, Moments, largest_singular_value, moments_of, rotary_forms, rotation, spread
-from ..theory import closed_form, exact, regimes
+from ..theory import closed_form, regimes
 from ..theory.random_walk import Turns
 from ..theory.rotary import Series
 from .batch import HeadBatch, batches
@@ -72,6 +72,8 @@ def _expected_logits(rotary: Rotary, grams: Grams, length: int) -> Tensor:
 
 
 def _exact(head: Head, settings: "Settings") -> list[float]:
+    from ..theory import exact  # few scans ask for it
+
     query, key = (
         (projection if settings.raw else projection.folded()).weight.detach().double()
         for projection in (head.query, head.key)
