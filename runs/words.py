@@ -12,17 +12,17 @@ from pathlib import Path
 
 from locater.behaviour import numbers_of
 from locater.prediction.language_model import load_model
-from locater.prediction.predict import RANDOM, Effort, Text, _fitted, _windows, measure, predict
+from locater.prediction.predict import RANDOM, Effort, Text, _fit_window, _read_windows, measure, predict
 from locater.prediction.running import self_attention
 from locater.scanning.scan import scan
 
 
 def measured(source: str, text: str, *, by_line: bool, window: int) -> dict:
     model = load_model(source)
-    effort = _fitted(Effort(window=window, calibration=1, test=8), model)
+    effort = _fit_window(Effort(window=window, calibration=1, test=8), model)
     if by_line:
         effort = Effort(window=window, calibration=1, test=16)
-    windows, _ = _windows(source, model, Text(text, by_line=by_line), effort)
+    windows, _ = _read_windows(source, model, Text(text, by_line=by_line), effort)
     layers, _ = self_attention(model, windows.test[:1])
     gathered, _ = measure(model.eval(), layers, windows.test, batch=effort.batch, step=lambda count: None)
     random = predict(source, text=RANDOM, effort=effort)

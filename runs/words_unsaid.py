@@ -18,7 +18,7 @@ from torch import Tensor
 from locater.attention import statistics
 from locater.head import Head
 from locater.prediction.language_model import load_model, load_tokenizer
-from locater.prediction.predict import Effort, Text, _fitted, _windows
+from locater.prediction.predict import Effort, Text, _fit_window, _read_windows
 from locater.prediction.running import run_model, self_attention
 from locater.prediction.windows import special_tokens, vocabulary_size
 
@@ -75,9 +75,9 @@ def repeats(model, layers, before: Tensor, copied: Tensor) -> dict:
 def measured(given: argparse.Namespace) -> dict:
     model = load_model(given.model).eval()
     count = NUM_WINDOWS if given.by_line else NUM_WINDOWS // 2
-    effort = _fitted(Effort(window=given.window, calibration=1, test=count), model)
+    effort = _fit_window(Effort(window=given.window, calibration=1, test=count), model)
     tokenizer = load_tokenizer(given.tokenizer or given.model)
-    windows, _ = _windows(given.model, model, Text(given.text, tokenizer, given.by_line), effort)
+    windows, _ = _read_windows(given.model, model, Text(given.text, tokenizer, given.by_line), effort)
     prefix = 0 if given.by_line else len(special_tokens(tokenizer)[0])
     ids, special = windows.test, {*tokenizer.all_special_ids}
     layers, _ = self_attention(model, ids[:1])

@@ -90,7 +90,7 @@ class Head:
         assert query is not None and key is not None  # see `_check`
         gains = [widen(norm.gain) for norm in (query, key) if norm.gain is not None]
         if gains:
-            query = replace(query, gain=_even(torch.stack(gains).prod(0), self.rotary))
+            query = replace(query, gain=_mean_over_pairs(torch.stack(gains).prod(0), self.rotary))
         sides = replace(self.query, norm=query), replace(self.key, norm=replace(key, gain=None))
         return replace(self, query=sides[0], key=sides[1], turns_first=False)
 
@@ -162,8 +162,8 @@ def _count(x_query: Float[Tensor, "*batch queries d"], x_key: Float[Tensor, "*ba
     )
 
 
-def _even(gain: Tensor, rotary: Rotary) -> Tensor:
-    """The two gains of each pair that turns replaced by their mean; at frequency 0 it stands still."""
+def _mean_over_pairs(gain: Tensor, rotary: Rotary) -> Tensor:
+    """Replace the two gains of each pair that turns by their mean; at frequency 0 a pair stands still."""
     pairs = rotary.pairs[rotary.frequencies(1) != 0].to(gain.device)
     return gain.index_put((pairs,), gain[pairs].mean(-1, keepdim=True).expand(pairs.shape))
 

@@ -168,3 +168,13 @@ def test_errors_have_three_forms_and_name_extras_in_one_place():
     assert not wrong and hints == ["errors.py"], "\n".join(wrong + hints)
     said = [text for _, text in misworded('refusal("a head", "none")\nrefusal(f"to write {x}", y)\nrefusal("a", b)')]
     assert said == ["expected a head, got none", "expected to write {x}, got y"]
+
+
+def test_private_functions_are_verbs_or_nouns_and_begin_with_no_preposition():
+    def badly_named(source: str) -> list[str]:
+        functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+        return [one.name for one in functions if re.fullmatch(r"_(of|in|at|into|beside|beneath)(_\w+)?", one.name)]
+
+    library = [path for path in SOURCES if "locater_lab" not in path.parts]
+    wrong = {path.name: found for path in library if (found := badly_named(path.read_text(encoding="utf-8")))}
+    assert not wrong and badly_named("def _of_heads(): ...\ndef _offer(): ...") == ["_of_heads"]

@@ -108,5 +108,5 @@ def test_a_table_and_names_that_differ(run, tmp_path):
         rows = list(csv.DictReader(file))
     assert len(frame) == len(rows) == 8 and list(frame.columns) == list(rows[0])
     assert float(rows[5]["xi_2"]) == frame["xi_2"][5] and frame["moved"].idxmax() == 5
-    assert library.names_apart(["x/a/model", "x/b/model"]) == ["a/model", "b/model"]
-    assert library.names_apart(["a", "a"]) == ["a", "a"] and library.names_apart(["/"]) == ["/"]
+    assert library.shortest_names(["x/a/model", "x/b/model"]) == ["a/model", "b/model"]
+    assert library.shortest_names(["a", "a"]) == ["a", "a"] and library.shortest_names(["/"]) == ["/"]

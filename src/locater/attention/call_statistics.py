@@ -50,7 +50,7 @@ def statistics_of_call(
         if heads is not None:
             ratio = query.shape[1] // key.shape[1]
             query, key = query[:, list(heads)], key[:, [head // ratio for head in heads]]
-            mask = _of_heads(mask, heads)
+            mask = _select_heads(mask, heads)
             sinks, slopes = (None if part is None else part[..., list(heads)] for part in (sinks, slopes))
         if sample is not None:
             query, mask = query[:, :, sample], mask.at(sample)
@@ -64,7 +64,8 @@ def _alibi(slopes: Float[Tensor, "*#batch heads"]) -> Bias:
     return lambda distance: -slopes[:, :, None, None] * distance[:, None].abs()
 
 
-def _of_heads(mask: Mask, heads: Sequence[int]) -> Mask:
+def _select_heads(mask: Mask, heads: Sequence[int]) -> Mask:
+    """Keep the mask of these heads."""
     chosen = list(heads)
     dense, added = (one if one is None or one.shape[1] == 1 else one[:, chosen] for one in (mask.dense, mask.added))
     rule = None if mask.rule is None else replace(mask.rule, heads=mask.rule.heads[chosen])

@@ -145,16 +145,16 @@ def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, me
     batch, groups, ratio, num_queries, _ = queries.shape
     found = nothing_seen(queries)
     if block.room is None:
-        return _of_piece(queries, keys, block, softcap, measure, slice(None), found)
+        return _piece_sums(queries, keys, block, softcap, measure, slice(None), found)
     one = max(1, ratio * num_queries * keys.shape[-2])
     whole = batch * groups * one
     for texts, some in pieces(batch, groups, one=one, most=IN_CACHE if block.score is None else whole):
         part = Running(found.maximum[texts, some], found.sums[:, texts, some])
-        _of_piece(queries[texts, some], keys[texts, some], block.of(texts, some), softcap, measure, texts, part)
+        _piece_sums(queries[texts, some], keys[texts, some], block.of(texts, some), softcap, measure, texts, part)
     return found
 
 
-def _of_piece(
+def _piece_sums(
     queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure, batch: slice, found: Running
 ) -> Running:
     """Write statistics of a piece into `found`, a part of the whole; compiled, it is a tensor of its own."""

@@ -10,24 +10,24 @@ from ..records import STANDARD_OUTPUT
 from .output import aside
 
 
-def _announced(context: typer.Context, path: Path | None) -> Path | None:
-    """Say in the end which folder was made for a result: a typo makes one, too."""
+def _announce_folder(context: typer.Context, path: Path | None) -> Path | None:
+    """Tell at the end which folder was made for a result: a typo makes one, too."""
     if path is not None and path != STANDARD_OUTPUT and not path.parent.exists():
         context.call_on_close(lambda: path.parent.exists() and aside(f"made the folder {shown(path.parent)}"))
     return path
 
 
-def _written(*names: str, metavar: str = "PATH", help: str) -> Any:
-    """An option that names a file to write."""
-    return typer.Option(*names, metavar=metavar, help=help, callback=_announced)
+def _file(*names: str, metavar: str = "PATH", help: str) -> Any:
+    """Declare an option that names a file to write."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=_announce_folder)
 
 
-JsonPath = Annotated[Path | None, _written("--json", help="Write JSON to this file (- for standard output).")]
-HtmlPath = Annotated[Path | None, _written("--html", help="Write a page for the browser to this file.")]
-TablePath = Annotated[Path | None, _written("--table", metavar="FILE", help="Write a row per head (.csv or .parquet).")]
-MarkdownPath = Annotated[Path | None, _written("--markdown", help="Write the table as Markdown to this file.")]
-PlotPath = Annotated[Path | None, _written("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
-PagePath = Annotated[Path, _written("-o", "--out", metavar="PAGE.html", help="File of the page.")]
+JsonPath = Annotated[Path | None, _file("--json", help="Write JSON to this file (- for standard output).")]
+HtmlPath = Annotated[Path | None, _file("--html", help="Write a page for the browser to this file.")]
+TablePath = Annotated[Path | None, _file("--table", metavar="FILE", help="Write a row per head (.csv or .parquet).")]
+MarkdownPath = Annotated[Path | None, _file("--markdown", help="Write the table as Markdown to this file.")]
+PlotPath = Annotated[Path | None, _file("--plot", metavar="FILE", help="Draw a picture (.png, .svg or .pdf).")]
+PagePath = Annotated[Path, _file("-o", "--out", metavar="PAGE.html", help="File of the page.")]
 
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up on remote files after this time.")]
 Length = Annotated[int, typer.Option(help="T, the context length in the theory.")]

@@ -52,14 +52,14 @@ PLAIN = {
 }
 
 
-def _in_plain_letters(error: UnicodeError) -> tuple[str, int]:
+def _spell_plainly(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lost = error.object[error.start : error.end]
     return "".join(PLAIN.get(letter, "?") for letter in lost), error.end
 
 
-codecs.register_error("locater.plain", _in_plain_letters)
+codecs.register_error("locater.plain", _spell_plainly)
 
 
 def speak_plainly() -> None:

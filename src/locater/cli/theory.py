@@ -84,12 +84,12 @@ def theory(
     if moments is not None:
         if depth is not None:
             raise BadArguments("--depth needs the weights: three moments do not tell d; give --head")
-        document = _of_moments(moments, method, options)
+        document = _profile_of_moments(moments, method, options)
     else:
         with limited(seconds=timeout):
             weights = _weights(head, options)
         options |= dict(covariance=_covariance(covariance), seed=0)
-        document = _of_weights(weights, method, options)
+        document = _profile_of_weights(weights, method, options)
         if depth is not None:
             from .theory_parts import depth_document
 
@@ -97,7 +97,7 @@ def theory(
     return _show(document, plot, json)
 
 
-def _of_moments(moments: str, method: TheoryMethod, options: dict[str, Any]) -> Json:
+def _profile_of_moments(moments: str, method: TheoryMethod, options: dict[str, Any]) -> Json:
     from ..theory.profiles import profile_of_moments
 
     try:
@@ -114,7 +114,7 @@ def _of_moments(moments: str, method: TheoryMethod, options: dict[str, Any]) -> 
     return profile_of_moments(trace, trace_of_square, frobenius_squared, **options)
 
 
-def _of_weights(weights: "tuple[Tensor, Tensor]", method: TheoryMethod, options: dict[str, Any]) -> Json:
+def _profile_of_weights(weights: "tuple[Tensor, Tensor]", method: TheoryMethod, options: dict[str, Any]) -> Json:
     from ..theory.profiles import METHODS, profile_of_weights
 
     methods = METHODS if method is TheoryMethod.all else [method.value]
@@ -191,7 +191,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     from ..report.terminal import draw
 
     console = console_for(json)
-    best = _best(document["profiles"])
+    best = _most_faithful(document["profiles"])
     console.print(
         f"[bold]{document['regime']}[/bold]: {REGIME_WORDS[document['regime']].meaning}.\n"
         f"T = {document['length']}, λ = {document['temperature']:.4g}, trace {document['trace']:.4g}, "
@@ -235,7 +235,7 @@ def _softmax_sentence(found: Json, length: int) -> str:
     )
 
 
-def _best(profiles: Json) -> list[float]:
+def _most_faithful(profiles: Json) -> list[float]:
     return profiles.get("exact") or profiles.get("closed") or profiles["monte-carlo"]["mean"]
 
 

@@ -33,7 +33,7 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     console.print(_map(document), markup=False)
     console.print()
     console.print(_counts(document))
-    console.print(_independent(document), markup=False)
+    console.print(_describe_independent(document), markup=False)
     if plot:
         from ..report import figures
 
@@ -67,7 +67,7 @@ def _counts(document: Json) -> FittedTable:
     return table(headings, rows, words=["region"], title="what a softmax layer does")
 
 
-def _independent(document: Json) -> str:
+def _describe_independent(document: Json) -> str:
     found, length = document["independent_tokens"], document["length"]
     return (
         f"These tokens are walks. Over {length} independent tokens behind a norm, true softmax attention loses its "

@@ -265,6 +265,7 @@ class Responses:
         return any(getattr(action, "pending", None) is not None for action in self.all())
 
     def end(self) -> None:
+        """Tell every action that the monitor is detached."""
         for action in self.all():
             action.end()
 

@@ -75,7 +75,8 @@ class _Condition(NamedTuple):
         return figure > limit if self.above else figure < limit
 
 
-def _of_heads(name: str) -> Callable[[LayerReport], dict[int | None, float]]:
+def _by_head(name: str) -> Callable[[LayerReport], dict[int | None, float]]:
+    """Read one statistic of a layer by head."""
     return lambda layer: dict(zip(layer.heads, layer.statistics[name], strict=True))
 
 
@@ -93,18 +94,18 @@ CONDITIONS = (
         "not finite", lambda layer: {None: layer.rows_not_finite / max(1, layer.num_queries)},
         lambda layer, limits: limits.not_finite, True, "share of queries with NaN or infinite logits", RESTART,
     ),
-    _Condition("logit explosion", _of_heads("max_logit"), _explosion, True, "largest", SHRINK),
+    _Condition("logit explosion", _by_head("max_logit"), _explosion, True, "largest", SHRINK),
     _Condition(
-        "entropy collapse", _of_heads("normalised_entropy"),
+        "entropy collapse", _by_head("normalised_entropy"),
         lambda layer, limits: limits.entropy_collapse, False, "lowest normalised entropy", SHARPEN,
     ),
     _Condition(
         "rank collapse", lambda layer: {None: layer.ranks.get("residual", math.nan)},
         lambda layer, limits: limits.rank_collapse, False, "residual", SPREAD,
     ),
-    _Condition(RESTING[0], _of_heads("sink_mass"), _resting, True, "mass on the first token", REST),
+    _Condition(RESTING[0], _by_head("sink_mass"), _resting, True, "mass on the first token", REST),
     _Condition(
-        RESTING[1], _of_heads("normalised_entropy"),
+        RESTING[1], _by_head("normalised_entropy"),
         lambda layer, limits: limits.dead_uniform, True, "normalised entropy", REVIVE,
     ),
 )  # fmt: skip
@@ -141,7 +142,9 @@ class Alarms:
                 (rank, -_distance(condition, alarm), replace(alarm, mode=mode))
                 for layer in layers
                 for rank, condition in enumerate(CONDITIONS)
-                for alarm in self._of_layer(layer, condition, attached, self.trends if mode == "training" else Trends())
+                for alarm in self._judge_layer(
+                    layer, condition, attached, self.trends if mode == "training" else Trends()
+                )
             ]
             found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]
         if not any(alarm.kind in SERIOUS for alarm in found):  # what an explosion tells apart may be undone
@@ -156,7 +159,7 @@ class Alarms:
             told = {head for head, value in heads if limit is not None and value <= limit}
             self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
-    def _of_layer(
+    def _judge_layer(
         self, layer: LayerReport, condition: _Condition, attached: Collection[str], trends: Trends
     ) -> Iterator[Alarm]:
         limit, figures = condition.limit(layer, self.thresholds), condition.figures(layer)

@@ -141,6 +141,7 @@ class Hooks:
     def _capture(
         self, name: str, attributes: dict[str, list[AttentionModule]], run: WatchedPass, module: nn.Module, *given: Any
     ) -> None:
+        """Keep the input of a projection under each attribute that it serves, until its attention module is left."""
         x, served = first_argument(*given), {id(site): site for sites in attributes.values() for site in sites}
         if name not in run.running or not isinstance(x, Tensor):
             return

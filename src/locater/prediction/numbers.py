@@ -81,12 +81,13 @@ class Gatherer:
         mean_distance = statistics.mean_distance(p, self.distance)
         near = statistics.near_mass_beyond_first(p, self.distance)
         four = torch.stack([near, entropy, p[..., 0], mean_distance]).mean((1, 2))
-        profile = self._by_distance(statistics.beyond_first(p).mean(0)) / len(self.queries)
+        profile = self._sum_spans(statistics.beyond_first(p).mean(0)) / len(self.queries)
         counted = self.admitted[:, 1:].to(p)
-        mean_logit = self._by_distance(logits[..., 1:].mean(0) * counted) / self._by_distance(counted).clamp(min=1)
+        mean_logit = self._sum_spans(logits[..., 1:].mean(0) * counted) / self._sum_spans(counted).clamp(min=1)
         self.found.append(torch.cat([four, profile, mean_logit]))
 
-    def _by_distance(self, values: Float[Tensor, "queries others"]) -> Float[Tensor, " bins"]:
+    def _sum_spans(self, values: Float[Tensor, "queries others"]) -> Float[Tensor, " bins"]:
+        """Sum over the pairs of each span of distances."""
         return values.new_zeros(len(self.bins)).index_add(0, self.bin_of.flatten(), values.flatten())
 
     def halves(self) -> tuple[Numbers, Numbers] | None:

@@ -100,7 +100,7 @@ def _predict_whole(
     """The model held in memory: a live one, or as transformers loads it."""
     place = source.module if isinstance(source, Live) else source.place
     model = load_model(place)
-    effort = _fitted(effort, model)
+    effort = _fit_window(effort, model)
     live = source if isinstance(source, Live) else Live(model)
     attention_on = partial(self_attention, model, heads=live.heads, causal=live.causal)
     if isinstance(text, Text) and text.path == RANDOM:
@@ -108,7 +108,7 @@ def _predict_whole(
         found, left_out = attention_on(sample)
         windows, text_name = random_ids(place, model, effort, causal=_is_causal(found)), RANDOM_IDS
     else:
-        windows, text_name = _windows(place, model, text, effort)
+        windows, text_name = _read_windows(place, model, text, effort)
         check_fits(model, windows)
         found, left_out = attention_on(windows.test[:1])
     rows, loss = _compute(model, chosen_of(found, layers), windows, effort=effort, terms=terms, progress=progress)
@@ -126,7 +126,7 @@ def _predict_streamed(
     left_out: list[str] = []
     with streamed(source.place) as model:
         chosen = chosen_of(model.attention, layers)
-        effort = _fitted(effort, model.module)
+        effort = _fit_window(effort, model.module)
         windows = random_ids(source.place, model.module, effort, causal=_is_causal([read_heads(chosen[0])]))
         step = _Steps(progress, len(chosen))
 
@@ -218,7 +218,7 @@ def measure(
     def take(number: int, x: Tensor) -> None:
         _gather(gatherers[number], layers[number], x)
 
-    for ids in windows.split(_at_once(model, windows.shape[1], batch)):
+    for ids in windows.split(_batch_size(model, windows.shape[1], batch)):
         output = run_model(model, layers, ids, take)
         losses += next_token_losses(output, ids, model)
         step(len(ids))
@@ -233,8 +233,8 @@ def _gather(gatherers: Sequence[Gatherer], layer: AttentionModule, x: Float[Tens
             gatherer.add(gatherer.logits(head, text))
 
 
-def _at_once(model: nn.Module, length: int, batch: int) -> int:
-    """Number of windows for which the logits of all tokens stay within bounds."""
+def _batch_size(model: nn.Module, length: int, batch: int) -> int:
+    """Bound the number of windows whose logits of all tokens are held together."""
     return max(1, min(batch, MOST_LOGITS // (length * (vocabulary_size(model) or 1))))
 
 
@@ -251,17 +251,18 @@ class _Steps:
                 self.progress(self.done, self.total)
 
 
-def _fitted(effort: Effort, model: nn.Module) -> Effort:
-    """The usual window gives way to a model that takes less; one that was chosen does not, and is refused later."""
+def _fit_window(effort: Effort, model: nn.Module) -> Effort:
+    """Shorten the usual window for a model that takes less; one that was chosen stays, and is refused later."""
     most = longest(model)
     return replace(effort, window=most) if most is not None and effort.window == Effort.window > most else effort
 
 
-def _windows(
+def _read_windows(
     place: str | PathLike[str] | nn.Module, model: nn.Module, text: Text | Tokens, effort: Effort
 ) -> tuple[Windows, str]:
+    """Cut the text into windows of tokens, and name the text."""
     if isinstance(text, Tokens):
-        return _given(text.ids, text.special, effort), "tokens"
+        return _split_tokens(text.ids, text.special, effort), "tokens"
     tokenizer, named = text.tokenizer, text.tokenizer is not None
     if tokenizer is None or isinstance(tokenizer, str | PathLike):
         tokenizer = load_tokenizer(place if tokenizer is None else tokenizer)
@@ -269,12 +270,13 @@ def _windows(
     content, name = (embedded_text(), EMBEDDED) if text.path is None else (_read(text.path), fspath(text.path))
     if text.by_line:
         most = effort.calibration + effort.test
-        return _given(*cut_lines(content, tokenizer, length=effort.window, most=most), effort), name
+        return _split_tokens(*cut_lines(content, tokenizer, length=effort.window, most=most), effort), name
     counts = dict(num_calibration=effort.calibration, num_test=effort.test)
     return cut_windows(content, tokenizer, length=effort.window, **counts), name
 
 
-def _given(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
+def _split_tokens(tokens: Tensor, special: Sequence[int], effort: Effort) -> Windows:
+    """Take a share of the windows to measure on, as large as that of `effort`."""
     check_window(tokens.shape[1])
     if len(tokens) < 2:
         raise refusal("at least two windows of tokens", len(tokens), "one part calibrates, the other is measured")

@@ -61,7 +61,7 @@ def _alphabet(source: str | PathLike[str] | nn.Module) -> Alphabet:
         settings = read_header(file).settings
         bos = settings.get("tokenizer.ggml.bos_token_id")
         before = [bos] if bos is not None and settings.get("tokenizer.ggml.add_bos_token") else []
-        return _of_tokens(read_vocabulary(file), before, [], before)
+        return _classify(read_vocabulary(file), before, [], before)
     try:
         tokenizer = load_tokenizer(source)
     except Refusal:
@@ -69,10 +69,11 @@ def _alphabet(source: str | PathLike[str] | nn.Module) -> Alphabet:
     before, after = special_tokens(tokenizer)
     special = [*getattr(tokenizer, "all_special_ids", []), *before, *after]
     names = getattr(tokenizer, "convert_ids_to_tokens", None)
-    return _of_tokens(names(range(len(tokenizer))) if names else [], before, after, special)
+    return _classify(names(range(len(tokenizer))) if names else [], before, after, special)
 
 
-def _of_tokens(tokens: Sequence[str | None], before: list[int], after: list[int], special: list[int]) -> Alphabet:
+def _classify(tokens: Sequence[str | None], before: list[int], after: list[int], special: list[int]) -> Alphabet:
+    """Build the alphabet from how the tokens are spelled; without spellings, from the special ids alone."""
     if not tokens:
         return Alphabet(before, after, special)
     leave_out, evenly = not_words(tokens)

@@ -21,13 +21,13 @@ from ..records import Json
 TAKEN = "heads that were named are taken without positions, norms or a window between projection and product"
 
 
-def named(
+def read_named(
     model: nn.Module, heads: Sequence[Explicit], causal: bool | None, run: Callable[[Sequence[AttentionModule]], object]
 ) -> list[AttentionModule]:
-    """Their layers, as `causal` says; refused where `run`, a pass over these layers, calls a kernel that shows more."""
+    """Read the layers that `heads` names, as `causal` says; refuse if `run`, a pass over them, calls a kernel."""
     if causal is None:
         raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
-    layers = [_seeing(layer, 0 if causal else None) for layer in live.open_live(model, heads=heads).layers()]
+    layers = [_with_lookahead(layer, 0 if causal else None) for layer in live.open_live(model, heads=heads).layers()]
     calls: list[AttentionCall] = []
     with Interception(calls.append):
         run(layers)
@@ -37,7 +37,7 @@ def named(
     return layers
 
 
-def _seeing(layer: AttentionModule, lookahead: int | None) -> AttentionModule:
+def _with_lookahead(layer: AttentionModule, lookahead: int | None) -> AttentionModule:
     return replace(layer, heads=tuple(replace(head, lookahead=lookahead) for head in layer.heads))
 
 
@@ -57,7 +57,7 @@ def self_attention(
     def once(layers: Sequence[AttentionModule]) -> Any:
         return None if ids is None else run_model(model, layers, ids, lambda number, x: None)
 
-    for layer in named(model, heads, causal, once) if heads else _layers(model, ids):
+    for layer in read_named(model, heads, causal, once) if heads else _layers(model, ids):
         left_out += layer.refused
         if layer.block in ("cross", "vision"):
             left_out.append(f"{layer.block} layer {layer.number}: its queries and keys are not tokens of one text")
@@ -86,7 +86,7 @@ def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
 def run_model(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tensor, "batch tokens"], take: Take) -> Any:
     """One forward pass; `take(number, x)` gets the input of each layer's attention, as it comes."""
     modules = named_modules(model)
-    names = [_listened(layer.query_name, modules) for layer in layers]
+    names = [_input_module(layer.query_name, modules) for layer in layers]
 
     def in_batches(number: int, x: Tensor) -> None:
         batch_first = getattr(modules[names[number]], "batch_first", True)
@@ -97,8 +97,8 @@ def run_model(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tens
         return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
 
 
-def _listened(query_name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The module that is given what queries are made of: `nn.MultiheadAttention` has no module of its own for them."""
+def _input_module(query_name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Name the module whose input the queries are made of: `nn.MultiheadAttention` has none for them alone."""
     owner, _, _ = query_name.rpartition(".")
     packed = query_name not in modules and isinstance(modules.get(owner), nn.MultiheadAttention)
     return owner if packed else query_name

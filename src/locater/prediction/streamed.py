@@ -101,7 +101,7 @@ def streamed(source: str | PathLike[str]) -> Iterator[Streamed]:
     with ExitStack() as stack:
         try:
             checkpoint = stack.enter_context(checkpoints.open(source))
-            module = _without_numbers(fspath(source))
+            module = _build_empty(fspath(source))
             weights = FileWeights(checkpoint, _stored_names(module, checkpoint))
             found = Streamed(module.eval(), _attention(checkpoint))
         except Refusal as reason:
@@ -139,7 +139,8 @@ def _filled_when_called(model: nn.Module, weights: FileWeights) -> Iterator[None
         yield
 
 
-def _without_numbers(place: str) -> nn.Module:
+def _build_empty(place: str) -> nn.Module:
+    """Build the model that transformers makes of the config, without memory for its weights."""
     transformers = transformers_here()
     with quiet_loading(transformers), WithoutNumbers():
         try:

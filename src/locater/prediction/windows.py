@@ -148,7 +148,7 @@ def cut_lines(
     A line that fits exactly keeps the special tokens at its end, which have their place where all lines fit.
     """
     before, after = special_tokens(tokenizer)
-    windows = [[*before, *_plain(line, tokenizer), *after][:length] for line in text.splitlines() if line.strip()]
+    windows = [[*before, *_encode(line, tokenizer), *after][:length] for line in text.splitlines() if line.strip()]
     windows = [ids for ids in windows if len(ids) == length][:most]
     if len(windows) < 2:
         remedy = "give more lines, or shorter windows"
@@ -163,7 +163,8 @@ def special_positions(before: Sequence[int], after: Sequence[int]) -> list[int]:
     return [*range(len(before)), *range(-len(after), 0)]
 
 
-def _plain(text: str, tokenizer: Tokenizer) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """List the ids of a text without the special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -242,7 +243,7 @@ def _some_tokens(stretch: str, tokenizer: Tokenizer, count: int) -> list[int]:
     """The first tokens of a stretch, from its first new line or word on; usually a few characters per token suffice."""
     start = max(stretch[:200].find("\n"), stretch[:40].find(" "), -1) + 1
     for characters in (8 * count, len(stretch)):
-        ids = _plain(stretch[start : start + characters], tokenizer)
+        ids = _encode(stretch[start : start + characters], tokenizer)
         if len(ids) > count:  # the last token may be cut, so one more than is taken
             break
     return ids[:count]

@@ -77,7 +77,7 @@ def _training(panel: "Axes", document: Json, styles: dict[str, dict[str, Any]]) 
     title = "Training loss"
     if against is not None:
         panel.axhline(0, color=BLACK, lw=1.6)
-        title = f"Training loss, minus that of {_plain(against)} on the same texts"
+        title = f"Training loss, minus that of {_escape(against)} on the same texts"
     panel.set_title(title, loc="left", fontsize=10)
 
 
@@ -125,12 +125,12 @@ def _handle(arm: Json, style: dict[str, Any]) -> Any:
     from matplotlib.lines import Line2D
 
     count = len(arm["seeds"])
-    label = f"{_plain(arm['arm'])} ({count} seed{'s' if count > 1 else ''})"
+    label = f"{_escape(arm['arm'])} ({count} seed{'s' if count > 1 else ''})"
     return Line2D([], [], **style, lw=1.6, ms=4, label=label)
 
 
-def _plain(name: str) -> str:
-    """A dollar sign would begin a formula."""
+def _escape(name: str) -> str:
+    """Escape the dollar signs, which would begin a formula."""
     return name.replace("$", r"\$")
 
 

@@ -153,7 +153,7 @@ def prediction(document: Json) -> "Figure":
     figure.set_layout_engine("constrained")
     points = None
     for panel, (name, rho) in zip(axes, document["spearman"].items(), strict=True):
-        points = _of_prediction(panel, document, name)
+        points = _draw_prediction(panel, document, name)
         words = "" if rho is None else f", Spearman {rho:.2f}"
         panel.set_title(f"{quantity(name).words.capitalize()}{words}", loc="left", fontsize=10)
     assert points is not None, "there are numbers, so there is a panel"
@@ -167,7 +167,8 @@ def prediction(document: Json) -> "Figure":
     return figure
 
 
-def _of_prediction(panel: "Axes", document: Json, name: str) -> "PathCollection":
+def _draw_prediction(panel: "Axes", document: Json, name: str) -> "PathCollection":
+    """Draw one quantity of all heads, predicted over measured."""
     heads = document["heads"]
     predicted, measured = ([head[side][name] for head in heads] for side in ("predicted", "measured"))
     top = max(*predicted, *measured) if name == "mean_distance" else 1.0

@@ -33,7 +33,7 @@ def plot(
     if over_time:
         if len(view.frames) < 2:
             raise refusal("several steps or checkpoints, for curves over time", "one")
-        return _layer_curves(view, _known(view, name))
+        return _layer_curves(view, _check_column(view, name))
     return _map_figure(view, name)
 
 
@@ -95,7 +95,7 @@ def _mean(values: list[float | None]) -> float:
 def _map_figure(view: View, name: str) -> "Figure":
     """Layers downwards, heads to the right; the last frame."""
     if name != "regime":
-        _known(view, name)
+        _check_column(view, name)
     layers = list(dict.fromkeys(key[:2] for key in view.heads))
     width = max(key[2] for key in view.heads) + 1
     figure, (panel,) = canvas(1, size=(min(12, 2.5 + 0.4 * width), min(12, 1.6 + 0.24 * len(layers))))
@@ -115,7 +115,8 @@ def _map_figure(view: View, name: str) -> "Figure":
     return figure
 
 
-def _known(view: View, name: str) -> str:
+def _check_column(view: View, name: str) -> str:
+    """Refuse a quantity that the view has no column for."""
     if name not in view.columns:
         raise refusal(f"one of {', '.join(view.columns)}", name)
     return name

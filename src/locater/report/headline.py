@@ -23,7 +23,7 @@ from ..quantities import quantity
 from ..records import Json
 from .does import MEASURED_SIDES, attentions_of
 from .does import head_verdict as summary
-from .stories import Sentence, of_runs, of_study
+from .stories import Sentence, describe_runs, describe_study
 from .views import View
 
 MOST_NAMED = 3
@@ -37,17 +37,17 @@ def headline(views: list[View], others: list[Json]) -> list[Sentence]:
     # A page that has measured attention beside an estimate of it speaks of what was measured.
     columns = [column for view in views for column in view.columns]
     is_measured = any(column.startswith(tuple(f"{side}{MASS}" for side in MEASURED_SIDES)) for column in columns)
-    found = [one for n, view in enumerate(views) if view.is_pair for one in _of_pair(n, view, views)]
+    found = [one for n, view in enumerate(views) if view.is_pair for one in _describe_pair(n, view, views)]
     for number, view in enumerate(views):
         if not view.is_pair:
-            said = _of_view(number, view, briefly=compared, may_estimate=not is_measured)
+            said = _describe_view(number, view, briefly=compared, may_estimate=not is_measured)
             if compared:  # the sentences of several models stand in one list
                 said = [replace(one, text=f"{view.name}: {one.text}") for one in said]
             elif len(views) > 1 or len(view.frames) > 2:
                 said.insert(0, Sentence(_opening(view), number))
             found += said
     for document in others:
-        found += of_study(document) if document["schema"] == "locater.study/1" else of_runs(document)
+        found += describe_study(document) if document["schema"] == "locater.study/1" else describe_runs(document)
     return found
 
 
@@ -62,7 +62,7 @@ CHANGES = (
 SLIGHT = 0.01  # of a number: a smaller change is no change
 
 
-def _of_pair(number: int, view: View, views: list[View]) -> Iterable[Sentence]:
+def _describe_pair(number: int, view: View, views: list[View]) -> Iterable[Sentence]:
     """Describe two models: what changed in words, which heads differ most, then the theory."""
     first, last = view.frames
     said: dict[str, str] = {}
@@ -105,12 +105,13 @@ def _most_changed(number: int, view: View) -> Iterable[Sentence]:
         yield Sentence(f"{quantity(name_of).symbol} differs most in {named}.", number, tuple(most))
 
 
-def _of_view(number: int, view: View, *, briefly: bool = False, may_estimate: bool = True) -> list[Sentence]:
+def _describe_view(number: int, view: View, *, briefly: bool = False, may_estimate: bool = True) -> list[Sentence]:
+    """List the sentences on one model or run; `briefly` leaves out the theory and what changed."""
     # What a reader asks first: is anything wrong; then what it does, what changed, and where to go on.
     found = [*_health(number, view), *_behaviour(number, view, may_estimate)]
     if not briefly:
         theory = [Sentence(text, number) for text in describe_theory(view.regimes[-1])]
-        found += [*_movement(number, view), *theory, *_next(number, view)]
+        found += [*_movement(number, view), *theory, *_suggest_predict(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
     return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
 
@@ -126,7 +127,7 @@ def verdict(views: list[View]) -> str:
     """The page in one sentence: what changed, what is wrong, or else what heads do."""
     for number, view in enumerate(views):
         if view.is_pair:
-            return next((one.text for one in _of_pair(number, view, views)), "")
+            return next((one.text for one in _describe_pair(number, view, views)), "")
     alarmed = [one.text for number, view in enumerate(views) for one in _health(number, view) if one.tone == "warning"]
     return " ".join([*alarmed[:1], summary(views[0])]) if views else ""
 
@@ -148,8 +149,8 @@ def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence
     yield from (Sentence(text, number) for text in view.accuracy)
 
 
-def _next(number: int, view: View) -> Iterable[Sentence]:
-    """Weights alone cannot say what a text makes of them."""
+def _suggest_predict(number: int, view: View) -> Iterable[Sentence]:
+    """Suggest `predict` where only weights are known: they do not determine attention."""
     if "family" in view.facts and not any("near_mass" in column for column in view.columns if "estim" not in column):
         words = "locater predict MODEL --text FILE --html page.html"
         yield Sentence(f"These are the weights alone. What the heads do on your text: {words}", number, tone="advice")

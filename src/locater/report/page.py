@@ -215,11 +215,11 @@ def _curves(records: list[Document], pack: Pack) -> Document:
     for group in ("profiles", "expected_logits", "attention_profile", "logit_profile"):
         names = dict.fromkeys(name for record in records for name in record.get(group) or {})
         lines = {name: [record.get(group, {}).get(name) for record in records] for name in names}
-        found[group] = {name: pack.add_scaled(_even(rows)) for name, rows in lines.items()}
+        found[group] = {name: pack.add_scaled(_pad(rows)) for name, rows in lines.items()}
     return found
 
 
-def _even(rows: list[list[float] | None]) -> list[list[float]]:
-    """Lines of one length; a head without one has no numbers: zeros would be drawn as if measured."""
+def _pad(rows: list[list[float] | None]) -> list[list[float]]:
+    """Fill lines to one length; a head without one has NaN: zeros would be drawn as if measured."""
     length = max(len(row) for row in rows if row)
     return [row if row else [math.nan] * length for row in rows]

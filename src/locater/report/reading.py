@@ -32,7 +32,7 @@ def read_record(path: Path) -> Document:
     if path.suffix == ".jsonl":
         rows = read_lines(path, constant=_absent)
         with within(str(path)), as_written(path):
-            return _of_lines(rows, str(path.parent if path.name == METRICS else path))
+            return _steps_of_lines(rows, str(path.parent if path.name == METRICS else path))
     document = read_json(path, constant=_absent)
     with within(str(path)):
         return check_document(document)
@@ -61,8 +61,8 @@ def check_document(document: Any) -> Document:
     return document
 
 
-def _of_lines(rows: list[Document], source: str) -> Document:
-    """Lines of `locater train` or of a monitor as steps."""
+def _steps_of_lines(rows: list[Document], source: str) -> Document:
+    """Read lines of `locater train` or of a monitor as one document of steps."""
     if rows and all(row.get("schema") == MONITOR for row in rows):
         return check_document(steps_of(rows, source))
     steps = [row for row in rows if row.get("kind") == "validation" and row.get("heads")]

@@ -137,15 +137,16 @@ def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
     return f"{verdict}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
 
 
-def of_study(document: Json) -> Iterable[Sentence]:
-    """Its own sentences, made from its rows."""
+def describe_study(document: Json) -> Iterable[Sentence]:
+    """Yield a study's own sentences, made from its rows."""
     yield Sentence(document["question"])
     yield from (Sentence(answer, tone="good") for answer in document["answer"])
     if failures := document["failures"]:
         yield Sentence(f"{counted(len(failures), 'point')} could not be measured.", tone="warning")
 
 
-def of_runs(document: Json) -> Iterable[Sentence]:
+def describe_runs(document: Json) -> Iterable[Sentence]:
+    """Yield sentences on runs: how many there are, the best arm, clear differences, and what is left out."""
     arms, score = document["arms"], document["score"]
     scored = [arm for arm in arms if score in arm["quantities"]]
     runs = sum(len(arm["seeds"]) for arm in arms)

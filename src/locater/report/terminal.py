@@ -96,7 +96,7 @@ class HeatMap:
         if not console.is_terminal:
             return
         room = options.max_width - LABEL - 2
-        cells = _merged([_merged_row(row, room) for row in self.cells])
+        cells = _merge_layers([_merge_heads(row, room) for row in self.cells])
         every = -(-len(self.cells) // len(cells))
         known = [value for row in cells for value in row if value is not None]
         if not known:
@@ -151,14 +151,14 @@ def _shade(share: float | None) -> str:
     return " " if share is None else SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))]
 
 
-def _merged_row(row: Sequence[float | None], room: int) -> list[float | None]:
-    """Neighbouring heads as one where there is no room for each."""
+def _merge_heads(row: Sequence[float | None], room: int) -> list[float | None]:
+    """Average neighbouring heads where there is no room for each."""
     each = -(-len(row) // max(1, room))
     return [_mean(row[start : start + each]) for start in range(0, len(row), each)]
 
 
-def _merged(rows: list[list[float | None]]) -> list[list[float | None]]:
-    """Neighbouring layers as one beyond what a screen holds."""
+def _merge_layers(rows: list[list[float | None]]) -> list[list[float | None]]:
+    """Average neighbouring layers beyond what a screen holds."""
     each = -(-len(rows) // MOST_LAYERS)
     groups = (rows[start : start + each] for start in range(0, len(rows), each))
     return [[_mean(column) for column in zip(*group, strict=True)] for group in groups]

@@ -130,7 +130,7 @@ def _add_columns(old: View, new: View) -> None:
     old.facts |= {name: value for name, value in new.facts.items() if name not in old.facts}
 
 
-def _of_scan(document: Document) -> View:
+def _read_scan(document: Document) -> View:
     records = [_with_ratios(record) for record in document["heads"]]
     names = ("source", "family", "format", "coverage")
     return View(
@@ -159,7 +159,7 @@ def _with_ratios(record: Document) -> Document:
     return found
 
 
-def _of_compare(document: Document) -> View:
+def _read_compare(document: Document) -> View:
     sources = document["sources"]
     heads = document["heads"]
     names = ("xi", "eta", "trace", "localisation")
@@ -176,7 +176,7 @@ def _of_compare(document: Document) -> View:
     )
 
 
-def _of_predict(document: Document) -> View:
+def _read_predict(document: Document) -> View:
     records = []
     for head in document["heads"]:
         sides = {f"{side}_{name}": value for side in ("predicted", "measured") for name, value in head[side].items()}
@@ -198,7 +198,7 @@ def _of_predict(document: Document) -> View:
     )
 
 
-def _of_steps(document: Document) -> View:
+def _read_steps(document: Document) -> View:
     """A run's validations, or a monitor's reports: a frame per step, heads by layer and number."""
     by_step = [
         {
@@ -223,19 +223,19 @@ def _of_steps(document: Document) -> View:
     )
 
 
-def _of_monitor(document: Document) -> View:
+def _read_monitor(document: Document) -> View:
     """One report: a single step, named by where it came from."""
-    view = _of_steps(steps_of([document], document.get("source", "monitor")))
+    view = _read_steps(steps_of([document], document.get("source", "monitor")))
     view.facts |= {"step": str(document["step"])}
     return view
 
 
 READERS: dict[str, Callable[[Document], View]] = {
-    "locater.scan/1": _of_scan,
-    "locater.compare/1": _of_compare,
-    "locater.predict/2": _of_predict,
-    "locater.steps/1": _of_steps,
-    MONITOR: _of_monitor,
+    "locater.scan/1": _read_scan,
+    "locater.compare/1": _read_compare,
+    "locater.predict/2": _read_predict,
+    "locater.steps/1": _read_steps,
+    MONITOR: _read_monitor,
 }
 
 

@@ -84,7 +84,7 @@ class Comparison(Shown):
     @property
     def names(self) -> list[str]:
         """Names of the models side by side: the ends of their paths, as long as needed to be different."""
-        return names_apart([one.source for one in self.scans])
+        return shortest_names([one.source for one in self.scans])
 
     def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head."""
@@ -152,10 +152,10 @@ def follow(scans: Sequence[Scan]) -> Comparison:
     return Comparison(tuple(scans), tuple(Movement(*key, tuple(table[key] for table in tables)) for key in common))
 
 
-def names_apart(sources: Sequence[str]) -> list[str]:
-    """Their last parts; more of them, as many for all, while two are the same.
+def shortest_names(sources: Sequence[str]) -> list[str]:
+    """Shorten the sources to their last parts, or as many parts for all as tell them apart.
 
-    >>> names_apart(["runs/a/model", "runs/b/model"])
+    >>> shortest_names(["runs/a/model", "runs/b/model"])
     ['a/model', 'b/model']
     """
     parts = [[part for part in re.split(r"[/\\]", source) if part] or [source] for source in sources]

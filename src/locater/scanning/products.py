@@ -251,7 +251,7 @@ def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: SideBiases)
     query_radius, key_radius = _radius(first.query.input_norm, d_model), _radius(first.key.input_norm, d_model)
     if first.rotary is None:
         through = sigma.double() * query_radius * key_radius
-        return (through + _of_biases(biases, grams, (query_radius, key_radius))).flatten()
+        return (through + _bias_bound(biases, grams, (query_radius, key_radius))).flatten()
     of_query, of_key = (norm.double() for norm in side_norms(grams))  # upper bounds
     query_length = 0.0 if biases.query is None else biases.query.norm(dim=-1).double()
     key_length = 0.0 if biases.key is None else biases.key.norm(dim=-1).double()
@@ -259,7 +259,7 @@ def _by_input(batch: HeadBatch, grams: Grams, sigma: Tensor, biases: SideBiases)
     return product.expand_as(sigma).flatten()
 
 
-def _of_biases(biases: SideBiases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:
+def _bias_bound(biases: SideBiases, grams: Grams, radii: tuple[float, float]) -> Tensor | float:
     """‖W_K^T b_Q‖ r + ‖W_Q^T b_K‖ r + |b_Q·b_K| of every head, the lengths by the Gram matrices: b^T W W^T b."""
     query, key, total = biases.query, biases.key, 0.0
     if query is not None:

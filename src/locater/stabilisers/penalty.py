@@ -79,7 +79,7 @@ def pull_back(
     Works on any subset of the columns, so a rank that holds some needs no others. Four d_h×d_h×d products per head.
     """
     shapes = query.shape, key.shape
-    query, key = _in_groups(*fold(query, key, gain))
+    query, key = _group(*fold(query, key, gain))
     core, by_query_gram, by_key_gram = (part.reshape(len(query), -1, *part.shape[-2:]) for part in slope)
     by_core = core.mT.flatten(1, 2)  # all heads of a group above each other
     by_query = _times(by_core, key[:, 0]).unflatten(1, query.shape[1:3])
@@ -91,7 +91,7 @@ def pull_back(
     return fold(by_query.view(shapes[0]), by_key.view(shapes[1]), gain)
 
 
-def _in_groups(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _group(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Reshape to (groups, heads, d_h, d) and (groups, 1, d_h, d)."""
     if query.shape == key.shape:
         return tuple(weight.reshape(-1, 1, *weight.shape[-2:]) for weight in (query, key))  # type: ignore[return-value]

@@ -111,7 +111,7 @@ class QKClip(Looker):
         self.largest = {}
         for pair in self.pairs if not self.log_only else ():
             if pair.name in self.last:
-                pair.clip(clip_factors(self._of(pair), self.threshold))
+                pair.clip(clip_factors(self._logits_of(pair), self.threshold))
 
     def state_dict(self) -> State:
         return {"num_steps": self.num_steps}
@@ -126,14 +126,14 @@ class QKClip(Looker):
         found: dict[str, float] = {}
         for pair in (pair for pair in self.pairs if pair.name in self.last):
             key = layer_key(pair.layer, block=pair.block if several else "")
-            values = self._of(pair).flatten().tolist()
+            values = self._logits_of(pair).flatten().tolist()
             found[f"qk/{key}/{label}"] = max(found.get(f"qk/{key}/{label}", -math.inf), *values)
             for number, value in enumerate(values if heads else ()):
                 found[f"qk/{key}/{head_key(pair.first + number)}/{label}"] = value
         return found
 
-    def _of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
-        """The pair's heads among all of its module."""
+    def _logits_of(self, pair: Pair) -> Float[Tensor, "groups heads"]:
+        """Select the largest logits of the pair's heads from those of its module."""
         seen = len(self.last[pair.name])
         if seen < pair.first + math.prod(pair.shape):
             remedy = "clip before the heads are spread (tensor parallelism)"

@@ -58,12 +58,12 @@ def phase_diagram(
         **theory,
         "normalised_entropy": [row.tolist() for row in entropy],
         "rank_residual": [row.tolist() for row in residual],
-        "independent_tokens": _independent(length),
+        "independent_tokens": _independent_tokens(length),
     }
     return document | {"summary": _summary(document)}
 
 
-def _independent(length: int) -> Json:
+def _independent_tokens(length: int) -> Json:
     """Deviations at which the true softmax over independent tokens freezes (for T → ∞) and at which it collapses.
 
     Behind a norm their logits have the variance δ², which the trace hardly adds to.

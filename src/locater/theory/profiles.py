@@ -145,7 +145,7 @@ def _document(found: Moments, length: int, temperature: float, profiles: Json, l
         "eta": float(found.eta),
         "regime": regimes.classify(best),
         "localisation": float(regimes.localisation(best)),
-        "profiles": {name: _plain(profile) for name, profile in profiles.items()},
+        "profiles": {name: _to_json(profile) for name, profile in profiles.items()},
     }
     if length > 1:
         document["softmax"] = _true_softmax(float(found.frobenius_squared) / temperature / temperature, length)
@@ -169,7 +169,7 @@ def _true_softmax(variance: float, length: int) -> Json:
     }
 
 
-def _plain(profile: Any) -> Any:
+def _to_json(profile: Any) -> Any:
     if isinstance(profile, Tensor):
         return profile.tolist()
     return {"mean": profile.mean.tolist(), "standard_error": profile.standard_error.tolist()}

@@ -59,7 +59,7 @@ class Series:
 
     def profile(self, products: Grams, *, temperature: float) -> Float[Tensor, "*batch positions"]:
         """ρ_t of every head: O(d_h²) for its forms, then O(P d_h²)."""
-        parts = [self._probabilities(rotary_forms(part, self.pairs), temperature) for part in _in_parts(products)]
+        parts = [self._probabilities(rotary_forms(part, self.pairs), temperature) for part in _split_heads(products)]
         return torch.cat(parts).reshape(*products.core.shape[:-2], len(self.count))
 
     def _probabilities(self, forms: RotaryForms, temperature: float) -> Float[Tensor, "heads positions"]:
@@ -72,8 +72,8 @@ class Series:
         return mass_between(-temperature, (self.length - 1) * temperature, mean=mean, variance=variance)
 
 
-def _in_parts(products: Grams) -> Iterator[Grams]:
-    """The products of some heads at a time."""
+def _split_heads(products: Grams) -> Iterator[Grams]:
+    """Yield the products of some heads at a time."""
     batch, size = products.core.shape[:-2], products.core.shape[-1]
     flat = [product.expand(*batch, size, size).reshape(-1, size, size) for product in products]
     at_once = max(1, ENTRIES_AT_ONCE // size**2)

@@ -101,13 +101,13 @@ def open_live(
     is_known = family is not None or is_in_tables(str(config.get("model_type")))
     if heads:
         named = [module_of_row(explicit_row(entry, modules), tensors) for entry in heads]
-        opened = _of_modules(model, named, tensors, AS_NAMED)
+        opened = _number(model, named, tensors, AS_NAMED)
     elif is_known or (sample is None and config.get("model_type") is not None):
-        opened = _of_family(model, tensors, config, family)
+        opened = _read_family(model, tensors, config, family)
     elif sample is not None:
-        return replace(_of_modules(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
+        return replace(_number(model, discover(model, sample, tensors), tensors, ""), is_proven=True)
     else:
-        opened = _of_modules(model, list(known_modules(modules, tensors)), tensors, BY_KINDS)
+        opened = _number(model, list(known_modules(modules, tensors)), tensors, BY_KINDS)
     if not opened.sites:
         raise _unknown(tensors, config)
     if sample is None:
@@ -123,7 +123,7 @@ def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
     )
 
 
-def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family: Family | None) -> LiveModel:
+def _read_family(module: nn.Module, tensors: ModuleTensors, config: Config, family: Family | None) -> LiveModel:
     try:
         stored = {key: value for key, value in config.values.items() if key not in OF_FILES}
         model = open_model(Config(stored), tensors, family=family)
@@ -139,8 +139,8 @@ def _of_family(module: nn.Module, tensors: ModuleTensors, config: Config, family
     return LiveModel(module, model.family, found, read, tensors, config, model)
 
 
-def _of_modules(module: nn.Module, found: Sequence[AttentionModule], tensors: ModuleTensors, basis: str) -> LiveModel:
-    """Modules are numbered within their block, in the order found."""
+def _number(module: nn.Module, found: Sequence[AttentionModule], tensors: ModuleTensors, basis: str) -> LiveModel:
+    """Number the modules within their block, in the order found."""
     numbers: Counter[str] = Counter()
     numbered = []
     for one in found:

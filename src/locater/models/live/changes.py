@@ -49,7 +49,7 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
     around = {name for one in inner for name in outer_modules(one)} - inner | {""}
     path = {name: modules[name] for name in sorted(inner | around) if name in modules}
     reference = _built_again(model) or {}
-    found += [*_of_another_type(model), *_stabilised(modules), *_patched(path.values())]
+    found += [*_other_types(model), *_stabilised(modules), *_patched(path.values())]
     for name, module in path.items():
         found += _acting(name or type(module).__name__, module)
     for name in sorted(reference.keys() & path.keys()):
@@ -79,8 +79,8 @@ def _wrapped(model: nn.Module) -> Iterator[str]:
             yield f"keys of the prompts that the adapter `{name}` has learned"
 
 
-def _of_another_type(model: nn.Module) -> Iterator[str]:
-    """A config that names another model type than the class has."""
+def _other_types(model: nn.Module) -> Iterator[str]:
+    """Yield a config that names another model type than the class has."""
     declared = getattr(getattr(model, "config", None), "model_type", None)
     own = getattr(getattr(type(model), "config_class", None), "model_type", declared)
     if own != declared:

@@ -97,7 +97,7 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     try:
         config = twin.full_config(model_type, values)
         model, seen = twin.run_twin(config, partial(observe_twin, offers=twin.offered_inputs))
-        return _of_places(known, model, seen)
+        return _judge(known, model, seen)
     except Refusal as reason:
         return replace(known, reason=str(reason))
     except Exception as reason:  # a config that transformers itself cannot read
@@ -131,8 +131,8 @@ def _outcome(calls: "Calls") -> _Outcome:
     return _Outcome(calls.place, block, recipe, verdict.error, tuple(notes), None)
 
 
-def _of_places(known: Proof, model: Any, seen: Any) -> Proof:
-    """Proven if some stack is, and no decoder is left over; whatever else is left over is named."""
+def _judge(known: Proof, model: Any, seen: Any) -> Proof:
+    """Call the type proven if some stack is and no decoder is left over; name whatever else is left over."""
     from .check import later, unheard
     from .evidence import Evidence
 

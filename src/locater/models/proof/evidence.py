@@ -144,7 +144,7 @@ class Evidence:
         return next((name for name in owned if name in self.modules), owned[0])
 
     def places(self) -> Iterator[Calls]:
-        """Attention modules that differ by one number only."""
+        """Group the calls by stack: attention modules whose names differ in the layer's number only."""
         found: dict[str, dict[int, list[SoftmaxCall]]] = {}
         for call in self.seen.calls:
             pattern, layer = self._place(self._owner(call.module))

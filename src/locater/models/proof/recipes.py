@@ -54,7 +54,7 @@ def own(config: Config, layer: int) -> JsonMapping:
     return next((entry for number, entry in entries.items() if int(number) == layer), {})
 
 
-def _of_layer(key: str) -> Rule:
+def _setting_of_layer(key: str) -> Rule:
     def rule(config: Config, layer: int) -> Any:
         return own(config, layer).get(key, config[key]) if config.get("per_layer_config") else None
 
@@ -63,7 +63,7 @@ def _of_layer(key: str) -> Rule:
 
 # Numbers of heads and of key heads: what the config says of single layers first, then its one number for all.
 HEADS: dict[str, Cell] = {
-    "num_attention_heads by layer": _of_layer("num_attention_heads"),
+    "num_attention_heads by layer": _setting_of_layer("num_attention_heads"),
     "num_attention_heads_per_layer": lambda config, layer: config["num_attention_heads_per_layer"][layer],
     **{
         key: key
@@ -74,7 +74,7 @@ HEADS: dict[str, Cell] = {
     },
 }  # fmt: skip
 KEY_HEADS: dict[str, Cell] = {
-    "num_key_value_heads by layer": _of_layer("num_key_value_heads"),
+    "num_key_value_heads by layer": _setting_of_layer("num_key_value_heads"),
     **{
         key: key
         for key in (
@@ -108,7 +108,7 @@ SCALES: dict[str, Cell] = {
 
 # The config's own word first: in a twin it may equal the width by the heads, in the model it need not.
 SIZES: dict[str, Cell] = {
-    "head_dim by layer": _of_layer("head_dim"),
+    "head_dim by layer": _setting_of_layer("head_dim"),
     **{
         key: key
         for key in ("head_dim", "attention_head_size", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels")

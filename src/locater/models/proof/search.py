@@ -21,7 +21,7 @@ def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
     nearest = but_for_masks = None
     sink = _sink(calls)
     for recipe in itertools.chain(of_tables(calls), spelled(calls)):
-        recipe = recipe | (_beneath(sink, recipe["prefixes"]) if sink else {})
+        recipe = recipe | (_strip_prefixes(sink, recipe["prefixes"]) if sink else {})
         verdict = check_row(
             row_of(recipe), calls, hasty=True
         )  # one head first: all of them for each candidate take minutes
@@ -46,8 +46,8 @@ def _biases(calls: Calls, recipe: Recipe) -> Recipe:
     return {column: module.stored(name, "bias") is not None for column, name in names.items()}
 
 
-def _beneath(sink: Recipe, prefixes: list[str]) -> Recipe:
-    """The sinks' columns; a row's patterns stand behind its prefix."""
+def _strip_prefixes(sink: Recipe, prefixes: list[str]) -> Recipe:
+    """Strip the row's prefixes from the names of the sinks."""
     names = sink["sink"].split("|")
     short = [name.removeprefix(prefix) for prefix in prefixes for name in names if name.startswith(prefix)]
     return sink | dict(sink="|".join(dict.fromkeys(short)))

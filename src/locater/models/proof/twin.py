@@ -71,13 +71,13 @@ def model_classes(config: Any) -> Iterator[type]:
         found = getattr(modeling_auto, mapping, {}).get(config.model_type)
         names += [found] if isinstance(found, str) else list(found or ())
     classes = [getattr(transformers, name, None) for name in dict.fromkeys(names)]
-    for found in [*classes, *_of_module(config)]:
+    for found in [*classes, *_classes_for(config)]:
         if inspect.isclass(found) and issubclass(found, nn.Module) and hasattr(found, "_from_config"):
             yield found
 
 
-def _of_module(config: object) -> Iterator[type]:
-    """A part of a composite model has no auto class: the classes beside its config that take this config."""
+def _classes_for(config: object) -> Iterator[type]:
+    """Yield the classes beside a config that take it: parts of composite models have no auto class."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     try:
         module = importlib.import_module(name)
