@@ -9,7 +9,7 @@ what is measured is kept.
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from locater.stabilisers import LocAteR, QKClip, QKNorm, SigmaReparam, Stabiliser
 from locater_lab.studies.floors import ARMS as FLOORS
 from locater_lab.studies.small import nothing, result, train_small, trained
-from locater_lab.studies.statistics import paired
+from locater_lab.studies.statistics import holm, paired
 
 KEPT = Path(__file__).parent / "measured" / "candidates"
 TUNING_SEED, SEEDS = 100, range(5)
@@ -246,16 +246,21 @@ class Runs:
     def table(self, arms: Iterable[str]) -> Iterator[str]:
         """The table of docs/reproduction.md: every arm at its own strength and rate, paired by seed."""
         rows = {arm: self.row(arm) for arm in arms}
-        yield "| arm | strength | rate | loss | against `none` [95 %] | against `held` [95 %] |"
-        yield "|---|---|---|---|---|---|"
+        against = {other: _against(rows, other) for other in ("none", "held")}
+        yield "| arm | strength | rate | loss | against `none` [95 %] | p (Holm) | against `held` [95 %] | p (Holm) |"
+        yield "|---|---|---|---|---|---|---|---|"
         for arm, (strength, rate, losses) in rows.items():
             mean = sum(losses.values()) / len(losses)
-            against = [str(paired(losses, rows[other][2])) if arm != other else "–" for other in ("none", "held")]
-            yield (
-                f"| {arm} | {f'{strength:.3g}' if strength else '–'} | {rate:g} | {mean:.4f} | "
-                + " | ".join(against)
-                + " |"
-            )
+            cells = [cell for found in against.values() for cell in found.get(arm, ("–", "–"))]
+            shown = f"{strength:.3g}" if strength else "–"
+            yield f"| {arm} | {shown} | {rate:g} | {mean:.4f} | " + " | ".join(cells) + " |"
+
+
+def _against(rows: Mapping[str, tuple[float, float, dict[int, float]]], other: str) -> dict[str, tuple[str, str]]:
+    """Each arm's difference to another and its p; that of `none` to `held` is the other's, and is counted there."""
+    theirs = rows[other][2] if other in rows else {}
+    own = {arm: paired(losses, theirs) for arm, (_, _, losses) in rows.items() if arm not in ("none", other)}
+    return {arm: (str(one), one.shown_p) for arm, one in holm(own).items()}
 
 
 def lowest(values: tuple[float, ...], loss: Callable[[float], float]) -> float:

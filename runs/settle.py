@@ -1,6 +1,6 @@
 """The claim at convergence: is LocAteR still ahead when training ends? Tunes each arm, then runs A and B.
 
-    python runs/settle.py DATA OUT [--until tune|A|B] [--arms none,held] [--quick]
+    python runs/settle.py DATA OUT [--until tune|A|B] [--arms none,held] [--steps N] [--quick]
 
 A: 2,048 byte pairs of WikiText-2, 10,000 steps, cosine to 2 % of the rate, five seeds. B: words, dropout 0.1, four
 epochs, `none` and the best arm of A, three seeds. All is tuned on seed 100, which is not judged: strengths in runs of
@@ -17,6 +17,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ WORDS: Options = COMMON | dict(tokenizer="words", optimizer="adamw", weight_deca
 WORDS |= dict(attention_dropout=0.0, learning_rate=1e-3, warmup=400, validate_every=510, save_every=100)
 TUNING_SEED, RATES = 100, (1.5e-3, 3e-3, 6e-3)
 LONG_RATES = (1.5e-3, 3e-3)
+WORD_RATES = (1e-3, 2e-3, 5e-4)  # the first is the one that B was judged at before any was tuned
 # By arm: the setting that is tuned beside the rate, and its values.
 STRENGTHS: dict[str, tuple[str, tuple[float, ...]]] = {
     "none": ("", ()),
@@ -47,9 +49,9 @@ QUICK_LENGTHS = {"tune": 4, "A": 8, "epochs": 0.05}
 class Runs:
     """Trains what is asked for, one run at a time, and remembers the loss that each ended with."""
 
-    def __init__(self, data: Path, out: Path, *, quick: bool) -> None:
+    def __init__(self, data: Path, out: Path, *, quick: bool, steps: int | None = None) -> None:
         self.data, self.out, self.quick = data.resolve(), out, quick
-        self.lengths = QUICK_LENGTHS if quick else LENGTHS
+        self.lengths = (QUICK_LENGTHS if quick else LENGTHS) | ({"A": steps} if steps else {})
 
     def loss(self, stage: str, name: str, options: Options) -> float:
         """The validation loss at the end of that run, which is trained first where it has not ended."""
@@ -135,12 +137,28 @@ def run_a(runs: Runs, tuned: dict[str, tuple[float, float]]) -> str:
 
 
 def run_b(runs: Runs, tuned: dict[str, tuple[float, float]], best: str) -> None:
+    """Rates of both arms on the seed that is not judged, then three seeds at each arm's best one.
+
+    Runs at the first rate are B; those at a tuned rate that is another one are kept apart, as B-tuned.
+    """
     epochs = runs.lengths["epochs"]
     steps = round(STEPS_OF_AN_EPOCH * epochs)
+
+    def loss(stage: str, arm: str, rate: float, seed: int, name: str) -> float:
+        options = WORDS | dict(learning_rate=rate, epochs=epochs, seed=seed)
+        return runs.loss(stage, name, options | arm_options(arm, tuned[arm][1], steps))
+
+    def on_tuning_seed(arm: str, rate: float) -> float:
+        return loss("B-rates", arm, rate, TUNING_SEED, f"{arm}-{rate:g}")
+
+    arms = ("none", best)
+    for rate in WORD_RATES:  # outermost, so that arms can be compared wherever it stops
+        for arm in arms:
+            on_tuning_seed(arm, rate)
+    rates = {arm: lowest(partial(on_tuning_seed, arm), WORD_RATES) for arm in arms}
     for seed in range(3):
-        for arm in ("none", best):
-            options = WORDS | dict(epochs=epochs, seed=seed) | arm_options(arm, tuned[arm][1], steps)
-            runs.loss("B", f"{arm}-seed{seed}", options)
+        for arm, rate in rates.items():
+            loss("B" if rate == WORD_RATES[0] else "B-tuned", arm, rate, seed, f"{arm}-seed{seed}")
 
 
 def main() -> None:
@@ -149,6 +167,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--until", choices=["tune", "A", "B"], default="B")
     parser.add_argument("--arms", default=",".join(STRENGTHS), help="those that this process takes; B needs all")
+    parser.add_argument("--steps", type=int, help="of A, in an OUT of its own: rates are tuned at that length")
     parser.add_argument("--quick", action="store_true", help="a rehearsal in seconds")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +181,7 @@ def main() -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 sys.exit(f"another process runs {arm} in {given.out}")
-        runs = Runs(given.data, given.out, quick=given.quick)
+        runs = Runs(given.data, given.out, quick=given.quick, steps=given.steps)
         tuned = tune(runs, arms)
         if given.until != "tune":
             best = run_a(runs, tuned)

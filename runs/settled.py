@@ -20,19 +20,20 @@ from locater_lab.studies.statistics import MeanEstimate, holm, paired, together
 from locater_lab.train.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
-from settle import LENGTHS  # noqa: E402
-from settled_said import ARMS, LIMIT, Outcome, Ratio, advice, limit  # noqa: E402
+from settle import LENGTHS, WORD_RATES  # noqa: E402
+from settled_said import ARMS, EARLY, LIMIT, NOT_SURE, Outcome, Ratio, advice, limit  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "measured" / "settle"
-STAGES = ("tune", "rates", "A", "B")
+STAGES = ("tune", "rates", "A", "B-rates", "B-tuned", "B")
 PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", ROOT / "docs" / "studies.md"
 PICTURE = "reproduction_end.png"
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
 LOCATERS = ("held", "released")
 COSTS = {"tune": "strengths and rates at 2,000 steps", "rates": "rates at 10,000", "A": "A", "B": "B"}
+COSTS |= {"B-rates": "rates of B", "B-tuned": "B at these"}
 SEEDS = {"A": 5, "B": 3}
-RATES = {"A": "each arm at its own best rate", "B": "at one rate"}
+TUNED, UNTUNED = "each arm at its own best rate", "at one rate, not tuned"
 ENDS = {"A": int(LENGTHS["A"]), "B": 4079}  # four epochs of the words, whose last batch ends one step before the cosine
 LEVELS = (0.3, 0.8)  # of the run: the losses of `none` there are the ones that the others' steps are counted to
 SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
@@ -42,12 +43,26 @@ Arms = dict[str, dict[int, Run]]  # by arm and seed
 
 
 def read(stage: str, kept: Path = KEPT) -> Arms:
-    """The runs of a stage that are at their schedule's end."""
+    """The runs of a stage that are at their schedule's end; of an arm of B that has a better rate, the runs at that."""
     found: Arms = {}
-    for run in read_runs(kept / stage) if any((kept / stage).glob("*/metrics.jsonl")) else []:
-        if ENDS[stage] in run.validations:
-            found.setdefault(run.arm, {})[run.seed] = run
+    for part in (stage, f"{stage}-tuned"):
+        ended: Arms = {}
+        for run in read_runs(kept / part) if any((kept / part).glob("*/metrics.jsonl")) else []:
+            if ENDS[stage] in run.validations:
+                ended.setdefault(run.arm, {})[run.seed] = run
+        found |= ended
     return {arm: found[arm] for arm in ("none", *ARMS) if arm in found}
+
+
+def how_tuned(stage: str, arms: Arms, kept: Path = KEPT) -> str:
+    """Tell whether the rates of a stage were tuned: A's were, B's once every arm has each rate on the tuning seed."""
+    missing = [
+        arm
+        for arm in arms
+        for rate in WORD_RATES
+        if not (kept / "B-rates" / f"{arm}-{rate:g}" / "metrics.jsonl").exists()
+    ]
+    return TUNED if stage == "A" or arms and not missing else UNTUNED
 
 
 def last_loss(run: Run) -> float:
@@ -127,14 +142,16 @@ def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def outcome(arms: Arms) -> Outcome:
+def outcome(arms: Arms, how: str = TUNED) -> Outcome:
     """Judge the forms of LocAteR that have three seeds, with Holm's correction over them."""
     ends = _together({arm: end_ratio(arms, arm) for arm in LOCATERS if arm in arms})
     if not ends:
         return Outcome()
     early = _together({arm: steps_ratio(arms, arm, levels(arms)[0][1]) for arm in ends})
     leads, led = (any(one.word == "lower" for one in some.values()) for some in (ends, early))
-    return Outcome("Yes" if leads else "Only early" if led else "No", ends, early)
+    is_sure = all(one.said != "a lead is not sure" for one in ends.values())
+    word = "Yes" if leads else "No" if not led else EARLY if is_sure else NOT_SURE
+    return Outcome(word, ends, early, how)
 
 
 def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
@@ -143,23 +160,23 @@ def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
     return {arm: Ratio(one) for arm, one in holm(known).items()}
 
 
-def answer(arms: Arms, stage: str = "A") -> str:
-    """The claim in a sentence: yes, only early, or no; of no arm with fewer than three seeds."""
-    word, ends, early = outcome(arms)
+def answer(arms: Arms, how: str = TUNED) -> str:
+    """The claim in a sentence: yes, early, or no; of no arm with fewer than three seeds."""
+    word, ends, early, _ = outcome(arms)
     if not word:
         return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
     shown = together([f"{ratio} with {ARMS[arm]}{ratio.shown_p}" for arm, ratio in ends.items()])
     sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
     step = levels(arms)[0][0]
     return (
-        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends, stage)}). "
+        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends, how)}). "
         f"The loss that `none` has at step {step:,} is reached in {sooner}, of its steps."
     )
 
 
-def _judged(ends: Mapping[str, Ratio], stage: str) -> str:
+def _judged(ends: Mapping[str, Ratio], how: str) -> str:
     counts = sorted({ratio.estimate.count for ratio in ends.values()})
-    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, {RATES[stage]}"
+    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, {how}"
 
 
 def localises(arms: Arms) -> str:
@@ -176,6 +193,17 @@ def localises(arms: Arms) -> str:
 
 def _at_end(run: Run, name: str) -> float:
     return run.validations[max(run.validations)][name]
+
+
+def course(arms: Arms) -> str:
+    """Ratios of perplexities at the first validation, in the middle and at the end, of the forms that are claimed."""
+    told = [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]
+    steps = sorted(set.intersection(*(set(run.validations) for runs in arms.values() for run in runs.values())))
+    parts = []
+    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
+        at = {arm: Ratio(against_none(arms, arm, lambda run, at=step: run.validations[at]["loss"])) for arm in told}
+        parts.append(f"{together([f'{ratio} with {ARMS[arm]}' for arm, ratio in at.items()])} at step {step:,}")
+    return f"Over the run the ratio is {', '.join(parts)} (each interval alone)." if told else ""
 
 
 def turns(arms: Arms) -> str:
@@ -204,6 +232,24 @@ def tuning(kept: Path = KEPT) -> str:
     return f"Rates at that length, on the seed that is not judged, loss (rate): {told}." if told else ""
 
 
+NOT_RUN = """Not run: twice the length. Between budgets `none` still falls, from {short:.3f} in 2,000 steps to
+{long:.3f} in 10,000, so 10,000 are no convergence. `python runs/settle.py DATA OUT --arms none,held --until A --steps
+20000` tunes and runs both at 20,000 (some 3 core-hours)."""
+WORDS_NOT_RUN = """
+Nor were rates of the words tuned: `python runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, chooses them
+among three on the tuning seed (six runs of 16 minutes), and judges an arm anew whose best is another."""
+
+
+def not_run(kept: Path = KEPT) -> str:
+    """What was not afforded, with its command and what speaks for it."""
+    tuned, long = kept.glob("tune/none-*/metrics.jsonl"), read("A", kept).get("none", {})
+    losses = [[row["loss"] for row in read_metrics(path) if row["kind"] == "validation"][-1] for path in tuned]
+    if not losses or not long:
+        return ""
+    told = NOT_RUN.format(short=min(losses), long=fmean(last_loss(run) for run in long.values()))
+    return told if how_tuned("B", read("B", kept), kept) == TUNED else told + WORDS_NOT_RUN
+
+
 def cost(kept: Path = KEPT) -> str:
     """Core-hours of training by stage, from the speeds that the rows have; every run has one thread."""
     told = []
@@ -226,18 +272,20 @@ def section(kept: Path = KEPT) -> str:
     parts = [OPENING, "", "`python runs/settled.py`", ""]
     for stage, title in (("A", "A. Byte pairs:"), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
-        parts += [title, "", *(_stage(stage, arms, rates(stage, kept)) if arms else ["No run has ended yet."]), ""]
-    parts += [part for said in (tuning(kept), cost(kept)) if said for part in (said, "")]
+        rate = rates(stage, kept) | rates(f"{stage}-tuned", kept)
+        told = _stage(stage, arms, rate, how_tuned(stage, arms, kept)) if arms else ["No run has ended yet."]
+        parts += [title, "", *told, ""]
+    parts += [part for said in (tuning(kept), cost(kept), not_run(kept)) if said for part in (said, "")]
     if read("A", kept):
         parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
     return "\n".join(parts)
 
 
-def _stage(stage: str, arms: Arms, rate: Mapping[str, float]) -> list[str]:
+def _stage(stage: str, arms: Arms, rate: Mapping[str, float], how: str) -> list[str]:
     missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
     open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
-    lines = [answer(arms, stage), "", *table(arms, rate), ""]
-    lines += [localises(arms), ""] if localises(arms) else []
+    lines = [answer(arms, how), "", *table(arms, rate), ""]
+    lines += [part for said in (course(arms), localises(arms)) if said for part in (said, "")]
     lines += [turns(arms)]
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
 
@@ -270,9 +318,10 @@ def draw(arms: Arms) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["take"]:
         take(Path(sys.argv[2]))
-    arms = read("A")
+    arms, words = read("A"), read("B")
     exchange(PAGE, BEGIN, END, f"\n{section()}\n")
-    exchange(README, LIMIT, "\n\n", limit(outcome(arms), outcome(read("B"))).removeprefix(LIMIT))
+    said = limit(outcome(arms), outcome(words, how_tuned("B", words)))
+    exchange(README, LIMIT, "\n\n", said.removeprefix(LIMIT))
     exchange(STUDIES, BOX, "\n\n", advice(outcome(arms)))
     if "none" in arms:
         draw(arms)

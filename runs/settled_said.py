@@ -49,12 +49,19 @@ class Ratio(NamedTuple):
         return f"{value} [{low}, {high}]"
 
 
+EARLY, NOT_SURE = "Only early", "Early, and at the end not sure"
+
+
 class Outcome(NamedTuple):
-    """Yes, only early or no; empty where no form of LocAteR has three seeds. By form, the ratios that it rests on."""
+    """Yes, early (only then, or not sure at the end) or no; empty where no form of LocAteR has three seeds.
+
+    By form, the ratios that it rests on.
+    """
 
     word: str = ""
     ends: Mapping[str, Ratio] = {}  # of perplexities at the end
     early: Mapping[str, Ratio] = {}  # of steps to an early loss of `none`
+    how: str = ""  # rates were found
 
     @property
     def best(self) -> str:
@@ -68,7 +75,8 @@ class Outcome(NamedTuple):
 def claim(found: Outcome, words: Outcome | None = None) -> str:
     """The README's sentence; `words` is the outcome with whole words."""
     whole = words and words.word and words.ends[words.best]
-    also = f" With whole words {whole.said}: {whole} ({whole.estimate.count} seeds, at one rate)." if whole else ""
+    seeds = f"{whole.estimate.count} seeds, {words.how}" if whole and words else ""
+    also = f" With whole words {whole.said}: {whole} ({seeds})." if whole else ""
     return _claim(found) + also
 
 
@@ -78,9 +86,10 @@ def _claim(found: Outcome) -> str:
     ratio = found.ends[found.best]
     how = f"{ARMS[found.best]} ({ratio.estimate.count} seeds{ratio.shown_p})"
     end = f"At the end of training on WikiText-2 {ratio.said}: {ratio} with {how}."
-    if found.word != "Only early":
+    if found.word not in (EARLY, NOT_SURE):
         return end
-    return f"It leads only early: {found.early[found.fastest]} of the steps. {end}"
+    only = "only early" if found.word == EARLY else "early"
+    return f"It leads {only}: {found.early[found.fastest]} of the steps. {end}"
 
 
 def limit(found: Outcome, words: Outcome | None = None) -> str:
@@ -108,7 +117,7 @@ def advice(found: Outcome) -> str:
     shown = f"{ratio} of the perplexity, {ratio.estimate.count} seeds{ratio.shown_p}"
     if found.word == "Yes":
         return _box(f"{form}: at {END_LINK} {shown}. A high rate gains more from it: {at_small}. {now}")
-    if found.word == "Only early":
+    if found.word in (EARLY, NOT_SURE):
         return _box(f"{hold}, in a run that is stopped early: at {END_LINK} {ratio.said} ({shown}). {now}")
     return _box(
         f"None, in a long run that is stable: at {END_LINK} {ratio.said} ({shown}). In a short one: {hold}. {now}"

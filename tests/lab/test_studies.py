@@ -1,10 +1,12 @@
 """Every study in miniature: its rows against what is known, a planted effect found and a planted null called null."""
 
+import itertools
 import json
 import math
 import random
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -26,10 +28,11 @@ from locater_lab.studies.page import BOX, shared_runs, study_page
 from locater_lab.studies.statistics import (
     Finding,
     MeanEstimate,
+    corrected,
     holm,
     matched_difference,
     paired,
-    pooled,
+    partial_correlation,
     seed_means,
     spearman_estimate,
     tally,
@@ -95,12 +98,30 @@ def test_what_is_not_known_is_no_number():
     assert str(spearman_estimate([1.0] * 9, range(9))) == "–" == str(paired({}, {}))
 
 
-def test_seeds_that_agree_to_the_last_rank_are_not_certain():
-    one = spearman_estimate(range(5), [0, 1, 2, 4, 3])
-    found = pooled([one] * 3)
-    assert found.value == pytest.approx(one.value) and one.low < found.low < found.value < found.high < one.high
-    assert found.count == 15 and math.isnan(pooled([spearman_estimate([1, 2], [1, 2])]).value)
-    assert not pooled([one, spearman_estimate(range(5), [3, 4, 2, 1, 0])]).is_seen
+def test_few_points_have_the_p_of_all_their_orders():
+    x, y = [3.0, 1.0, 2.0, 5.0, 4.0, 6.0], [2.0, 1.0, 3.0, 4.0, 6.0, 5.0]
+    correlations = [numpy.corrcoef(x, order)[0, 1] for order in itertools.permutations(y)]
+    expected = sum(abs(one) >= abs(numpy.corrcoef(x, y)[0, 1]) - 1e-9 for one in correlations) / 720
+    assert spearman_estimate(x, y).p == pytest.approx(expected)
+    assert spearman_estimate(range(4), range(4)).p == pytest.approx(2 / 24), "of four points nothing is seen"
+    assert not corrected([Finding("", "", spearman_estimate(range(4), range(4)))])[0].estimate.is_seen
+
+
+def test_what_a_third_number_explains_is_no_relation():
+    """Two numbers that follow the place with noise of their own, and two that share more than the place."""
+    draw = random.Random(3)
+    places = range(200)
+
+    def made(shared: float) -> float:
+        common = [draw.gauss(0, 20) for _ in places]
+        ours, theirs = (
+            [place + shared * one + draw.gauss(0, 20) for place, one in zip(places, common, strict=True)] for _ in "ab"
+        )
+        assert spearman_estimate(ours, theirs).value > 0.5
+        return partial_correlation(ours, theirs, places)
+
+    assert abs(made(0.0)) < 0.2 and made(1.0) > 0.35
+    assert math.isnan(partial_correlation(places, places, places))
 
 
 def test_wilson_is_scipys():
@@ -326,7 +347,10 @@ def test_training_studies_find_what_is_planted_and_no_more(name):
     conditions = tuple(depth.CONDITIONS)[:2] if name == "depth" else ("as it is", "deep")
 
     def verdicts(effect: float) -> list[str]:
-        rows = [row | {"agreement": [0.1]} for row in arms("locater", "best_loss", effect, conditions)]
+        rows = [
+            row | {"agreement": [0.1], "agreement_at_place": [0.0]}
+            for row in arms("locater", "best_loss", effect, conditions)
+        ]
         return [one.verdict for one in study.conclude(rows).findings if "loss" in one.what]
 
     assert verdicts(-0.5).count("lower") == 2 and "higher" not in verdicts(-0.5)
@@ -342,18 +366,19 @@ def test_a_gain_that_depends_on_a_factor_is_told_from_one_that_does_not():
 
 
 def test_loss_that_follows_localisation_is_told_from_loss_that_does_not():
-    def found(follows: float, seeds: int = 3) -> str:
-        shuffled = {0: (1, 4, 2, 6, 3, 5), 1: (3, 2, 6, 1, 5, 4), 2: (4, 1, 5, 2, 6, 3)}
+    def found(loss, seeds: int = 5) -> str:
         rows = [
             {"condition": "text", "arm": f"window {n}", "kind": "window", "seed": seed, "near_mass": n / 10}
-            | {"best_loss": 5 + follows * n + (1 - follows) * shuffled[seed][n] + 1e-3 * seed, "entropy": 1 - n / 10}
-            for n in range(6)
+            | {"best_loss": 5 + loss(n) + 1e-3 * QUIET.random(), "entropy": 1 - n / 10}
+            for n in range(7)
             for seed in range(seeds)
         ]
         return localisation_helps.conclude(rows).findings[0].verdict
 
-    assert found(0.99) == "rises" and found(0.0) == "no relation seen"
-    assert found(0.99, seeds=2).startswith("too few seeds"), "two seeds make no claim, of no relation either"
+    own = (0.1, 0.4, 0.2, 0.6, 0.3, 0.5, 0.7)  # of each arm, the same on all seeds, and not of where it looks
+    assert found(lambda n: n) == "rises" and found(lambda n: own[n]) == "no relation seen"
+    assert found(lambda n: QUIET.random()) == "no relation seen"
+    assert found(lambda n: n, seeds=2).startswith("too few seeds"), "two seeds make no claim, of no relation either"
 
 
 def test_a_trained_point_is_what_its_metrics_say(tmp_path, monkeypatch):

@@ -219,16 +219,20 @@ def test_copying_is_seen_where_it_is_built_in(ran):
 
 
 def test_metrics_that_move_are_told_from_those_that_do_not():
-    orders = ((2, 0, 4, 1, 5, 3), (4, 1, 0, 5, 2, 3), (1, 5, 3, 0, 4, 2))
+    """Over arms, and against none; an arm's own effect, the same on all seeds, is no relation with where it looks."""
+    own, names = (2, 0, 4, 1, 5, 3, 2.5), ("none", "window 8", "LocAteR", "ξ", "temperature 3", "far", "window 2")
     rows = [
-        {"condition": "", "arm": f"{n}" if n else "none", "seed": seed, "near_mass": n / 6}
-        | dict.fromkeys(metrics.METRICS, float(orders[seed][n]))
-        | {"copying": n + 0.1 * RANDOM.random() + (n == 3) * seed * 1.2}
-        for n in range(6)
-        for seed in range(3)
+        {"condition": "", "arm": arm, "seed": seed, "near_mass": n / 6}
+        | {name: own[n] + 0.01 * RANDOM.random() for name in metrics.METRICS}
+        | {"copying": n + 0.1 * RANDOM.random(), "rare_loss": RANDOM.random()}
+        for n, arm in enumerate(names)
+        for seed in range(5)
     ]
-    found = {one.of: one.verdict for one in metrics.conclude(rows).findings if one.kind == "relation"}
-    assert found.pop("copying") == "rises" and set(found.values()) == {"no relation seen"}
+    found = metrics.conclude(rows).findings
+    relations = {one.of: one.verdict for one in found if one.kind == "relation"}
+    assert relations.pop("copying") == "rises" and set(relations.values()) == {"no relation seen"}
+    window = {one.of: one.verdict for one in found if one.what == "window 2 − none"}
+    assert window["copying"] == "higher" and window["loss of rare tokens"] == "no difference seen"
 
 
 def test_gradient_reaches_the_tokens_that_attention_sees(ran):
@@ -239,7 +243,8 @@ def test_gradient_reaches_the_tokens_that_attention_sees(ran):
     assert share[:-2].max() == 0 and share.sum() == pytest.approx(1, abs=1e-5) and share[-2] > 0
     walk = torch.randn(400, 16, 4, generator=torch.Generator().manual_seed(0)).cumsum(1)
     torch.testing.assert_close(depth.step_covariance(walk), torch.eye(4, dtype=torch.float64), atol=0.15, rtol=0)
-    assert len(depth.agreement(ran)) == 1 and -1 <= depth.agreement(ran)[0] <= 1
+    found = depth.agreement(ran)
+    assert all(len(found[name]) <= 1 and all(-1 <= one <= 1 for one in found[name]) for name in depth.OVER_RHO)
 
 
 def test_an_edited_model_has_the_attention_of_its_spectrum():
@@ -255,7 +260,7 @@ def test_rows_of_small_runs_are_what_was_set():
     assert row["directions"] <= 16 and 0 < row["best_loss"] < 8  # two heads of 16 dimensions each
     point = {"arm": "locater", "condition": "2 layers, no warm-up", "seed": 0, "steps": 2}
     row = depth.measure(point, Path())
-    assert len(row["agreement"]) == 2 and all(-1 <= one <= 1 for one in row["agreement"])
+    assert len(row["agreement"]) == 2 and all(-1 <= one <= 1 for one in row["agreement"] + row["agreement_at_place"])
 
 
 def test_a_start_that_climbs_is_told_from_one_that_stays():
@@ -272,16 +277,20 @@ def test_a_start_that_climbs_is_told_from_one_that_stays():
     assert "the holding and not the start" in said((0.46, 0.48, 0.47)) and "no difference" in said((0.11, 0.13, 0.12))
 
 
-def test_gradient_that_follows_rho_is_told_from_gradient_that_does_not():
-    def verdict(agreements: tuple[float, ...]) -> str:
+def test_gradient_that_follows_rho_is_told_from_gradient_that_only_grows_with_it():
+    def verdicts(crude: tuple[float, ...], at_place: tuple[float, ...]) -> dict[str, str]:
         rows = [
-            {"condition": "1 layer, warm-up", "arm": arm, "seed": seed, "best_loss": 5.0, "agreement": [value]}
+            {"condition": "1 layer, warm-up", "arm": arm, "seed": seed, "best_loss": 5.0}
+            | {"agreement": [crude[seed]], "agreement_at_place": [at_place[seed]]}
             for arm in ("none", "locater")
-            for seed, value in enumerate(agreements)
+            for seed in range(3)
         ]
-        return depth.conclude(rows).findings[-1].verdict
+        return {one.what: one.verdict for one in depth.conclude(rows).findings if one.kind == "relation"}
 
-    assert verdict((0.8, 0.82, 0.79)) == "rises" and verdict((0.3, -0.4, 0.1)) == "no relation seen"
+    over, at_places = depth.OVER_RHO.values()
+    follows, quiet = (0.8, 0.82, 0.79), (0.3, -0.4, 0.1)
+    assert verdicts(follows, quiet) == {over: "rises", at_places: "no relation seen"}
+    assert verdicts(quiet, follows) == {over: "no relation seen", at_places: "rises"}
 
 
 def test_a_small_start_is_a_start_and_not_a_hold():

@@ -1,4 +1,4 @@
-"""LocAteR over depth, with and without warm-up; and per layer, ρ beside the gradient that reaches each token."""
+"""LocAteR over depth, with and without warm-up; per layer, ρ beside the gradient that reaches each token of a place."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from locater.theory.profiles import profile
 from .floors import ARMS as FLOORS
 from .floors import UNIFORM
 from .small import Ran, arms_by_seed, nothing, result, train_small, trained
-from .statistics import Finding, corrected, paired, spearman_estimate, tally
+from .statistics import Finding, corrected, paired, partial_correlation, rank_correlation, tally
 from .study import Answer, Study, intervals
 from .sweep.folder import Point
 from .trained import findings
@@ -45,24 +45,29 @@ def measure(point: Point, place: Path) -> Json:
     depth, is_cold = CONDITIONS[point["condition"]]
     config = trained(point["seed"], point["steps"], num_layers=depth, learning_rate=RATE)
     ran = train_small(config, ARMS[point["arm"]], is_cold=is_cold)
-    return result(ran) | {"agreement": agreement(ran) if ran.is_finite else []}
+    return result(ran) | (agreement(ran) if ran.is_finite else {name: [] for name in OVER_RHO})
 
 
-def agreement(ran: Ran) -> list[float]:
-    """Layer by layer, the rank correlation over tokens of ρ_t with the share of gradient that token t is sent."""
+def agreement(ran: Ran) -> dict[str, list[float]]:
+    """Layer by layer, the rank correlation over tokens of ρ_t with the share of gradient that token t is sent.
+
+    Both may only rise towards the query; the second is what is left at equal places.
+    """
     tokens, targets = ran.data.batches.validation(0, NUM_TEXTS)
     sites = live.open_live(ran.model).sites
     shares = gradient_shares(ran.model, tokens, targets)
     with torch.no_grad(), inputs_of(dict(ran.model.named_modules()), [site.query_name for site in sites]) as seen:
         ran.model(tokens)
-    found = []
+    found: dict[str, list[float]] = {name: [] for name in OVER_RHO}
     for site, x, share in zip(sites, seen, shares, strict=True):
         rho = torch.stack(
             [profile(head, length=x.shape[1], covariance=step_covariance(x)) for head in read_heads(site).heads]
         )
         # The query itself is left out: its gradient comes past attention too.
-        found.append(spearman_estimate(rho.mean(0)[:-1].tolist(), share[:-1].tolist()).value)
-    return [value for value in found if value == value]
+        ours, theirs = rho.mean(0)[:-1].tolist(), share[:-1].tolist()
+        found["agreement"].append(rank_correlation(ours, theirs))
+        found["agreement_at_place"].append(partial_correlation(ours, theirs, range(len(ours))))
+    return {name: [value for value in values if value == value] for name, values in found.items()}
 
 
 def step_covariance(x: Float[Tensor, "texts tokens d"]) -> Float[Tensor, "d d"]:
@@ -97,23 +102,30 @@ def conclude(rows: list[Json]) -> Answer:
         replace(one, of=one.of.removeprefix("locater with "))
         for one in findings(rows, "best_loss", "validation loss, LocAteR − none")
     ]
-    agreements = []
-    for depth in sorted({CONDITIONS[row["condition"]][0] for row in rows}):
-        values: dict[int, list[float]] = {}
-        for row in (row for row in rows if CONDITIONS[row["condition"]][0] == depth and row["arm"] == "none"):
-            values.setdefault(row["seed"], []).extend(row["agreement"])
-        known = {seed: fmean(some) for seed, some in values.items() if some}
-        words = f"{depth} layer{'s' if depth > 1 else ''}"
-        agreements.append(
-            Finding("share of gradient over ρ", words, paired(known, dict.fromkeys(known, 0.0)), "relation")
-        )
-    agreements = corrected(agreements)
+    crude, at_place = (corrected(_over_rho(rows, name, what)) for name, what in OVER_RHO.items())
     return Answer(
         f"The loss with LocAteR against none: {tally(losses)} (paired by seed, Holm).",
         "From token to token, as ρ (from the layer's own inputs) grows, the share of gradient that arrives "
-        f"{tally(agreements)} (rank correlations, means over layers, against 0, Holm).",
-        [*losses, *agreements],
+        f"{tally(crude)}; at equal places in the text: {tally(at_place) or 'not measured'} (rank correlations, means "
+        "over layers, against 0, Holm).",
+        [*losses, *at_place, *crude],
     )
+
+
+def _over_rho(rows: list[Json], name: str, what: str) -> list[Finding]:
+    """One for each depth, of the models that are left alone: its mean over layers and conditions, seed by seed."""
+    found = []
+    for depth in sorted({CONDITIONS[row["condition"]][0] for row in rows}):
+        values: dict[int, list[float]] = {}
+        for row in (row for row in rows if CONDITIONS[row["condition"]][0] == depth and row["arm"] == "none"):
+            values.setdefault(row["seed"], []).extend(row.get(name, ()))
+        known = {seed: fmean(some) for seed, some in values.items() if some}
+        words = f"{depth} layer{'s' if depth > 1 else ''}"
+        found += [Finding(what, words, paired(known, dict.fromkeys(known, 0.0)), "relation")] if known else []
+    return found
+
+
+OVER_RHO = {"agreement": "share of gradient over ρ", "agreement_at_place": "share of gradient over ρ, at equal places"}
 
 
 STUDY = Study(
@@ -122,7 +134,7 @@ STUDY = Study(
     measure=measure,
     conclude=conclude,
     figure=intervals("estimate and its interval"),
-    drawn=("validation loss, LocAteR − none", "share of gradient over ρ"),
+    drawn=("validation loss, LocAteR − none", *OVER_RHO.values()),
     judged=list,
     budget=f"72 runs of {STEPS:,} steps",
     setting=f"width 64 with 2 heads, {STEPS:,} steps, learning rate {RATE:g}, κ = auto; without warm-up a run has "

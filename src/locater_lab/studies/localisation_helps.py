@@ -11,7 +11,7 @@ from locater.records import Json
 from .floors import ARMS as FLOORS
 from .interventions import HeldAttention, Temperature, Window, far
 from .small import STEPS, TRAINED_SCALE, Attach, arms_by_seed, nothing, read_study_text, result, train_small, trained
-from .statistics import FEWEST, Finding, MeanEstimate, corrected, pooled, spearman_estimate, tally
+from .statistics import FEWEST, Finding, MeanEstimate, corrected, seed_means, spearman_estimate, tally
 from .study import Answer, Figure, Study
 from .sweep.folder import Point
 from .trained import findings
@@ -43,12 +43,12 @@ def measure(point: Point, place: Path) -> Json:
 
 
 def follows(rows: Iterable[Json], x: str, y: str = "best_loss") -> MeanEstimate:
-    """Spearman over arms of one quantity with another, seed by seed and then together; of too few seeds nothing."""
+    """Spearman over arms of one quantity with another, means over seeds, which are no more arms; of too few nothing."""
     rows = [row for row in rows if x in row and y in row]
-    by_seed = [[row for row in rows if row["seed"] == seed] for seed in sorted({row["seed"] for row in rows})]
-    if len(by_seed) < FEWEST:
-        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, len(rows))
-    return pooled([spearman_estimate([row[x] for row in some], [row[y] for row in some]) for some in by_seed])
+    if len({row["seed"] for row in rows}) < FEWEST:
+        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, 0)
+    means = seed_means(rows, ("arm",), (x, y))
+    return spearman_estimate([one[x] for one in means], [one[y] for one in means])
 
 
 def conclude(rows: list[Json]) -> Answer:
@@ -59,7 +59,7 @@ def conclude(rows: list[Json]) -> Answer:
     of_near, of_entropy = ([one for one in relations if one.what.endswith(word)] for word in ("near mass", "entropy"))
     return Answer(
         f"With the mass on the last 4 tokens set from {min(near):.2f} to {max(near):.2f}, the loss over it: "
-        f"{tally(of_near)}; over entropy: {tally(of_entropy)} (rank correlations over arms, seeds apart, Holm).",
+        f"{tally(of_near)}; over entropy: {tally(of_entropy)} (rank correlations over arms, means over seeds, Holm).",
         f"Against a model that is left alone, the loss: {tally(losses)} (paired by seed, Holm).",
         [*relations, *losses],
     )

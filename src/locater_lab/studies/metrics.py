@@ -138,14 +138,23 @@ def conclude(rows: list[Json]) -> Answer:
             for name, what in METRICS.items()
         ]
     )
-    own = [one for name, what in METRICS.items() for one in findings(rows, name, what) if one.of == "LocAteR"]
-    told = [Finding("LocAteR − none", one.what, one.estimate) for one in corrected(own)]
+    told = {arm: _against_none(rows, arm) for arm in AGAINST_NONE}
+    words = "; ".join(f"with {arm}, {tally(some)}" for arm, some in told.items())
     return Answer(
         f"Over {len({row['arm'] for row in rows})} arms that differ in where attention looks, each measure over the "
-        f"mass on the last 4 tokens: {tally(relations)} (rank correlations over arms, seeds apart, Holm).",
-        f"Each measure with LocAteR against none: {tally(told)} (paired by seed, Holm).",
-        [*relations, *told],
+        f"mass on the last 4 tokens: {tally(relations)} (rank correlations over arms, means over seeds, Holm).",
+        f"Against none: {words} (paired by seed, Holm).",
+        [*relations, *(one for some in told.values() for one in some)],
     )
+
+
+AGAINST_NONE = ("window 2", "LocAteR")
+
+
+def _against_none(rows: list[Json], arm: str) -> list[Finding]:
+    """Every measure, of one arm."""
+    own = [(what, one) for name, what in METRICS.items() for one in findings(rows, name, what) if one.of == arm]
+    return corrected([Finding(f"{arm} − none", what, one.estimate) for what, one in own])
 
 
 STUDY = Study(

@@ -35,6 +35,9 @@ READ = """
 - Differences are paired by seed, and fewer than three seeds make no claim. Intervals are never adjusted; where several
   are compared, p after Holm's correction has its own column, and a verdict needs both. Seeds that agree exactly have no
   interval.
+- Holm's correction is over the comparisons of one quantity (or one rate) in one study, not over the page.
+- A relation over arms has as many points as arms, whatever the seeds. Of 7 arms or fewer p is that of all orders; of 4
+  it is never small.
 - Numbers over the points of a grid, which we chose, are effect sizes without interval or verdict: they say how the
   plane looks, not how models are distributed over it. Seeds share the grid, so they do not count as more points.
 - Runs that two studies share are said to be shared: they are one result, told twice.

@@ -163,7 +163,7 @@ def conclude(rows: list[Json]) -> Answer:
     means = {arm: {name: fmean(values.values()) for name, values in numbers[arm].items()} for arm in arms}
     best, steadiest = (min(arms, key=lambda arm: means[arm][name]) for name in ("loss", "mean loss"))
     return Answer(
-        f"Each at its best rate, {best} has the lowest validation loss ({means[best]['loss']:.3f}; none has "
+        f"Each at the best of its rates, {best} has the lowest validation loss ({means[best]['loss']:.3f}; none has "
         f"{means[NONE]['loss']:.3f}); against none: {tally(findings['loss'])}. Over all rates {steadiest} has the "
         f"lowest mean loss ({means[steadiest]['mean loss']:.3f}; none has {means[NONE]['mean loss']:.3f}); against "
         f"none: {tally(findings['mean loss'])} (paired by seed, Holm).",
@@ -208,6 +208,7 @@ STUDY = Study(
     judged=at_best_rate,
     controls=(UNIFORM,),
     budget=f"30 points of {len(RATES)} runs of {STEPS:,} steps, and 5 runs to tune each arm",
-    setting=f"{TRAINED_SCALE}, at each of {len(RATES)} learning rates, AdamW",
+    setting=f"{TRAINED_SCALE}, at each of {len(RATES)} learning rates, AdamW; of five trials each arm has its best "
+    "setting, or the best weight decay where it has none (they are not crossed)",
     doubt="A larger model, in which logits have room to grow; more trials for each; overhead where kernels dominate.",
 )

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from statistics import fmean, stdev
 from typing import Literal
+
+import numpy
 
 from locater.records import Json
 
@@ -13,6 +16,7 @@ LEVEL = 0.95
 FEWEST = 3
 # Differences of seeds that are this near to each other, as a share of what is compared, are equal but for rounding.
 SAME = 1e-9
+ORDERED = 7  # points whose orders are all tried
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,11 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanEstima
 
 
 def spearman_estimate(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
-    """Rank correlation with the interval of Fisher's z, widened for ranks (Bonett and Wright 2000)."""
-    from scipy.stats import norm, spearmanr
+    """Rank correlation with the interval of Fisher's z, widened for ranks (Bonett and Wright 2000).
+
+    Of few points p is the share of all orders that are as far from 0.
+    """
+    from scipy.stats import norm, rankdata, spearmanr
 
     if len(x) < 4 or len(set(x)) == 1 or len(set(y)) == 1:
         return MeanEstimate(math.nan, -1.0, 1.0, 1.0, len(x))
@@ -82,26 +89,12 @@ def spearman_estimate(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
     error = math.sqrt((1 + value**2 / 2) / (len(x) - 3))
     half = float(norm.ppf((1 + LEVEL) / 2)) * error
     low, high = (math.tanh(math.atanh(value) + side * half) for side in (-1, 1))
-    return MeanEstimate(value, low, high, float(found.pvalue), len(x))  # type: ignore
-
-
-def pooled(estimates: Sequence[MeanEstimate]) -> MeanEstimate:
-    """Rank correlations of several seeds as one: the mean of Fisher's z, each with its own error, seeds apart.
-
-    Seeds that agree to the last rank do not make it certain: the error is that of so few points.
-    """
-    from scipy.stats import norm
-
-    known = [one for one in estimates if not math.isnan(one.value) and one.count > 3]
-    if not known:
-        return MeanEstimate(math.nan, -1.0, 1.0, 1.0, 0)
-    values = [max(-0.999, min(0.999, one.value)) for one in known]
-    z = fmean(map(math.atanh, values))
-    squares = [(1 + value**2 / 2) / (one.count - 3) for value, one in zip(values, known, strict=True)]
-    error = math.sqrt(sum(squares)) / len(known)
-    half = float(norm.ppf((1 + LEVEL) / 2)) * error
-    p = 2 * float(norm.sf(abs(z) / error))
-    return MeanEstimate(math.tanh(z), math.tanh(z - half), math.tanh(z + half), p, sum(one.count for one in known))
+    p = float(found.pvalue)  # type: ignore
+    if len(x) <= ORDERED:
+        ranks, orders = rankdata(x) - (len(x) + 1) / 2, numpy.array(list(permutations(rankdata(y))))
+        products = numpy.abs(orders @ ranks)
+        p = float((products >= abs(rankdata(y) @ ranks) - 1e-9).mean())
+    return MeanEstimate(value, low, high, p, len(x))
 
 
 def wilson(count: float, total: float) -> tuple[float, float]:
@@ -138,6 +131,17 @@ def holm(estimates: Mapping[str, MeanEstimate]) -> dict[str, MeanEstimate]:
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     """Spearman's, of the points of a grid: an effect size, for a grid that was chosen has no sampling error."""
     return spearman_estimate(x, y).value
+
+
+def partial_correlation(x: Sequence[float], y: Sequence[float], given: Sequence[float]) -> float:
+    """Spearman's of x and y at equal `given`; NaN where that leaves one of them nothing.
+
+    >>> round(partial_correlation([1, 2, 3, 4], [1, 3, 2, 4], [1, 2, 4, 3]), 2), partial_correlation([1], [1], [1])
+    (0.87, nan)
+    """
+    both, ours, theirs = (rank_correlation(*pair) for pair in ((x, y), (x, given), (y, given)))
+    left = (1 - ours**2) * (1 - theirs**2)
+    return (both - ours * theirs) / math.sqrt(left) if left > 1e-5 else math.nan
 
 
 def seed_means(rows: Sequence[Json], keys: Sequence[str], names: Sequence[str]) -> list[Json]:
