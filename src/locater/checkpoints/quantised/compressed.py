@@ -30,7 +30,7 @@ class WholeNumbers(Declared):
     @property
     def shape(self) -> Shape:
         if not self.is_packed:
-            return self.matrix_shape("weight")
+            return super().shape
         self.check_shape("weight_shape", (2,))
         shape = tuple(self.codes("weight_shape").tolist())
         fits = all(0 < size < 2**31 for size in shape) and self.part_size("weight_packed") == shape[0]
@@ -49,7 +49,7 @@ class WholeNumbers(Declared):
 
     def numbers(self, rows: Rows | None) -> Tensor:
         if not self.is_packed:
-            return self.part("weight", rows).float()
+            return super().numbers(rows)
         return self._unpacked(self.part("weight_packed", rows), self.shape[1])
 
     def zero(self) -> Tensor | None:

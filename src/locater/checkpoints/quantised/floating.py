@@ -6,6 +6,7 @@ a scale that fits no declared block is refused, since most shapes could mean sev
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,15 +41,18 @@ PLAIN = [(ALL, ALL), (1, ALL)]  # one scale per tensor or row: no other block ha
 
 @dataclass(frozen=True)
 class Declared(Grouped):
-    """A weight whose scale has the shape of a block that the config declares."""
+    """A number per byte, and a scale that has the shape of a block which the config declares, or of tensor or rows."""
+
+    NUMBERS: ClassVar = "weight"
+    SCALE: ClassVar = "weight_scale"
 
     @property
     def scale_name(self) -> str:
-        return "weight_scale"
+        return self.SCALE
 
     @property
     def shape(self) -> Shape:
-        return self.matrix_shape("weight")
+        return self.matrix_shape(self.NUMBERS)
 
     @property
     def block(self) -> Shape:
@@ -62,6 +66,9 @@ class Declared(Grouped):
         wanted = f"a scale for each block of {sizes} in {' × '.join(map(str, shape))} numbers"
         self.check(len(fitting) == 1, wanted, f"`{self.scale_name}` of shape {[*stored]}")
         return fitting[0]
+
+    def numbers(self, rows: Rows | None) -> Tensor:
+        return self.codes(self.NUMBERS, torch.int8, *EIGHT_BITS, rows=rows).float()
 
     def scale(self) -> Tensor:
         return self.by_block(self.scale_name).float()
@@ -78,7 +85,7 @@ class FP8(Declared):
     def numbers(self, rows: Rows | None) -> Tensor:
         stored = self.part_dtype(self.scale_name)
         self.check(not _are_exponents(self.settings) or stored in EXPONENTS, "exponents as scales", stored)
-        return self.part("weight", rows).float()
+        return super().numbers(rows)
 
     def scale(self) -> Tensor:
         return exponents(self.by_block(self.scale_name))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...errors import bad_value, missing
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
-from .floating import EIGHT_BITS, FOUR_BITS
+from .floating import FOUR_BITS, Declared
 from .weight import (
     REMEDY,
     Grouped,
@@ -37,14 +38,12 @@ PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 class InputFirst(Grouped):
     """Codes, scales and zero points stored input by input: reading some rows costs the whole packed tensor."""
 
-    @property
-    def block(self) -> Shape:
-        size = self.settings.get("group_size", self.settings.get("q_group_size", self.usual_size))
-        return 1, self.shape[1] if size == -1 else whole_number({"group_size": size}, "group_size")
+    USUAL_SIZE: ClassVar = -1
 
     @property
-    def usual_size(self) -> int:
-        return -1
+    def block(self) -> Shape:
+        size = self.settings.get("group_size", self.settings.get("q_group_size", self.USUAL_SIZE))
+        return 1, self.shape[1] if size == -1 else whole_number({"group_size": size}, "group_size")
 
     def scale(self) -> Tensor:
         self.check_shape("scales", self.counts[::-1])
@@ -106,14 +105,12 @@ class GPTQ(InputFirst):
 class AWQ(InputFirst):
     """The layout `gemm`: four-bit codes packed along the outputs, interleaved."""
 
+    USUAL_SIZE = 128
+
     @property
     def shape(self) -> Shape:
         shape = self.matrix_shape("qweight")
         return shape[1] * 8, shape[0]
-
-    @property
-    def usual_size(self) -> int:
-        return 128
 
     def numbers(self, rows: Rows | None) -> Tensor:
         start, stop = rows or (0, self.shape[0])
@@ -202,12 +199,11 @@ TORCHAO_KINDS = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 
 
 @dataclass(frozen=True)
-class TorchAO(Grouped):
-    """Tensors flattened into a safetensors file, whose header says each weight's kind and block; a number per byte."""
+class TorchAO(Declared):
+    """Tensors flattened into a safetensors file, whose header says each weight's kind and block."""
 
-    @property
-    def shape(self) -> Shape:
-        return self.matrix_shape("_weight_qdata")
+    NUMBERS = "_weight_qdata"
+    SCALE = "_weight_scale"
 
     @property
     def block(self) -> Shape:
@@ -220,10 +216,7 @@ class TorchAO(Grouped):
         self.check("_weight_act_pre_scale" not in self.parts, "no scale of the activations", "one")
         for role in self.settings["parts"]:
             self.check(f"_weight_{role}" in self.parts, f"`_weight_{role}`, as the header says")
-        return self.codes("_weight_qdata", torch.int8, *EIGHT_BITS, rows=rows).float()
-
-    def scale(self) -> Tensor:
-        return self.by_block("_weight_scale").float()
+        return super().numbers(rows)
 
     def zero(self) -> Tensor | None:
         return self.by_block("_weight_zero_point").float() if "_weight_zero_point" in self.parts else None

@@ -12,8 +12,8 @@ from ...errors import bad_value
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from ..bytes import parse_object
-from .floating import EIGHT_BITS
-from .weight import REMEDY, Grouped, QuantisedWeight, Shape, find_by, parts_of, whole_number, word
+from .floating import Declared
+from .weight import REMEDY, QuantisedWeight, Shape, find_by, parts_of, whole_number, word
 
 
 @dataclass(frozen=True)
@@ -83,23 +83,11 @@ QUANTO_BITS = {"int4": 4, "qint4": 4, "int2": 2, "qint2": 2}
 
 
 @dataclass(frozen=True)
-class QuantoBytes(Grouped):
-    """int8 and FP8: a number per byte, one scale per row or tensor."""
+class QuantoBytes(Declared):
+    """int8 and FP8, one scale per row or tensor."""
 
-    @property
-    def shape(self) -> Shape:
-        return self.matrix_shape("weight._data")
-
-    @property
-    def block(self) -> Shape:
-        self.check_shape("weight._scale", (self.shape[0], 1), ())
-        return (1, self.shape[1]) if self.part_shape("weight._scale") else self.shape
-
-    def numbers(self, rows: Rows | None) -> Tensor:
-        return self.codes("weight._data", torch.int8, *EIGHT_BITS, rows=rows).float()
-
-    def scale(self) -> Tensor:
-        return self.by_block("weight._scale").float()
+    NUMBERS = "weight._data"
+    SCALE = "weight._scale"
 
 
 @dataclass(frozen=True)
@@ -196,19 +184,17 @@ class BitsAndBytes4(QuantisedWeight):
 
 
 @dataclass(frozen=True)
-class BitsAndBytes8(QuantisedWeight):
+class BitsAndBytes8(Declared):
     """`SCB` holds the largest of each row: W = q·SCB/127."""
 
-    @property
-    def shape(self) -> Shape:
-        return self.matrix_shape("weight")
+    SCALE = "SCB"
 
-    def read(self, rows: Rows | None) -> Tensor:
+    def scale(self) -> Tensor:
         self.check_shape("SCB", (self.shape[0],))
         if "weight_format" in self.parts:
             order = self.part("weight_format").flatten().tolist()
             self.check(order == [0], "rows one after another (weight_format 0)", f"{order!r:.40}")
-        return self.codes("weight", torch.int8, rows=rows).float() * self.part("SCB", rows).float()[:, None] / 127
+        return super().scale() / 127
 
 
 def find_bitsandbytes(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
