@@ -24,7 +24,7 @@ MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
 ESTIMATED = "estimated from the weights"
 NOT_ESTIMATED = "The weights alone do not tell what these heads do."
 # Over the models of docs/evidence.md; a test counts them again.
-RECORD = "On ten other models such words were right for 154 of 160 heads (near) and 119 of 126 (far)."
+RECORD = "On ten trained models such words were right for 154 of 160 heads (near) and 119 of 126 (far)."
 RANDOM_WEIGHTS = "The weights look random, not trained: no head's tr W is larger than chance makes it."
 
 
@@ -249,7 +249,9 @@ def describe_estimates(
             told.append(Told(f"{count}{in_layers(places, heads)}{'' if told else f' ({ESTIMATED})'}.", tuple(heads)))
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
-        told.append(Told(f"Of {_total(len(unclear))} the estimate tells neither near nor far.", tuple(unclear)))
+        without = len(places) - len(known)
+        rest = f"; of {without:,} there is no estimate" if without else ""
+        told.append(Told(f"Of {_total(len(unclear))} the estimate tells neither near nor far{rest}.", tuple(unclear)))
     told += [Told(RECORD, ())] if len(unclear) < len(known) else []
     surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once

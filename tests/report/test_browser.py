@@ -284,6 +284,58 @@ def test_runs_steps_and_studies_are_curves(browser, tmp_path):
     assert serious_faults(browser) == []
 
 
+def predicted(numbers, *, layers=1):
+    """Record of a prediction whose heads of each layer measure these numbers."""
+    heads = [
+        dict(block="decoder", layer=layer, head=n, predicted=one, measured=one)
+        | {"attention_profile": {"measured": [0.0, 0.1, 0.9]}, "logit_profile": {}}
+        for layer in range(layers)
+        for n, one in enumerate(numbers)
+    ]
+    facts = dict(schema="locater.predict/2", source="m", text="my.txt", window=64, spearman={})
+    return facts | dict(distance_bins=[[0, 1], [1, 2], [2, 3]], heads=heads)
+
+
+AT_REST = dict(near_mass_beyond_first=0.2, normalised_entropy=0.05, sink_mass=0.9, mean_distance=90.0)
+FAR = AT_REST | dict(sink_mass=0.1, normalised_entropy=0.5)
+
+
+def test_a_head_that_does_several_things_is_counted_and_found_with_each(browser, tmp_path):
+    """What a sentence counts, the legend counts and the filter finds; the colour is that of the first word."""
+    save_page([predicted([AT_REST, FAR, FAR])], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    legend = browser.run("return [...document.querySelectorAll('.words button')].map((one) => one.textContent)")
+    assert legend == [
+        "11 rests on the first token",
+        "o1 keeps to one token",
+        "f3 looks mostly beyond the 16 nearest tokens",
+    ]
+    assert "3 of 3 heads look mostly beyond the 16 nearest tokens" in browser.run("return document.body.textContent")
+    browser.run(
+        "const f = document.getElementById('filter'); f.value = 'does=far does=first';"
+        "f.dispatchEvent(new Event('input'))"
+    )
+    assert browser.run("return document.getElementById('filter-says').textContent") == "1 of 3 heads"
+    browser.run("locater.app.select(0)")
+    assert browser.run("return document.querySelector('.say').textContent") == (
+        "It rests on the first token, keeps to one token and looks mostly beyond the 16 nearest tokens (measured on "
+        "text). Of its attention that is not on the first token, 20 % falls on the 16 nearest tokens (on the text "
+        "measured)."
+    )
+
+
+def test_on_a_phone_the_map_comes_before_the_sentences(browser, tmp_path):
+    save_page([predicted([AT_REST, FAR] * 5, layers=30)], tmp_path / "page.html")
+    place = "return document.querySelector(arguments[0]).getBoundingClientRect()[arguments[1]]"
+    for width, is_first in ((390, True), (1400, False)):
+        browser.open(tmp_path / "page.html", width=width)
+        assert (browser.run(place, "#map", "top") < browser.run(place, "#sentences", "top")) is is_first
+    # No hole below the map; one below the head only where rows would be too low to read.
+    map_ends, head_ends = (browser.run(place, part, "bottom") for part in ("#hint", "#head-body"))
+    assert map_ends > head_ends - 8
+    assert map_ends - head_ends < 8 or browser.run("return locater.app.map.height") == 18
+
+
 def test_a_saved_map_says_what_its_colours_mean(opened):
     save(opened, opened.run("return locater.app.figureTitle()"), "SVG")
     (name,) = [path.name for path in waited(opened)]

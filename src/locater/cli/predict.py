@@ -90,7 +90,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
-    console.print("[dim]at most: Spearman of a perfect prediction, since measured windows are few and noisy[/dim]")
+    console.print("[dim]ceiling: what a perfect prediction would have, about, since measured windows are few[/dim]")
     for sentence in found.warnings:
         console.print(f"[red]![/red] {escape(shown(sentence))}")
     for sentence in found.left_out:
@@ -129,7 +129,7 @@ def _agreement(found: "Prediction") -> FittedTable:
     for name in ranked:
         ranks = ("–" if rho is None else f"{rho:.3f}" for rho in (ranked[name], most[name]))
         body.append([quantity(name).heading, *ranks, f"{errors[name]:.3g}", quantity(name).words])
-    return table(["number", "Spearman", "at most", "error", "meaning"], body, words=["number", "meaning"])
+    return table(["number", "Spearman", "ceiling", "error", "meaning"], body, words=["number", "meaning"])
 
 
 def _save(found: "Prediction", *, json: Path | None, plot: Path | None) -> None:

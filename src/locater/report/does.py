@@ -32,7 +32,7 @@ def legend() -> list[Document]:
         {"name": word.name, "letter": LETTERS.get(word.name, word.name[0]), "colour": colour, "meaning": word.singular}
         for word, colour in zip(VOCABULARY, COLOURS, strict=False)
     ]
-    return [*entries, {"name": UNCLEAR, "letter": "·", "colour": "#b9b3a4", "meaning": "does none of these clearly"}]
+    return [*entries, {"name": UNCLEAR, "letter": "·", "colour": "#b9b3a4", "meaning": "fits none of these words"}]
 
 
 def does(view: View) -> Does:
@@ -86,6 +86,7 @@ def head_verdict(view: View) -> str:
     found = does(view)
     counts = Counter(word for words in found.words[-1] for word in words or ())
     unclear = counts.pop(UNCLEAR, 0)
+    unknown = sum(words is None for words in found.words[-1])
     layers = len({key[:2] for key in view.heads})
     opening = f"{counted(len(view.heads), 'head')} in {counted(layers, 'layer')}"
     if not counts:
@@ -94,6 +95,7 @@ def head_verdict(view: View) -> str:
     probably = "probably " if found.source == ESTIMATED else ""
     named = [f"{number:,} {probably}{phrases[name][number > 1]}" for name, number in counts.most_common(3)]
     named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} unclear"] if unclear else []
+    named += [f"of {unknown:,} nothing is known"] if unknown else []
     listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
     overlap = "; a head may do several" if any(len(words or ()) > 1 for words in found.words[-1]) else ""
     return f"{opening}: {listed} ({found.source}{overlap})."

@@ -174,8 +174,8 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
     first, last = view.frames[0], view.frames[-1]
     steps = "steps " if first.isdigit() else ""
     course = f"from {first} to {last}" if view.is_pair else f"in {view.name} between {steps}{first} and {last}"
-    words = counted(len(changed), "head") if changed else "No head"
-    yield Sentence(f"{words} changed regime, a word of the theory, {course}.", number, tuple(changed))
+    words = counted(len(changed), "head") if changed else "no head"
+    yield Sentence(f"In the paper's theory {words} changed regime {course}.", number, tuple(changed))
 
 
 def _health(number: int, view: View) -> Iterable[Sentence]:

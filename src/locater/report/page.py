@@ -170,7 +170,7 @@ def _quantities(views: list[View]) -> list[Document]:
 def _packed(view: View, pack: Pack) -> Document:
     blocks = sorted({key[0] for key in view.heads})
     doing, names = does(view), [word["name"] for word in legend()]
-    codes = [[NONE if words is None else names.index(words[0]) for words in frame] for frame in doing.words]
+    codes = [[sum(1 << names.index(word) for word in words or ()) for words in frame] for frame in doing.words]
     found: Document = {
         "name": view.name,
         "facts": view.facts,
@@ -180,7 +180,7 @@ def _packed(view: View, pack: Pack) -> Document:
         "layer": pack.add([key[1] for key in view.heads], "u2"),
         "head": pack.add([key[2] for key in view.heads], "u2"),
         "columns": {name: pack.add(_floats(frames), "f8") for name, frames in view.columns.items()},
-        "does": pack.add(codes, "u1"),
+        "does": pack.add(codes, "u2"),
         "source": doing.source,
         "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
         "alarms": view.alarms,

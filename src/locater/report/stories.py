@@ -155,7 +155,8 @@ def describe_runs(document: Json) -> Iterable[Sentence]:
         best = scored[0]["quantities"][score]
         error = best["standard_error"]
         within = "one seed only: no interval" if error is None else f"± {_plain(error)} over {len(best['seeds'])} seeds"
-        yield Sentence(f"Best {score}: {scored[0]['arm']} with {_plain(best['mean'])} ({within}).", tone="good")
+        tone = "plain" if error is None else "good"
+        yield Sentence(f"Best {score}: {_plain(best['mean'])}, of arm {scored[0]['arm']} ({within}).", tone=tone)
         yield from _against(document, score)
     for one in document["left_out"][:MOST_NAMED]:
         reason = f"failed: {one['error']}" if "error" in one else "did not reach that step"

@@ -21,9 +21,14 @@ function unpack(view, at) {
   view.count = view.head.length;
   for (const name of Object.keys(view.columns)) view.columns[name] = at(view.columns[name]);
   view.value = (name, frame, head) => view.columns[name][frame * view.count + head];
-  // Words: a code for each head, of what it does or of its regime.
-  view.wordOf = (kind, frame, head) => view[kind][frame * view.count + head];
-  view.has = (kind) => view[kind].some((code) => code !== WORD_NONE);
+  // Words of a head, the most telling first: a bit for each thing that it does, or the number of its regime.
+  view.wordsOf = (kind, frame, head) => {
+    const code = view[kind][frame * view.count + head];
+    if (kind === "does") return Array.from({ length: 16 }, (_, bit) => bit).filter((bit) => code & (1 << bit));
+    return code === WORD_NONE ? [] : [code];
+  };
+  view.wordOf = (kind, frame, head) => view.wordsOf(kind, frame, head)[0] ?? WORD_NONE;
+  view.has = (kind) => view[kind].some((code) => code !== (kind === "does" ? 0 : WORD_NONE));
   view.title = (head) => `${view.blocks[view.block[head]]} ${view.layer[head]}.${view.head[head]}`;
   view.line = (group, name, head) => scaledRow(view[group]?.[name], view.count, head, at);
   // Heads may have fewer eigenvalues than the widest, or none.

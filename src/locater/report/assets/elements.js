@@ -29,3 +29,8 @@ function selection(id, words, options, chosen, action) {
   for (const [value, label] of options) list.append(html("option", { value, selected: String(value) === String(chosen) }, label));
   return html("label", {}, words, list);
 }
+
+// Phrases as a sentence has them: one, two and three.
+function listed(phrases) {
+  return [phrases.slice(0, -1).join(", "), ...phrases.slice(-1)].filter(Boolean).join(" and ");
+}

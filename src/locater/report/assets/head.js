@@ -7,7 +7,7 @@ function drawHead(app, place) {
   const known = [eigenvalueFigure, profileFigure, logitFigure, attentionFigure].filter((one) => one(app, BOX));
   known.forEach((one, n) => {
     // An odd last one fills its row.
-    const wide = n === known.length - 1 && known.length % 2 === 1 && place.clientWidth > 560;
+    const wide = n === known.length - 1 && known.length % 2 === 1 && place.clientWidth >= 528;
     const drawn = one(app, wide ? { ...BOX, width: 2 * BOX.width + 16 } : BOX);
     if (wide) drawn.classList.add("wide");
     figures.append(drawn);
@@ -18,14 +18,15 @@ function drawHead(app, place) {
 function sentenceOn(app) {
   const { view, frame, selected } = app;
   const parts = [];
-  const does = app.data.behaviours[view.wordOf("does", frame, selected)];
+  const does = view.wordsOf("does", frame, selected).map((code) => app.data.behaviours[code]);
   const estimated = view.source.startsWith("estimated");
-  if (does) parts.push(`It ${estimated && does.name !== "unclear" ? "probably " : ""}${does.meaning} (${view.source}).`);
+  if (does.length) parts.push(`It ${estimated && does[0].name !== "unclear" ? "probably " : ""}${listed(does.map((word) => word.meaning))} (${view.source}).`);
   for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate"]]) {
     const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
     const near = name && view.value(name, frame, selected);
     if (!Number.isFinite(near)) continue;
-    parts.push(`${Math.round(near * 100)} % of its attention falls on the 16 nearest tokens (${source}).`);
+    const whole = name.endsWith("_beyond_first") || side === "estimated_" ? "its attention that is not on the first token" : "its attention";
+    parts.push(`Of ${whole}, ${Math.round(near * 100)} % falls on the 16 nearest tokens (${source}).`);
     break;
   }
   const regime = app.data.regimes[view.wordOf("regime", frame, selected)];

@@ -1,6 +1,6 @@
 // The map: a cell per head, layers downwards and heads to the right, on a canvas so that a large model stays quick.
 
-const CELL = { least: 3, wide: 72, high: 36, highest: 64 };
+const CELL = { least: 3, legible: 18, wide: 72, high: 36, highest: 64 };
 const ROOM = { usual: 640, most: 1000 };
 const MARGIN = { left: 46, top: 20 };
 const TITLE_ROOM = 26;
@@ -98,13 +98,14 @@ class HeadMap {
     this.legend.replaceChildren(this.app.words ? wordLegend(this.app) : drawLegend(this.app, Math.min(544, Math.max(280, this.place.clientWidth))));
   }
 
-  // As tall as the head beside it, so that no hole is left below the map.
-  fill(section, beside) {
+  // As tall as the head next to it, if rows stay legible: no hole below either.
+  fill(section, head) {
     this.tall = null;
     this.draw();
-    const lacking = beside.offsetHeight - section.offsetHeight;
-    if (lacking < 8 || beside.offsetTop !== section.offsetTop) return;
-    this.tall = Math.min(ROOM.most, this.layout.rows * this.height + lacking);
+    const lacking = head.offsetHeight - section.offsetHeight;
+    if (Math.abs(lacking) < 8 || head.offsetTop !== section.offsetTop) return;
+    const least = this.layout.rows * Math.min(CELL.legible, this.height);
+    this.tall = Math.max(least, Math.min(ROOM.most, this.layout.rows * this.height + lacking));
     this.draw();
   }
 
@@ -198,7 +199,7 @@ function wordLegend(app) {
     list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
       onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${word.meaning}`));
   });
-  const unknown = app.headsOf(WORD_NONE).length;
+  const unknown = app.headsWith((words) => !words.length).length;
   if (unknown) list.append(html("span", { class: "small" }, `${unknown} not known (grey)`));
   return list;
 }

@@ -29,7 +29,7 @@ class App {
     this.choose(wanted.find((name) => this.view.columns[name] || (WORD_KINDS[name] && this.view.has(name))) ?? this.shownQuantities()[0]?.name ?? "regime");
     this.map = new HeadMap(this, document.getElementById("map-figure"));
     this.table = new HeadTable(this, document.getElementById("table-controls"), document.getElementById("table-body"));
-    addEventListener("resize", () => this.map.draw());
+    addEventListener("resize", () => this.fit());
   }
 
   // The head to open with where nothing is wrong: the one whose mean stands out most against its scale.
@@ -62,8 +62,9 @@ class App {
   // The words that colour the map, where it is coloured by words.
   get words() { const kind = WORD_KINDS[this.quantity.name]; return kind && this.data[kind[1]]; }
   wordFor(head) { return this.words[this.view.wordOf(this.quantity.name, this.frame, head)]; }
-  wordName(kind, head) { return this.data[WORD_KINDS[kind][1]][this.view.wordOf(kind, this.frame, head)]?.name ?? ""; }
-  headsOf(code) { return Array.from({ length: this.view.count }, (_, head) => head).filter((head) => this.view.wordOf(this.quantity.name, this.frame, head) === code); }
+  namesOf(kind, head) { return this.view.wordsOf(kind, this.frame, head).map((code) => this.data[WORD_KINDS[kind][1]][code].name); }
+  headsWith(test) { return Array.from({ length: this.view.count }, (_, head) => head).filter((head) => test(this.view.wordsOf(this.quantity.name, this.frame, head))); }
+  headsOf(code) { return this.headsWith((words) => words.includes(code)); }
   // A column whose ratio to the temperature is there says nothing of its own.
   shownQuantities() { return this.data.quantities.filter(({ name }) => this.view.columns[name] && !this.view.columns[`${name}_over_temperature`]); }
   figureTitle() { return `${this.view.name}: ${this.quantity.words}`; }
@@ -76,7 +77,7 @@ class App {
   }
 
   describe(head) {
-    if (this.words) return `${this.view.title(head)}: ${this.wordFor(head)?.meaning ?? "not known"}`;
+    if (this.words) return `${this.view.title(head)}: ${this.view.wordsOf(this.quantity.name, this.frame, head).map((code) => this.words[code].meaning).join(", ") || "not known"}`;
     return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? "changed by" : "="} ${shownNumber(this.value(head))}`;
   }
 
@@ -136,15 +137,20 @@ class App {
     if (!this.views.length) return;
     this.drawControls();
     this.drawStatus();
+    drawHead(this, document.getElementById("head-body"));
+    this.fit();
+    this.table.refresh();
+  }
+
+  // The map as tall as the head next to it; above it where it is low.
+  fit() {
     this.map.tall = null;
     this.map.draw();
     const both = document.getElementById("map-section");
     both.classList.toggle("stacked", this.map.layout.rows * CELL.high < MOST_SHORT);
-    drawHead(this, document.getElementById("head-body"));
     both.classList.add("measuring");
     this.map.fill(both.firstElementChild, both.lastElementChild);
     both.classList.remove("measuring");
-    this.table.refresh();
   }
 
   drawStatus() {
@@ -155,7 +161,7 @@ class App {
   drawControls() {
     const parts = [modelChoice(this), quantityChoice(this), frameSlider(this), boundSlider(this)];
     const marks = this.words ? " A colour in the list below, or m, marks all heads of its word." : "";
-    const several = this.quantity.name === "does" ? " A head that fits several words has the colour of the first." : "";
+    const several = this.quantity.name === "does" ? " A head that does several things has the colour of the first in the list, and is counted with each." : "";
     document.getElementById("hint").textContent = `Point at a cell for its number; click or use the arrow keys to open a head; Escape shows all again.${marks}${several}`;
     if (this.marked) parts.push(html("button", { type: "button", onclick: () => { this.bound = null; this.mark(null, ""); } }, "show all"));
     const place = document.getElementById("map-controls");

@@ -23,10 +23,10 @@ class HeadTable {
 
   columns() {
     const cells = [{ name: "title", heading: "head", of: (head) => this.app.view.title(head) }];
-    if (this.app.view.has("does")) cells.push({ name: "does", heading: "what it does", of: (head) => this.app.wordName("does", head) });
+    if (this.app.view.has("does")) cells.push({ name: "does", heading: "what it does", of: (head) => this.app.namesOf("does", head).join(", ") });
     for (const quantity of this.app.shownQuantities())
       cells.push({ name: quantity.name, heading: quantity.symbol, words: quantity.words, of: (head) => this.app.view.value(quantity.name, this.app.frame, head) });
-    if (this.app.view.has("regime")) cells.push({ name: "regime", heading: "regime", of: (head) => this.app.wordName("regime", head) });
+    if (this.app.view.has("regime")) cells.push({ name: "regime", heading: "regime", of: (head) => this.app.namesOf("regime", head).join() });
     return cells;
   }
 
@@ -36,8 +36,8 @@ class HeadTable {
     this.wrong = "";
     for (const part of this.filter.value.trim().split(/[\s,]+/).filter(Boolean)) {
       const [, name, sign, value] = part.match(CONDITION) ?? [];
-      if (!name) tests.push((head) => `${this.app.view.title(head)} ${this.word("does", head)} ${this.word("regime", head)}`.includes(part));
-      else if (["does", "regime", "block"].includes(name)) tests.push((head) => TESTS[sign](this.word(name, head), value));
+      if (!name) tests.push((head) => [this.app.view.title(head), ...this.words("does", head), ...this.words("regime", head)].join(" ").includes(part));
+      else if (["does", "regime", "block"].includes(name)) tests.push((head) => this.words(name, head).some((word) => word === value || word.startsWith(`${value} `)) === (sign !== "!="));
       else if (this.number(name, 0) === undefined || Number.isNaN(Number(value))) this.wrong = `no such condition: ${part}`;
       else tests.push((head) => TESTS[sign](this.number(name, head), Number(value)));
     }
@@ -45,8 +45,8 @@ class HeadTable {
     return all.filter((head) => tests.every((test) => test(head)));
   }
 
-  word(name, head) {
-    return name === "block" ? this.app.view.blocks[this.app.view.block[head]] : this.app.wordName(name, head);
+  words(name, head) {
+    return name === "block" ? [this.app.view.blocks[this.app.view.block[head]]] : this.app.namesOf(name, head);
   }
 
   number(name, head) {
@@ -111,7 +111,7 @@ class HeadTable {
   records() {
     const { view, frame } = this.app;
     return this.rows.map((head) => ({ block: view.blocks[view.block[head]], layer: view.layer[head], head: view.head[head],
-      ...Object.fromEntries(Object.keys(view.columns).map((name) => [name, view.value(name, frame, head)])), does: this.app.wordName("does", head), regime: this.app.wordName("regime", head) }));
+      ...Object.fromEntries(Object.keys(view.columns).map((name) => [name, view.value(name, frame, head)])), does: this.app.namesOf("does", head).join(", "), regime: this.app.namesOf("regime", head).join() }));
   }
 }
 
