@@ -1,15 +1,19 @@
 """docs/architecture.md is a map: what it names is there, what is there it names, and no walk is long."""
 
-import ast
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from family_cases import CASES
+from locater import AttentionMonitor, LocAteR
 from locater.cli.program import main
+from locater.monitor import Terminal
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -52,22 +56,9 @@ def test_there_are_four_walks_and_none_is_long():
         assert 4 <= len(stations) <= MOST_STATIONS, name
 
 
-@pytest.mark.parametrize("name", list(walks())[1:])
-def test_a_walk_follows_the_imports(name):
-    """Every station but the first is imported, directly or through its package, by one before it."""
-    stations = walks()[name]
-    for number, station in enumerate(stations[1:], start=1):
-        assert any(imports(earlier, station) for earlier in stations[:number]), f"{name}: nobody calls {station}"
-
-
-def test_the_walk_of_a_scan_is_one(tmp_path, monkeypatch):
-    """Every station is called while the command scans a rotary model; up to the heads in the order of the page."""
-    stations = walks()["A checkpoint's bytes through `scan`"]
-    (case,) = (case for case in CASES if case.name == "llama")
-    case.save(case.build(), tmp_path)
-    monkeypatch.setattr(sys, "argv", ["locater", "scan", str(tmp_path)])
-    import_module("locater.scanning.scan")
-    called: dict[str, None] = {}
+@contextmanager
+def traced(called: dict[str, None]) -> Iterator[None]:
+    """Note every file of the package whose functions are called, in the order of their first calls."""
 
     def trace(frame, event, argument):
         code = frame.f_code
@@ -76,27 +67,66 @@ def test_the_walk_of_a_scan_is_one(tmp_path, monkeypatch):
 
     sys.setprofile(trace)
     try:
-        main()
+        yield
     except SystemExit as end:
         assert not end.code
     finally:
         sys.setprofile(None)
+
+
+@pytest.fixture
+def llama():
+    (case,) = (case for case in CASES if case.name == "llama")
+    return case
+
+
+def test_the_walk_of_a_scan_is_one(tmp_path, monkeypatch, llama):
+    """Every station is called while the command scans a rotary model; up to the heads in the order of the page."""
+    stations, called = walks()["A checkpoint's bytes through `scan`"], {}
+    llama.save(llama.build(), tmp_path)
+    monkeypatch.setattr(sys, "argv", ["locater", "scan", str(tmp_path)])
+    import_module("locater.scanning.scan")
+    with traced(called):
+        main()
     assert [station for station in stations if station not in called] == []
     passed = [list(called).index(station) for station in stations[:13]]
     assert passed == sorted(passed), "stations up to the heads are passed in another order"
 
 
-def imports(importer: str, imported: str) -> bool:
-    wanted = {imported.removesuffix(".py").removesuffix("/__init__").replace("/", ".")}
-    wanted |= {".".join(next(iter(wanted)).split(".")[:-1])}
-    package = list(Path(importer).parent.parts)
-    for node in ast.walk(ast.parse((PACKAGE / importer).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
-            names = {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
-            if names & wanted:
-                return True
-    return False
+def test_the_walk_of_a_step_is_one(llama):
+    """Every station is called while LocAteR is made and steps, on a model with latent attention too."""
+    (latent,) = (case for case in CASES if case.name == "deepseek-v2")
+    called: dict[str, None] = {}
+    with traced(called):
+        for model, mean in ((llama.build(), "initial"), (latent.build(), "free")):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            LocAteR(model, strength=0.1, mean=mean, optimizer=optimizer).step()
+    assert [station for station in walks()["A training step with LocAteR"] if station not in called] == []
+
+
+def test_the_walk_of_an_observation_is_one(llama, capsys):
+    """Every station is called in a watched step, of a model whose attention is a kernel's and of one that wrote it."""
+    called: dict[str, None] = {}
+    with traced(called):
+        for kind in ("sdpa", "eager"):
+            model = llama.build()
+            model.set_attn_implementation(kind)
+            monitor = AttentionMonitor(model, every=1, sinks=[Terminal()])
+            model(torch.arange(24)[None])
+            monitor.step()
+            monitor.detach()
+    assert [station for station in walks()["One observation of the monitor"] if station not in called] == []
+
+
+def test_the_walk_of_a_prediction_is_one(tmp_path, monkeypatch, llama, capsys):
+    llama.save(llama.build(), tmp_path)
+    short = ["--text", "random", "--window", "32", "--calibration", "4", "--test", "2"]
+    monkeypatch.setattr(sys, "argv", ["locater", "predict", str(tmp_path), *short])
+    import_module("locater.prediction.predict")
+    called: dict[str, None] = {}
+    with traced(called):
+        main()
+    assert [station for station in walks()["A prediction"] if station not in called] == []
 
 
 def test_the_nouns_are_classes_of_the_package():

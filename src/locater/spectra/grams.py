@@ -55,7 +55,7 @@ def working(
 
 
 def gram_products(
-    query: Float[Tensor, "*#batch d_head columns"], key: Float[Tensor, "*#batch d_head columns"]
+    query: Float[Tensor, "*#batch query_rows columns"], key: Float[Tensor, "*#batch key_rows columns"]
 ) -> Grams:
     """M, W_Q W_Q^T and W_K W_K^T: three products of O(d·d_h²), nothing of size d×d, and no check of what comes out.
 
