@@ -5,18 +5,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..records import Json
-from .figures import canvas
+from .figures import COLOURS, DASHES, canvas, escape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Okabe and Ito, but for their yellow, which is pale on white; black is for the arm compared with.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-BLACK = "#000000"
-# Six colours, five dashes and seven markers: arms of one colour differ in the rest.
-DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (9, 3)))
-MARKERS = "osD^vPX"
+BLACK = "#000000"  # of the arm compared with
+MARKERS = "osD^vPX"  # seven, so that arms of one colour and dash differ in these
 TITLES = {
     "perplexity": ("Perplexity on held-out text (lower is better)", "perplexity per token"),
     "loss": ("Loss on held-out data (lower is better)", "loss"),
@@ -28,9 +24,7 @@ TITLES = {
 LATE_FROM = 0.6  # of all steps: what the range of the score is chosen for
 LOG_FROM = 3.0  # highest over lowest: from here on a logarithmic axis
 MOST_PANELS = 6
-# Colours that stay apart in print and for colour-blind readers (after Okabe and Ito); then the same with dashes.
-STUDY_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
-STUDY_DASHES = ("-", "--", ":")
+STUDY_COLOURS = (*COLOURS, "#444444")  # then the same with dashes
 FEW = 6  # more names than these stand beside the axes, not on them
 
 
@@ -77,7 +71,7 @@ def _training(panel: "Axes", document: Json, styles: dict[str, dict[str, Any]]) 
     title = "Training loss"
     if against is not None:
         panel.axhline(0, color=BLACK, lw=1.6)
-        title = f"Training loss, minus that of {_escape(against)} on the same texts"
+        title = f"Training loss, minus that of {escape(against)} on the same texts"
     panel.set_title(title, loc="left", fontsize=10)
 
 
@@ -125,13 +119,8 @@ def _handle(arm: Json, style: dict[str, Any]) -> Any:
     from matplotlib.lines import Line2D
 
     count = len(arm["seeds"])
-    label = f"{_escape(arm['arm'])} ({count} seed{'s' if count > 1 else ''})"
+    label = f"{escape(arm['arm'])} ({count} seed{'s' if count > 1 else ''})"
     return Line2D([], [], **style, lw=1.6, ms=4, label=label)
-
-
-def _escape(name: str) -> str:
-    """Escape the dollar signs, which would begin a formula."""
-    return name.replace("$", r"\$")
 
 
 def study_figure(document: Json) -> "Figure":
@@ -184,8 +173,8 @@ def _lines(axes: "Axes", rows: Sequence[Json], spec: Json, names: Sequence[objec
         if not any(isinstance(x, str) for x, _ in points):
             points.sort()
         look: dict[str, Any] = dict(color=STUDY_COLOURS[number % len(STUDY_COLOURS)], label=_word(name), marker=".")
-        style = "" if spec.get("kind") == "points" else STUDY_DASHES[number // len(STUDY_COLOURS) % len(STUDY_DASHES)]
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), linestyle=style or "none", lw=1.2, **look)
+        style = "none" if spec.get("kind") == "points" else DASHES[number // len(STUDY_COLOURS) % len(DASHES)]
+        axes.plot(*(zip(*points, strict=True) if points else ((), ())), linestyle=style, lw=1.2, **look)
     if spec["logarithmic"]:
         axes.set_xscale("log")
     if spec.get("level") is not None:

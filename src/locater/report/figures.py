@@ -1,6 +1,7 @@
 """Pictures of results, from plain documents; needs matplotlib and no torch."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
-METHOD_COLOURS = {"closed": "#0072B2", "exact": "#D55E00", "monte-carlo": "#444444"}
+# Colours that stay apart in print and for colour-blind readers: after Okabe and Ito, without their yellow, pale
+# on white. Six colours and five dashes: lines of one colour differ in the other.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ((0, ()), (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)), (0, (9, 3)))
 
 
 def save(figure: "Figure", path: Path) -> None:
@@ -25,40 +28,51 @@ def save(figure: "Figure", path: Path) -> None:
     write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
 
 
+def draw_lines(panel: "Axes", lines: Mapping[str, Any], title: str, **settings: Any) -> None:
+    """Draw lines (x, y) by their labels, each in a colour and dash of its own, with a title and a legend."""
+    for number, (label, (x, y)) in enumerate(lines.items()):
+        look: dict[str, Any] = dict(color=COLOURS[number % len(COLOURS)], linestyle=DASHES[number % len(DASHES)])
+        panel.plot(x, y, lw=1.8, label=label, **look)
+    panel.set(**settings)
+    panel.set_title(title, loc="left", fontsize=10)
+    panel.legend(frameon=False, fontsize=8)
+
+
+def escape(name: str) -> str:
+    """Escape the dollar signs, which would begin a formula."""
+    return name.replace("$", r"\$")
+
+
 def draw_profile(document: Json) -> "Figure":
     """ρ_t over t, a line per method; Monte Carlo as a band of two standard errors."""
-    figure, (axes,) = canvas(1, size=(7.2, 3.8))
-    t = range(1, document["length"] + 1)
+    figure, (panel,) = canvas(1, size=(7.2, 3.8))
+    length, lines = document["length"], {}
     for name, values in document["profiles"].items():
         if name == "monte-carlo":
-            mean, error = values["mean"], values["standard_error"]
-            low = [m - 2 * e for m, e in zip(mean, error, strict=True)]
-            high = [m + 2 * e for m, e in zip(mean, error, strict=True)]
-            axes.fill_between(
-                t, low, high, color=METHOD_COLOURS[name], alpha=0.25, lw=0, label="Monte Carlo (± 2 s.e.)"
-            )
+            pairs = list(zip(values["mean"], values["standard_error"], strict=True))
+            low, high = ([mean + sign * 2 * error for mean, error in pairs] for sign in (-1, 1))
+            label = "Monte Carlo (± 2 s.e.)"
+            panel.fill_between(range(1, length + 1), low, high, color="#444444", alpha=0.25, lw=0, label=label)
         else:
-            axes.plot(t, values, color=METHOD_COLOURS[name], lw=2, label=f"{name} form" if name == "closed" else name)
+            lines[f"{name} form" if name == "closed" else name] = (range(1, length + 1), values)
     if "limit" in document:
-        positions = [theta * document["length"] for theta in document["limit"]["theta"]]
-        axes.plot(positions, document["limit"]["closed"], color="#999999", lw=1, ls="--", label="closed form, T → ∞")
-    axes.set(
-        xlabel="token t", ylabel="propagation probability ρ", ylim=(-0.02, 1.02), xlim=(1, max(2, document["length"]))
-    )
-    axes.legend(frameon=False, loc="best")
-    axes.set_title(
+        limit = document["limit"]
+        lines["closed form, T → ∞"] = ([theta * length for theta in limit["theta"]], limit["closed"])
+    title = (
         f"{document['regime']}   ξ = {document['xi']:.3g}   trace/λ = {document['trace'] / document['temperature']:.3g}"
-        f"   localisation {document['localisation']:.2f}",
-        loc="left",
-        fontsize=10,
+        f"   localisation {document['localisation']:.2f}"
     )
+    labels = dict(xlabel="token t", ylabel="propagation probability ρ")
+    draw_lines(panel, lines, title, ylim=(-0.02, 1.02), xlim=(1, max(2, length)), **labels)
     return figure
 
 
 def draw_phase_diagram(document: Json) -> "Figure":
     """Two panels of theory above two of measurement, over the same plane."""
     figure, axes = canvas(4, size=(10, 7.6))
-    _regimes(axes[0], document)
+    draw_regimes(axes[0], document["regime"], fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
+    axes[0].invert_yaxis()
+    axes[0].set_title("Theory: regime", loc="left", fontsize=10)
     panels = (
         (axes[1], "localisation", "Theory: localisation", "viridis", 1.0),
         (axes[2], "normalised_entropy", "Softmax layer: entropy (0 = entropy collapse)", "magma", 1.0),
@@ -78,18 +92,17 @@ def draw_phase_diagram(document: Json) -> "Figure":
     return figure
 
 
-def _regimes(panel: "Axes", document: Json) -> None:
+def draw_regimes(panel: "Axes", regimes: Sequence[Sequence[str | None]], **legend: Any) -> None:
+    """Draw a map of regimes in their colours, with a legend of those that occur."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     names = list(REGIME_WORDS)
-    numbers = [[names.index(regime) for regime in row] for row in document["regime"]]
+    numbers = [[math.nan if regime is None else names.index(regime) for regime in row] for row in regimes]
     colours = ListedColormap([word.colour for word in REGIME_WORDS.values()])
-    panel.imshow(numbers, origin="lower", aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
-    panel.set_title("Theory: regime", loc="left", fontsize=10)
-    present = [name for name in names if any(name in row for row in document["regime"])]
-    handles = [Patch(color=REGIME_WORDS[name].colour, label=name) for name in present]
-    panel.legend(handles=handles, fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
+    panel.imshow(numbers, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
+    present = [name for name in names if any(name in row for row in regimes)]
+    panel.legend(handles=[Patch(color=REGIME_WORDS[name].colour, label=name) for name in present], **legend)
 
 
 def _outline(panel: "Axes", document: Json) -> None:
@@ -189,10 +202,3 @@ def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axe
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def colormaps() -> Any:
-    """Matplotlib's own, by name."""
-    from matplotlib import colormaps as known
-
-    return known
