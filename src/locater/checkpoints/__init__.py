@@ -28,10 +28,14 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
     with within(os.fspath(adapter)):
         folder, _ = locate(adapter)
     base = _open_plain(source, allow_pickle=allow_pickle)
+    with within(os.fspath(adapter)):
+        return _adapted(base, folder, allow_pickle=False)
+
+
+def _adapted(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     from .adapter import open_adapter
 
-    with within(os.fspath(adapter)):
-        return open_adapter(base, folder, allow_pickle=False)
+    return open_adapter(base, folder, allow_pickle=allow_pickle)
 
 
 def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
@@ -59,7 +63,7 @@ def _dequantised(store: Checkpoint) -> Checkpoint:
 
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
-    from .adapter import open_adapter, read_adapter_settings
+    from .adapter import read_adapter_settings
 
     name = (read_adapter_settings(folder) or {}).get("base_model_name_or_path")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
@@ -69,7 +73,7 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     base_folder, _ = locate(name)
     # That pickles are allowed is said of the adapter, not of what it names.
     base = _open_files(base_folder, choose(base_folder), allow_pickle=False)
-    return open_adapter(_dequantised(base), folder, allow_pickle=allow_pickle)
+    return _adapted(_dequantised(base), folder, allow_pickle=allow_pickle)
 
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
