@@ -96,15 +96,19 @@ GGUF_ADDED += ("attn_sinks.weight", "attn_rel_b.weight", "attn_q.weight.lora_a",
 GGUF_ADDED += ("attn_q_a.weight", "attn_temp.weight", "attn_norm.bias", "attn_q.input_scale")
 
 
-def written(path, tensors: dict[str, np.ndarray]):
-    writer = gguf.GGUFWriter(path, "llama")
+def written(path, tensors: dict[str, np.ndarray], architecture="llama", **settings):
+    """`settings` by their names without the architecture, dots as two underscores; None leaves one out."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(2)
     writer.add_embedding_length(WIDTH)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_context_length(128)
-    writer.add_rope_dimension_count(WIDTH // HEADS)
+    for key, value in ({"rope__dimension_count": WIDTH // HEADS} | settings).items():
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        if value is not None:
+            kinds[type(value)](f"{architecture}.{key.replace('__', '.')}", value)
     for name, data in tensors.items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -186,3 +190,48 @@ def test_an_edited_gguf_file_is_read_right_or_said_not_to_be(tmp_path):
 def test_a_thousand_edited_gguf_files(tmp_path):
     for seed in range(60, 1060):
         check_gguf(seed, tmp_path)
+
+
+# ------------------------------------------------------------- what llama.cpp does where a file of its says nothing
+def turns(path) -> list[float]:
+    return next(iter(locater.heads(path))).rotary.frequencies(64).tolist()
+
+
+@pytest.mark.parametrize("kind", [None, "linear", "none"])
+def test_positions_are_stretched_as_llama_cpp_stretches_them(kind, tmp_path):
+    """Its own default for a file with a factor is linear."""
+    plain = turns(written(tmp_path / "plain.gguf", plain_file()))
+    stretched = dict(rope__scaling__factor=4.0, rope__scaling__type=kind)
+    found = turns(written(tmp_path / "stretched.gguf", plain_file(), **stretched))
+    assert found == pytest.approx([one / (1 if kind == "none" else 4) for one in plain])
+
+
+def test_the_base_of_a_file_that_names_none_is_llama_cpps(tmp_path):
+    """transformers' class for SmolLM3 has two millions."""
+    found = [
+        turns(written(tmp_path / f"{base}.gguf", plain_file(), "smollm3", rope__freq_base=base)) for base in (None, 1e4)
+    ]
+    assert found[0] == found[1]
+
+
+SMALL = np.linspace(1, 4, WIDTH // HEADS // 2).astype(np.float32)
+UNSAID = {
+    "an unknown kind": ({}, dict(rope__scaling__type="mystery", rope__scaling__factor=4.0)),
+    "longrope without factors": ({}, dict(rope__scaling__type="longrope")),
+    "half of longrope": ({"rope_factors_long.weight": SMALL}, {}),
+    "linear, and factors": (
+        {"rope_freqs.weight": SMALL},
+        dict(rope__scaling__type="linear", rope__scaling__factor=4.0),
+    ),
+    "heads that turn in part": ({}, dict(rope__dimension_count=8, attention__key_length=16)),
+    "no causality": ({}, dict(attention__causal=False)),
+}
+
+
+@pytest.mark.parametrize("what", UNSAID)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "granite"])
+def test_settings_that_a_row_takes_for_granted_are_refused_where_the_file_says_otherwise(what, architecture, tmp_path):
+    tensors, settings = UNSAID[what]
+    path = written(tmp_path / "x.gguf", plain_file() | tensors, architecture, **settings)
+    with pytest.raises(Refusal, match="mask of its kind|turn whole|stretched"):
+        locater.scan(path)

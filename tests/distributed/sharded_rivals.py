@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -54,6 +55,7 @@ RIVALS = {
     ),
     "auto, in the loss": Rival(lambda model, optimizer: LocAteR(model, strength="auto"), early=False),
 }
+COPIES = dict(use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"))
 ADDING = ("QKNorm", "SigmaReparam")  # which bring parameters of their own
 OTHER = ("auto, in the loss", "DDP")  # each process goes by its own texts there
 MUON_STEP = 0.2 * 0.01  # what "match_rms_adamw" makes of the learning rate
@@ -114,6 +116,11 @@ def verdicts(make: Callable[[], nn.Module], tokens: Tensor, ways: dict[str, Spre
             around = spread(inside)  # held: the module inside is refused for as long as there is something around it
             yield f"{name} refused after {way}", _refused(RIVALS[name].make, around)
             yield f"{name} refused inside {way}", _refused(RIVALS[name].make, inside)
+    for name in ADDING:  # FSDP's first form, which may leave each parameter whole on each process
+        inside = make()
+        around = FullyShardedDataParallel(inside, **COPIES)
+        yield f"{name} refused inside copies by FSDP1", _refused(RIVALS[name].make, inside)
+        del around
 
 
 def muon_verdicts(make: Callable[[], nn.Module], ways: dict[str, Spread]) -> Iterator[tuple[str, bool]]:

@@ -107,9 +107,6 @@ def line(folder, **options):
         return f"refused: {reason}"
 
 
-INSIDE = dict(model__layers__0__self_attn__mystery__weight=torch.ones(4))
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "gpt2"])
 def test_by_the_table(name, tmp_path):
     assert line(saved(name, tmp_path)) == "COMPLETE"
@@ -127,9 +124,40 @@ def test_by_the_table(name, tmp_path):
     assert "the class LlamaBiModelOfMine is not known" in line(tmp_path)
 
 
-def test_a_tensor_of_the_table_that_is_unread(tmp_path):
-    add(saved("llama", tmp_path), **INSIDE)
-    assert line(tmp_path).startswith("PARTIAL") and "`model.layers.0.self_attn.mystery.weight`" in line(tmp_path)
+# What code of other packages calls a term of the logits, or what stands before them; transformers' own reads none.
+ENTRIES = {
+    "qk_gain": 2.0, "softmax_scale": 0.3, "logits_temp": 2.0, "logit_cap": 30.0, "use_gated_qk": True,
+    "position_scale": 4.0, "key_multiplier": 2.0, "score_function": "sigmoid", "use_alibi_bias": True,
+    "bidirectional": True, "dilation": [1, 2], "mscale": 3.0, "ntk_alpha": 1000.0, "attention_type": "linear",
+    "sdpa_scale": 2.0, "softmax_offset": 1.0, "query_scale": 2.0, "head_scale": [1, 2], "normalize_qk": True,
+    "pos_encoding": "alibi", "kv_shared_layers": 1, "attention_windows": [3, 9],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "qwen3"])
+def test_no_setting_that_tells_by_its_name_is_passed_over(name, tmp_path):
+    before = (saved(name, tmp_path) / "config.json").read_text()
+    for key, value in ENTRIES.items():
+        (tmp_path / "config.json").write_text(json.dumps(json.loads(before) | {key: value}))
+        assert f"not read in the config: `{key}`" in line(tmp_path), key
+
+
+def test_tensors_of_the_table_that_are_unread(tmp_path):
+    before = load_file(saved("llama", tmp_path) / "model.safetensors")
+    inside = (
+        "mystery",
+        "q_gain",
+        "head_temperature",
+        "rope_scale",
+        "k_rope_norm.weight",
+        "bias_table",
+        "q_proj.pre_scale",
+    )
+    beside = ("q_temperature.weight", "pos_bias.weight", "pre_attention_rotation.weight", "qk_shift", "attn_bias_table")
+    for name in [f"self_attn.{name}" for name in inside] + [*beside]:
+        planted = {f"model.layers.0.{name}": torch.ones(4)}
+        save_file(before | planted, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        assert line(tmp_path).startswith("PARTIAL") and f"`{next(iter(planted))}`" in line(tmp_path)
 
 
 def test_by_the_layout(tmp_path):

@@ -3,18 +3,35 @@
 `python -m pytest -m slow tests/models/test_live_changes_further.py` changes every number and buffer, one by one.
 """
 
+import functools
+
 import peft
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from test_cells import FIRST
-from test_live_changes import CHANGES, Change, assert_said_or_right, attention, changed_model, eager, edit, patch, say
+from test_live_changes import (
+    CHANGES,
+    NORM,
+    Change,
+    Q,
+    assert_said_or_right,
+    attention,
+    changed_model,
+    eager,
+    edit,
+    patch,
+    say,
+)
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 from torch.overrides import TorchFunctionMode
+from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
+from locater import stabilisers
 from locater.errors import Refusal, Unforeseen
 from locater.models import read_heads
 from locater.models.live import open_live
@@ -25,6 +42,7 @@ from twins import differences
 pytestmark = pytest.mark.filterwarnings("ignore")
 KERNEL = functional.scaled_dot_product_attention
 BOTH = ["q_proj", "k_proj"]
+TURN = "apply_rotary_pos_emb"
 
 
 class Wave(nn.Module):
@@ -177,7 +195,54 @@ def replace_parts(name, part):
     return apply
 
 
+def hold(path, name, make):
+    """A function that a module holds in place of its class's."""
+    return lambda model, stack: setattr(model.get_submodule(path), name, make(model))
+
+
+def under_a_stabiliser(model, stack):
+    module = attention(model)
+    original = module.forward
+    module.forward = lambda *args, **options: original(
+        *args, **options | {"hidden_states": options["hidden_states"] * 3}
+    )
+    stack.callback(stabilisers.ZLoss(model, weight=1.0).detach)
+
+
+def of_the_class(model, stack):
+    """Numbers that instances no longer hold themselves."""
+    stack.enter_context(pytest.MonkeyPatch.context()).setattr(LlamaAttention, "scaling", 1.5, raising=False)
+    for layer in model.model.layers:
+        del layer.self_attn.scaling
+
+
+def hook_of(home):
+    """A hook from a module of this name."""
+    exec("def hook(module, args, output): return 2 * output", names := {"__name__": home})
+    return lambda module: module.register_forward_hook(names["hook"])
+
+
+def own_forward(model):
+    return functools.partial(attention(model).q_proj.forward)
+
+
+def two_linear(model):
+    own = attention(model).q_proj
+    return functools.partial(functional.linear, weight=2 * own.weight)
+
+
 FURTHER = [
+    Change("another's forward", hold(Q, "forward", lambda model: attention(model, 1).q_proj.forward)),
+    Change("torch's function for a norm", hold(NORM, "forward", lambda model: torch.square)),
+    Change("torch's method for a norm", hold(NORM, "forward", lambda model: nn.Identity().forward)),
+    Change("a function with its weight bound", hold(Q, "forward", two_linear)),
+    Change("its forward, bound to nothing", hold(Q, "forward", own_forward), acts=False),
+    Change("a forward beneath a stabiliser", under_a_stabiliser),
+    Change("torch's forward for a class's", patch(LlamaRMSNorm, "forward", lambda old: nn.Identity.forward)),
+    Change("torch's function for a model's", patch(modeling_llama, "rotate_half", lambda old: torch.neg)),
+    Change("another family's rotation", patch(modeling_llama, TURN, lambda old: modeling_glm.apply_rotary_pos_emb)),
+    Change("a number of the class", of_the_class),
+    Change("a hook of a package named alike", to_queries(hook_of("locater_of_mine.hooks"))),
     Change("a hook by accelerate", to_queries(lambda one: add_hook_to_module(one, Offload()))),
     Change("two hooks by accelerate", to_queries(lambda one: add_hook_to_module(one, two_hooks()))),
     Change("rotation by an object", patch(modeling_llama, "apply_rotary_pos_emb", lambda old: Doubler())),

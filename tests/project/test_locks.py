@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def test_the_lock_has_what_the_project_wants(python, system):
         if requirement.name != "torch":
             version = versions[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), f"{requirement}, got {version}: make lock"
+
+
+@pytest.mark.parametrize("lock", ["tools", "weights"])
+def test_a_lock_has_what_its_list_wants(lock):
+    lines = (ROOT / "locks" / f"{lock}.in").read_text(encoding="utf-8").splitlines()
+    wants = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {name: version for name, version, _ in locked(lock)}
+    assert wants and all(one.specifier.contains(versions[canonicalize_name(one.name)]) for one in wants)
+
+
+def test_the_lock_has_what_its_packages_want():
+    """By what those that are installed say of themselves; pip is told not to look."""
+    names, lacking = {name for name, *_ in locked("dev")} | {"torch"}, []
+    for name in sorted(names & {canonicalize_name(one.metadata["Name"]) for one in distributions()}):
+        for requirement in map(Requirement, requires(name) or ()):
+            is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            lacking += (
+                [(name, str(requirement))] if is_wanted and canonicalize_name(requirement.name) not in names else []
+            )
+    assert len(names) > 100 and not lacking, f"{lacking[:3]}: make lock"
 
 
 def test_a_lock_that_is_behind_would_be_noticed(monkeypatch):

@@ -114,19 +114,21 @@ def spans(numbers: Iterable[int]) -> str:
 # Words that mean a term of the logits, or what stands before them.
 TELLING = re.compile(
     r"rope|rotary|alibi|soft_?cap|(^|_)qk_|qkv|attn|attention|window|sliding|temperature|relative|sink|clip_|theta"
-    r"|logit_scale|scale_logits|query_pre|key_scale|causal|position_embedding_type|norm_type|norm_first"
+    r"|scale_logits|query_pre|causal|norm_type|norm_first|softmax|sdpa|bidirectional|(^|_)ntk|mscale|yarn|dilat|head_scale"
+    r"|^[qk]_|(^|_)(qk|query|key)_|_qk$|pos(ition)?_?(enc|emb|scale|bias)|logits?_(temp|cap|scale|multi)|score_func"
+    r"|shared?_kv|kv_share|cosine_att"
 )
 # Words that say what the code of a declared type settles.
 UNDECLARED = re.compile(TELLING.pattern + r"|mup|norm(_class_name|_kind)?$|kv_heads?$|bidirectional|prefix_lm|pos_emb")
 # Names with such words that say nothing of a logit, or repeat what tensors show.
 HARMLESS = re.compile(
-    r"drop|implementation|init|_gain$|num_.*heads|n_head|head_dim|max_position|max_relative|bias$|output_attentions|return_"
-    r"|cross_attention|checkpoint|kernel|flash|_cache|loss|mask_token|attention_types?$|final_logit|^logit_scale$"
-    r"|_in_fp32$|contrastive|attention_out_multiplier|num_buckets|parallel_attn|attn_layer_(offset|period)|window_pattern$"
-    r"|max_window_layers|every_n_layers|no_rope_layer_interval"
+    r"drop|implementation|init|num_.*heads|n_head|head_dim|max_position|max_relative|(?<!alibi_)bias$|output_attentions|return_"
+    r"|cross_attention|checkpoint|kernel|flash|_cache|loss|mask_token|attention_types$|final_logit|^logit_scale$"
+    r"|_in_fp32$|contrastive|attention_out_multiplier|num_buckets|parallel_attn|attn_layer_(offset|period)|sliding_window_pattern$"
+    r"|max_window_layers|every_n_layers|no_rope_layer_interval|conv_pos|learned_pos_emb|sinusoidal_pos|tdnn|(key|value)_length$"
 )
 
-NOTHING = (None, False, 0, "", "none", "default", "absolute")
+NOTHING = (None, False, 0, "", "none", "default", "absolute", [])
 READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
 
 
@@ -166,8 +168,7 @@ def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = 
             yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
             says_no = words is UNDECLARED and value is False and "causal" in key
-            is_nothing = isinstance(value, list | tuple) or value in NOTHING
-            yield from (f"{path}{key}",) if says_no or not is_nothing else ()
+            yield from (f"{path}{key}",) if says_no or value not in NOTHING else ()
 
 
 def _ask_all(module: AttentionModule) -> None:

@@ -24,7 +24,10 @@ BEHIND = re.compile(
 )
 MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: four dimensions, or the number behind it
 # Words that mean a term of the logits wherever in a layer they stand.
-TELLING = re.compile(r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias")
+TELLING = re.compile(
+    r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias|temperature"
+    r"|pos(ition)?_bias|attention_rotation|(^|[._])(qk|q|k)_(shift|scale|gain|temp)"
+)
 # How people call the projection that makes queries, alone or with keys and values.
 QUERY = re.compile(
     r"(^|\.)(q_proj|query|query_proj|wq|to_q|q_lin|qkv|qkv_proj|Wqkv|to_qkv|c_attn|query_key_value|att(entio)?n\.q)"

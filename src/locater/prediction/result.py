@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from scipy.stats import spearmanr
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-Measured = TypeVar("Measured")
 TRUSTED = 0.9  # rank correlations below it are warned of
 
 
@@ -74,7 +73,7 @@ class Prediction(Shown):
         """Predicted and measured values of one number, head by head."""
         return [getattr(h.predicted, name) for h in self.heads], [getattr(h.measured, name) for h in self.heads]
 
-    def agreement(self, measure: Callable[[list[float], list[float]], Measured]) -> dict[str, Measured]:
+    def agreement(self, measure: Callable[[list[float], list[float]], Any]) -> Json:
         return {name: measure(*self.pairs(name)) for name in NAMES}
 
     @property

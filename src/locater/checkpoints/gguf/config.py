@@ -20,8 +20,11 @@ ACTING = ("attention.", "rope.")
 HARMLESS = (
     "attention.value_length", "attention.value_length_mla", "attention.key_length_mla", "attention.causal",
     "attention.group_norm_groups", "attention.group_norm_epsilon", "attention.output_scale", "rope.scaling.finetuned",
-    "rope.scaling.original_context_length", "rope.scaling.factor", "rope.dimension_count",
+    "rope.scaling.original_context_length",
 )  # fmt: skip
+NOT_CAUSAL = ("bert", "nomic-bert")
+INSTEAD = "scan the model's safetensors instead, or ask for support with the file's architecture"
+SAFETENSORS = "scan the model's safetensors, which say how its positions are stretched"
 
 
 class _Read(dict[str, Any]):
@@ -63,13 +66,14 @@ def translate_settings(settings: Settings, names: Names) -> Json:
     config["tie_word_embeddings"] = "output.weight" not in names or name in ("falcon", "bloom")
     tokens = settings.get("tokenizer.ggml.tokens")
     config.setdefault("vocab_size", len(tokens) if isinstance(tokens, list) else tokens)
-    _add_rotary(config, own, row)
+    _add_rotary(config, own, row, names)
     for finish in FINISH.get(name, ()):
         finish(config, own, names)
     if name in BIASES:
         config[BIASES[name][0]] = f"blk.0.{BIASES[name][1]}.bias" in names
     if name in ARCHITECTURES:
         _check_all_that_acts(own, row, name)
+        _check_turned(config, own, row, name)
     return {key: value for key, value in config.items() if value is not None or key in row.defaults}
 
 
@@ -78,8 +82,7 @@ def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
     known = {*own.asked, *dict(row.settings), *COMMON, *HARMLESS}
     lost = [key for key in own if key.startswith(ACTING) and dict.get(own, key) and key not in known]
     if lost:
-        remedy = "scan the model's safetensors instead, or ask for support with the file's architecture"
-        raise refusal(f"{name} without {lost[0]}, as it is read here", f"{dict.get(own, lost[0])!r:.40}", remedy)
+        raise refusal(f"{name} without {lost[0]}, as it is read here", f"{dict.get(own, lost[0])!r:.40}", INSTEAD)
 
 
 def count_heads(settings: Settings, layer: int) -> tuple[int, int]:
@@ -105,13 +108,32 @@ def _check_counts(own: Settings) -> None:
                 raise refusal(f"a whole number as {key} in the GGUF file", f"{value!r:.60}", "fetch it again")
 
 
-def _add_rotary(config: Json, own: Settings, row: Architecture) -> None:
+def _add_rotary(config: Json, own: Settings, row: Architecture, names: Names) -> None:
+    """Base and stretching of rotary positions, with llama.cpp's own defaults: a class of the model may have others."""
     turned, size = own.get("rope.dimension_count"), head_dim(own)
     if row.partial_rotary and type(turned) is int and size:
         config[row.partial_rotary] = turned / size
-    kind = own.get("rope.scaling.type")
-    if kind in ("linear", "yarn"):
+    base = (COMMON | dict(row.settings))["rope.freq_base"]
+    if base and turned is not None:
+        config.setdefault(base, 10_000.0)
+    kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", 0.0)
+    is_said = "rope_factors_long.weight" in names and factor in (0.0, 1.0)
+    if kind not in ("none", "linear", "yarn") and not (kind == "longrope" and is_said):
+        raise refusal(
+            "rotary positions stretched in a way that the file says", f"{kind!r:.40}, {factor!r:.20}", SAFETENSORS
+        )
+    if kind == "yarn" or (kind == "linear" and factor not in (0.0, 1.0)):
         original = own.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
         scaling |= {"original_max_position_embeddings": original} if original else {}
         config["rope_scaling"] = scaling | {name: own[key] for key, name in YARN.items() if key in own}
+
+
+def _check_turned(config: Json, own: _Read, row: Architecture, name: str) -> None:
+    """Refuse what a row takes for granted where the file says otherwise: heads that turn whole, and who sees whom."""
+    turned, size = own.get("rope.dimension_count"), config.get("head_dim") or head_dim(own)
+    is_read = row.partial_rotary or "rope.dimension_count" in row.settings or name in ("gemma4", "mimo2")
+    if turned and size and turned != size and not is_read:
+        raise refusal(f"heads of {name} that turn whole", f"{turned!r:.20} of {size!r:.20} dimensions", SAFETENSORS)
+    if own.get("attention.causal", name not in NOT_CAUSAL) is (name in NOT_CAUSAL):
+        raise refusal(f"{name} with the mask of its kind", f"attention.causal {name in NOT_CAUSAL}", INSTEAD)

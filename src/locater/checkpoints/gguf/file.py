@@ -15,7 +15,7 @@ from ...records import Json
 from ..base import Checkpoint, Entry, Rows, view_bytes
 from ..bytes import ByteSource, Folder, check_range
 from ..sharded import PART, complete_parts
-from .config import translate_settings
+from .config import SAFETENSORS, translate_settings
 from .header import Header, TensorInfo, read_header
 from .translate import Shape, Translated, translate
 
@@ -156,8 +156,15 @@ def _gguf() -> Any:
     return import_extra("gguf", "the package gguf, to unpack quantised weights", extra="gguf")
 
 
+LONGROPE = {"rope_factors_long.weight", "rope_factors_short.weight"}
+FACTORS = LONGROPE | {"rope_freqs.weight"}
+
+
 def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tensor]) -> None:
     """Put `rope_scaling` into the configuration where the file holds factors and the settings said nothing."""
+    stored = FACTORS & set(names)
+    if stored and ("rope_scaling" in config or stored not in ({"rope_freqs.weight"}, LONGROPE)):
+        raise refusal("positions stretched in one way", f"others, with {', '.join(sorted(stored))}", SAFETENSORS)
     if "rope_scaling" in config:
         return
     full = (config.get("rope_parameters") or {}).get("full_attention", {})
@@ -170,10 +177,9 @@ def add_factors(config: Json, names: Collection[str], read: Callable[[str], Tens
         factors = read("rope_freqs.weight").float()
         scaling = llama3_settings(factors, theta=config.get("rope_theta", 10_000.0))
         if scaling is None and bool((factors != 1).any()):
-            remedy = "scan the model's safetensors, which say how its positions are stretched"
-            raise refusal("Llama 3's factors in rope_freqs.weight", "others", remedy)
+            raise refusal("Llama 3's factors in rope_freqs.weight", "others", SAFETENSORS)
         config |= {"rope_scaling": scaling} if scaling else {}
-    if {"rope_factors_long.weight", "rope_factors_short.weight"} <= set(names):
+    if "rope_factors_long.weight" in stored:
         long, short = (read(f"rope_factors_{kind}.weight").float().flatten().tolist() for kind in ("long", "short"))
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
 

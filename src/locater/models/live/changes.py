@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -29,7 +29,8 @@ from .tensors import called, is_adapter, named_modules, unwrap
 KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "numpy", "safetensors")
 KNOWN += (*(sys.stdlib_module_names - {"__main__"}),)
 HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "transformers.utils.output_capturing")
-OWN = __name__.partition(".")[0]  # this package, and what joins it under a name that begins so
+OWN = ("locater", "locater_lab")
+MODELS = "transformers.models."
 WRAPPING = ("torch.distributed", "torch.nn.utils")  # classes that these make stand around the module's own
 WATCHING = ("Watcher", "_Passing")  # handlers of stabilisers that leave calls as they are
 HARMLESS = ("training", "gradient_checkpointing", "attention_dropout", "dropout", "dropout_p", "dropout_prob", "p")
@@ -48,7 +49,7 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
     inner = _path(modules, owners, norms)
     around = {name for one in inner for name in outer_modules(one)} - inner | {""}
     path = {name: modules[name] for name in sorted(inner | around) if name in modules}
-    reference = _built_again(model) or {}
+    reference = _built_again(model)
     found += [*_other_types(model), *_stabilised(modules), *_patched(path.values())]
     for name, module in path.items():
         found += _acting(name or type(module).__name__, module)
@@ -61,12 +62,8 @@ def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> li
 def _path(modules: dict[str, nn.Module], owners: Iterable[str], norms: Iterable[str]) -> set[str]:
     """Modules on the way to logits: attention without what comes behind it, norms, rotary tables."""
     owners = set(owners)
-    inside = {name for name in modules for outer in outer_modules(name) if outer in owners}
-    inside = {
-        name
-        for name in inside
-        if not any(BEHIND.match(f"{name[len(outer) + 1 :]}.") for outer in outer_modules(name) if outer in owners)
-    }
+    held = ((name, [outer for outer in outer_modules(name) if outer in owners]) for name in modules)
+    inside = {name for name, by in held if by and not any(BEHIND.match(f"{name[len(outer) + 1 :]}.") for outer in by)}
     turning = {name for name, module in modules.items() if TURNS.search(type(module).__name__)}
     return owners | inside | turning | {name for name in norms if name in modules}
 
@@ -101,16 +98,14 @@ def _acting(name: str, module: nn.Module) -> Iterator[str]:
     if not _is_known(kind.__module__, KNOWN):
         yield f"`{name}` is of the class {kind.__module__}.{kind.__qualname__}, which was not looked at"
     of_accelerate = vars(module).get("_hf_hook")  # its wrapper is known, the hook may be the user's
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    for hook in hooks + ([] if of_accelerate is None else [*getattr(of_accelerate, "hooks", (of_accelerate,))]):
-        if not _is_known(_home(hook), HOOKS):
-            yield f"a hook on `{name}` ({_called(hook)})"
+    further = [] if of_accelerate is None else getattr(of_accelerate, "hooks", (of_accelerate,))
+    yield from _hooked(f"`{name}`", module._forward_pre_hooks, module._forward_hooks, dict(enumerate(further)))
     for key, tensor in module._parameters.items():
         if not _is_known(type(tensor).__module__, (*KNOWN, "builtins")):
             yield f"`{name}.{key}` is a {type(tensor).__module__}.{type(tensor).__qualname__}, which was not looked at"
     for attribute, value in vars(module).items():
         shadows = callable(value) and not isinstance(value, nn.Module | type) and hasattr(type(module), attribute)
-        if shadows and not all(_is_known(_home(part), KNOWN) for part in _chain(value)):
+        if shadows and not _is_its_own(module, attribute, value):
             yield f"`{name}.{attribute}` was replaced by {_called(value)}"
 
 
@@ -118,22 +113,23 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
     """Methods replaced in classes, functions in the modules that define these or in torch's, attention by own name."""
     classes = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     known = sorted((kind for kind in classes if _is_known(kind.__module__, KNOWN)), key=str)
-    homes = {kind.__module__ for kind in classes if kind.__module__.startswith("transformers.models")}
+    homes = {kind.__module__ for kind in classes if kind.__module__.startswith(MODELS)}
     places = [(kind.__qualname__, kind) for kind in known]
     places += [(home, sys.modules[home]) for home in sorted({*homes, "torch.nn.functional"})]
     for place, holder in places:
         for name, value in _functions(holder):
-            if not _is_all_known(value):
+            if not _is_all_known(value) or _is_of_another(holder, name, value):
                 yield f"{place}.{name} was replaced by {_called(value)}"
     if not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield "torch.nn.functional.scaled_dot_product_attention was replaced"
-    for hook in (
-        *nn.modules.module._global_forward_pre_hooks.values(),
-        *nn.modules.module._global_forward_hooks.values(),
-    ):
-        if not _is_known(_home(hook), HOOKS):
-            yield f"a hook on all modules ({_called(hook)})"
+    of_all = nn.modules.module
+    yield from _hooked("all modules", of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
     yield from _own_attention(modules)
+
+
+def _hooked(where: str, *hooks: Mapping[int, object]) -> Iterator[str]:
+    foreign = (hook for some in hooks for hook in some.values() if not _is_known(_home(hook), HOOKS))
+    yield from (f"a hook on {where} ({_called(hook)})" for hook in foreign)
 
 
 def _functions(home: type | ModuleType) -> Iterator[tuple[str, object]]:
@@ -176,6 +172,28 @@ def _is_all_known(value: object) -> bool:
     return all(_is_known(_home(part), KNOWN) for part in _chain(value))
 
 
+def _is_its_own(module: nn.Module, name: str, value: object) -> bool:
+    """Tell whether what an instance holds is its class's function, bound to it alone, in nothing but known wrappers."""
+    parts, name = [*_chain(value)], "_call_impl" if name == "_compiled_call_impl" else name
+    bound = [getattr(part, "__self__", module) for part in parts]
+    for partial in (part for part in parts if isinstance(part, functools.partial)):
+        bound += [*partial.args, *partial.keywords.values()]
+    own = [vars(kind).get(name) for kind in type(module).__mro__]
+    is_own = any(getattr(part, "__func__", part) is function for part in parts for function in own)
+    return is_own and _is_all_known(value) and all(one is module for one in bound)
+
+
+def _is_of_another(holder: type | ModuleType, name: str, value: object) -> bool:
+    """Tell whether a class or a module holds a function of a known package that is not its own."""
+    names = {getattr(part, "__qualname__", name) for part in _chain(value)}
+    if isinstance(holder, type):
+        is_held = name == "forward" or holder.__module__.startswith(MODELS)
+        return is_held and names.isdisjoint({f"{holder.__qualname__}.{name}", "_forward_unimplemented"})
+    home, own = _home(value), holder.__name__
+    is_renamed = name not in names and home.partition(".")[0] in ("torch", "builtins", "transformers")
+    return own.startswith(MODELS) and (is_renamed or (home.startswith(MODELS) and home != own))
+
+
 def _home(value: object) -> str:
     """The module whose code a callable runs."""
     if isinstance(value, functools.partial):
@@ -194,7 +212,7 @@ def _called(value: object) -> str:
 
 
 def _is_known(home: str, packages: Iterable[str]) -> bool:
-    return home.startswith(OWN) or any(home == package or home.startswith(f"{package}.") for package in packages)
+    return any(home == package or home.startswith(f"{package}.") for package in (*OWN, *packages))
 
 
 def _own_class(module: nn.Module) -> type:
@@ -222,16 +240,14 @@ def _silently() -> Iterator[None]:
         logging.disable(before)
 
 
-def _built_again(model: nn.Module) -> dict[str, nn.Module] | None:
-    """The modules of the same class made from the same config; None where it cannot be made from that alone."""
+def _built_again(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the same class made from the same config; none where it cannot be made from that alone."""
     config = getattr(model, "config", None)
-    if config is None:
-        return None
     try:
         with _silently(), _Empty():
-            return named_modules(type(model)(copy.deepcopy(config)))
+            return {} if config is None else named_modules(type(model)(copy.deepcopy(config)))
     except Exception:  # whatever a class wants beside its config
-        return None
+        return {}
 
 
 def _unlike(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:
@@ -255,7 +271,7 @@ def _unlike(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]
 
 def _other_attributes(name: str, module: nn.Module, reference: nn.Module) -> Iterator[str]:
     for key, value in vars(reference).items():
-        own = vars(module).get(key, value)
+        own = getattr(module, key, value)
         is_compared = not key.startswith("_") and key not in HARMLESS and _is_simple(value)
         if is_compared and _plain(own) != _plain(value):
             yield f"`{name}.{key}` is {own!r:.60}, by the config {value!r:.60}"

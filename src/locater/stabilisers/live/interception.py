@@ -7,6 +7,7 @@ module: a copy of the module has a slot of its own, with handlers that know noth
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -105,6 +106,11 @@ class _Slot:
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:
+        """Return what it stands before, for those who look through wrappers."""
+        return self.before or MethodType(type(self.module).forward, self.module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "__signature__"}

@@ -5,6 +5,7 @@ scalars. Anything else is gathered.
 """
 
 import gc
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -144,23 +145,26 @@ def shard_of(pair: Pair, weights: Sequence[Tensor], *, exact: bool = False) -> H
 
 
 def check_not_spread(model: nn.Module) -> None:
-    """For what changes a model's parameters: DDP and FSDP2 know those that there were when they were put around it.
+    """For what changes a model's parameters: DDP and FSDP know those that there were when they were put around it.
 
     Gradients of later ones would stay each process's own, and the copies would drift apart without a word. This holds
     for the module inside of a wrapper as well, which knows nothing of it: so every wrapper there is is asked.
     """
     own = {id(one) for one in model.parameters()}
-    wrapped = any(id(one) in own for wrapper in _wrappers() for one in wrapper.parameters())
-    if wrapped or any(isinstance(one, DTensor) for one in model.parameters()):
-        got = "one under DistributedDataParallel" if wrapped else "sharded parameters"
+    names = (type(wrapper).__name__ for wrapper in _wrappers() for one in wrapper.parameters() if id(one) in own)
+    wrapper = next(names, None)
+    if wrapper or any(isinstance(one, DTensor) for one in model.parameters()):
+        got = f"one under {wrapper}" if wrapper else "sharded parameters"
         raise refusal("a model that is not spread over processes yet", got, "attach first, then wrap or shard")
 
 
-def _wrappers() -> Iterator[nn.parallel.DistributedDataParallel]:
+def _wrappers() -> Iterator[nn.Module]:
     """All that are in use; without a process group there can be none."""
     if dist.is_available() and dist.is_initialized():
         gc.collect()  # of wrappers that were given up
-        yield from (one for one in gc.get_objects() if issubclass(type(one), nn.parallel.DistributedDataParallel))
+        first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+        kinds = (nn.parallel.DistributedDataParallel, *([first.FullyShardedDataParallel] if first else []))
+        yield from (one for one in gc.get_objects() if issubclass(type(one), kinds))
 
 
 def _shard(
