@@ -1,6 +1,6 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,7 +75,7 @@ class AttentionMonitor:
         self.alarms = Alarms(thresholds or Thresholds(), self.trends)
         self.host: Any = OwnLoop.of(self.seen.model, optimizer)
         self.stabilisers: list[Any] = []  # that actions attached
-        self.num_steps = 0
+        self.num_steps, self.was_blind = 0, False
         self.hooks: Hooks | None = None
         self.first_call: FirstCall | None = None
         self.attach()
@@ -122,6 +122,9 @@ class AttentionMonitor:
             raise refusal("an attached monitor", "one that sees nothing", "write `with monitor:`, or call attach()")
         self.responses.step(self.num_steps, self.host, self.stabilisers)
         report = self.report() if self.is_due() else None
+        if report is not None and not self.was_blind and not (report.training or report.no_grad or report.evaluation):
+            self.was_blind = True  # once: alarms and actions would stay away in silence
+            LOG.warning(f"step {report.step}: nothing of this model's attention was seen: {'; '.join(report.notes)}")
         self.num_steps = self.num_steps + 1 if number is None else number
         return report
 
