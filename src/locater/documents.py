@@ -109,12 +109,12 @@ def check_beside(name: Any, document: object) -> str:
     'parts/model-1.safetensors'
     >>> check_beside("../model.safetensors", "index.json")
     Traceback (most recent call last):
-    locater.errors.Refusal: expected names of files beside index.json, got '../model.safetensors'; do not use it
+    locater.errors.Refusal: expected names of files next to index.json, got '../model.safetensors'; do not use it
     """
     # A backslash, a colon or a percent sign is part of a path elsewhere: on Windows, in an address.
     fine = isinstance(name, str) and name.isprintable() and name[:1] != "~" and not set(name) & set("\\:%")
     if not fine or any(not part.strip(". ") or len(part.encode()) > 255 for part in name.split("/")):
-        raise refusal(f"names of files beside {document}", reprlib.repr(name), "do not use it")
+        raise refusal(f"names of files next to {document}", reprlib.repr(name), "do not use it")
     return name
 
 

@@ -209,7 +209,7 @@ def _check_turns_first(head: Head) -> None:
     for side in (head.query, head.key):
         norm = side.norm
         if norm is None or norm.kind == "layer" or norm.bias is not None or side.whole is not None:
-            expected = "RMS or L2 norms of each head's queries and keys, without biases, behind the rotation"
+            expected = "RMS or L2 norms of each head's queries and keys, without biases, after the rotation"
             raise refusal(expected, "no norm" if norm is None else f"{norm.kind}, over all heads or with a bias")
     if (amplitude := head.rotary.amplitude if head.rotary else 1.0) != 1:
         raise refusal("rotary positions of amplitude 1 before a norm", amplitude)

@@ -453,7 +453,7 @@ def test_names_in_a_run_lead_nowhere_else(file, name, run, tmp_path):
     path.write_text(json.dumps(changed))
     if file == "checksums.json" and str(name) in ("3", "None", "[]"):
         assert damaged_files(path.parent) == [str(name)], "names like others, of files that are not there"
-    with pytest.raises(Refusal, match="names of files beside|other bytes in checksums.json") as caught:
+    with pytest.raises(Refusal, match="names of files next to|other bytes in checksums.json") as caught:
         if file == "checksums.json" and str(name) not in ("3", "None", "[]"):
             damaged_files(path.parent)
         resume(checkpoints.parent, verified=file == "checksums.json", say=lambda _: None)

@@ -93,7 +93,7 @@ def test_path_outside(saved):
 
     change_metadata(saved[0], change)
     shutil.copy(saved[0] / "__0_0.distcp", saved[0].parent)
-    with pytest.raises(Refusal, match="names of files beside .metadata"):
+    with pytest.raises(Refusal, match="names of files next to .metadata"):
         checkpoints.open(saved[0])
 
 

@@ -178,7 +178,7 @@ def test_chunks_that_overlap_are_refused(tmp_path):
 )
 def test_an_index_does_not_leave_its_folder(file, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(Refusal, match="names of files beside"):
+    with pytest.raises(Refusal, match="names of files next to"):
         checkpoints.open(tmp_path)
 
 

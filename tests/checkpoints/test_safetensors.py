@@ -93,9 +93,9 @@ def test_shards_without_index(sharded):
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "../../x.safetensors"}, "names of files beside"),
-        ({"a": "/etc/passwd"}, "names of files beside"),
-        ({"a": 3}, "names of files beside"),
+        ({"a": "../../x.safetensors"}, "names of files next to"),
+        ({"a": "/etc/passwd"}, "names of files next to"),
+        ({"a": 3}, "names of files next to"),
         ({"c": "model-00001-of-00002.safetensors"}, "'c' in model-00001-of-00002.safetensors"),
         ({"a": "model-00009-of-00002.safetensors"}, "missing the file"),
         ({}, "a weight_map of names"),

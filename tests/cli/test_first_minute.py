@@ -91,7 +91,7 @@ def test_weights_without_a_config_are_called_that(tmp_path):
         Config({})["n_layer|layers"]
     save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(8, 24)}, tmp_path / "model.safetensors")
     refused = locater("scan", tmp_path / "model.safetensors")
-    assert refused.code == 1 and "put the model's config.json beside its weights" in refused.err
+    assert refused.code == 1 and "put the model's config.json next to its weights" in refused.err
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])

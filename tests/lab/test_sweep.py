@@ -224,8 +224,8 @@ def test_a_point_has_its_folder_inside_the_sweeps(verb, name, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     arguments = ["sweep", "--resume", folder] if verb == "sweep" else ["report", folder, "-o", tmp_path / "page.html"]
     refused = locater(*arguments)
-    assert refused.code == 1 and "names of files beside" in refused.err and sorted(tmp_path.rglob("*")) == before
-    with pytest.raises(Refusal, match="names of files beside"):
+    assert refused.code == 1 and "names of files next to" in refused.err and sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(Refusal, match="names of files next to"):
         create(tmp_path / "new", "train", document["points"])
     twice = [dict(sweep.points[0], seed=seed) for seed in (0, 1)]
     with pytest.raises(Refusal, match="another name for each point"):

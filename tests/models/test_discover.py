@@ -122,7 +122,7 @@ def test_qk_norm_is_read_with_its_gain():
     ("attention", "message"),
     [
         (own.WrittenOut, "stack.0.mixer: expected attention through a kernel, got one written out"),
-        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* behind `stack.0.mixer.q_proj`"),
+        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* after `stack.0.mixer.q_proj`"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_by_name(attention, message):
@@ -157,7 +157,7 @@ def test_a_bias_that_is_added_by_hand_is_not_lost():
             return own.join(functional.scaled_dot_product_attention(q, k, own.heads(x), is_causal=True))
 
     layer = next(open_live(decoder(Added), sample=TOKENS).layers())
-    assert not layer.heads and "something else behind" in layer.refused[0]
+    assert not layer.heads and "something else after" in layer.refused[0]
 
 
 def test_the_pass_changes_nothing():

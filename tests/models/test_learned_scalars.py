@@ -170,5 +170,5 @@ def test_a_scan_has_the_number_and_gradients_reach_it():
 
 
 def test_stabilisers_find_such_heads_and_say_what_the_norm_undoes():
-    with pytest.raises(Refusal, match="first.q.weight.*QK-norm behind the weights undoes their scale"):
+    with pytest.raises(Refusal, match="first.q.weight.*QK-norm after the weights undoes their scale"):
         QKClip(Net(Scaled, 3.0), threshold=1e-3, sample=TOKENS)

@@ -447,7 +447,7 @@ def test_a_resumed_step_that_makes_its_own_call_has_the_factor():
 @pytest.mark.parametrize("make", [lambda **given: LocAteR(strength=1e-3, **given), QKClip])
 def test_what_a_norm_would_undo_is_refused(make, attention):
     model = hand_written.decoder(attention).train()
-    with pytest.raises(Refusal, match="QK-norm behind the weights undoes their scale; the norm bounds the logits"):
+    with pytest.raises(Refusal, match="QK-norm after the weights undoes their scale; the norm bounds the logits"):
         make(model=model, sample=hand_written.TOKENS)
     QKClip(model, log_only=True, sample=hand_written.TOKENS).detach()
 
@@ -455,7 +455,7 @@ def test_what_a_norm_would_undo_is_refused(make, attention):
 def test_our_own_qk_norm_is_seen_too():
     model = hand_written.decoder(hand_written.Fused).train()
     norm = QKNorm(model, sample=hand_written.TOKENS)
-    with pytest.raises(Refusal, match="QK-norm behind the weights"):
+    with pytest.raises(Refusal, match="QK-norm after the weights"):
         QKClip(model, sample=hand_written.TOKENS)
     norm.detach()
     QKClip(model, sample=hand_written.TOKENS).detach()

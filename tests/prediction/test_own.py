@@ -61,7 +61,7 @@ def test_named_projections(kind):
     with pytest.raises(Refusal, match="name the projections by heads="):
         predict(net, text=Tokens(tokens()), effort=QUICK)
     named = [(f"blocks.{n}.attn.q_proj", f"blocks.{n}.attn.k_proj", HEADS, HEADS) for n in range(2)]
-    with pytest.raises(Refusal, match="causal=True or causal=False beside heads="):
+    with pytest.raises(Refusal, match="causal=True or causal=False with heads="):
         predict(Live(net, heads=named), text=Tokens(tokens()), effort=QUICK)
     found = predict(Live(net, heads=named, causal=True), text=Tokens(tokens()), effort=QUICK)
     assert_all_measured(net, found)

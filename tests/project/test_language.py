@@ -42,6 +42,11 @@ BANNED = {
     "whoever": "name who",
 }
 WORDS = re.compile(r"\b(" + "|".join(sorted(BANNED, key=len, reverse=True)) + r")\b", re.IGNORECASE)
+# Words that what users read does not have, where comments still do: messages, help, pages, documentation.
+SHOWN = re.compile(
+    r"\bbeside\b|(?<!fall )(?<!left )(?<!are )\bbehind (?=[a-z`])(?!the others|uniform|all the way)|\blet be\b",
+    re.IGNORECASE,
+)
 # Pages whose sentences a newcomer reads first, and how long these are: on average, and each.
 READ_FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 MEAN_WORDS, MOST_WORDS = 20, 25
@@ -115,6 +120,33 @@ def test_pages_use_words_of_the_field(path):
         for match in WORDS.finditer(line)
     ]
     assert path.name in EXEMPT or not wrong, "\n".join(wrong)
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of every string of several words that is no docstring."""
+    tree = ast.parse(source)
+    bodies = (node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list))
+    documentation = {id(statement.value) for body in bodies for statement in body if isinstance(statement, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+
+
+def test_what_users_read_says_next_to_and_after():
+    """Not *beside* and *behind*, which this repository once said for both and for much else."""
+    templates = sorted((ROOT / "src").rglob("*.html"))
+    shown = {
+        path: enumerate(path.read_text(encoding="utf-8").splitlines(), 1) for path in [*PAGES, *SCRIPTS, *templates]
+    }
+    shown |= {path: messages(path.read_text(encoding="utf-8")) for path in SOURCES}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip()}"
+        for path, lines in shown.items()
+        for line, text in lines
+        if path.name not in {*EXEMPT, "migration.md"} and SHOWN.search(text)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert [text for _, text in messages('"""Put it beside."""\nf("it is " "beside it")') if SHOWN.search(text)]
 
 
 @pytest.mark.parametrize("path", READ_FIRST, ids=lambda path: path.name)

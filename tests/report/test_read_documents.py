@@ -35,7 +35,7 @@ NOT_BESIDE = [
 
 @pytest.mark.parametrize("name", [*NOT_BESIDE, None, 3, ["a"], {"a": 1}, "x" * 256, "\ud800"])
 def test_a_name_leads_nowhere_else(name):
-    with pytest.raises(Refusal, match="names of files beside index.json"):
+    with pytest.raises(Refusal, match="names of files next to index.json"):
         documents.check_beside(name, "index.json")
 
 

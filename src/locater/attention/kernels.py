@@ -141,7 +141,7 @@ def packed(call: AttentionCall) -> AttentionCall:
         return call
     jagged: list[Any] = [call.query, call.key, call.value]
     if any(part.layout != torch.jagged or getattr(part, "_ragged_idx", 0) != 2 for part in jagged):
-        raise refusal("nested tensors of the jagged layout, tokens behind heads", "others")
+        raise refusal("nested tensors of the jagged layout, heads before tokens", "others")
     flat = [part.values()[None] for part in jagged]
     ends = [part.offsets() for part in jagged[:2]]
     if call.is_causal and not torch.equal(*ends):

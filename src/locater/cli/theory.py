@@ -229,7 +229,7 @@ def _softmax_sentence(found: Json, length: int) -> str:
 
     bound = "at most " if found["variance"] > LARGEST else ""
     return (
-        f"True softmax over {length} independent tokens behind a norm: mean entropy "
+        f"True softmax over {length} independent tokens after a norm: mean entropy "
         f"{bound}{found['normalised_entropy']:.2f} of ln T, from logits of variance {found['variance']:.3g} "
         f"(long texts freeze beyond 2 ln T = {found['border']:.3g})."
     )

@@ -70,7 +70,7 @@ def _counts(document: Json) -> FittedTable:
 def _describe_independent(document: Json) -> str:
     found, length = document["independent_tokens"], document["length"]
     return (
-        f"These tokens are walks. Over {length} independent tokens behind a norm, true softmax attention loses its "
+        f"These tokens are walks. Over {length} independent tokens after a norm, true softmax attention loses its "
         f"entropy beyond a deviation of {found['collapse_deviation']:.2f} λ, whatever the mean."
     )
 

@@ -32,7 +32,7 @@ class Config:
         if (value := self.get(keys)) is None:
             wanted = " or ".join(f"`{key}`" for key in keys.split("|"))
             if not self.values:
-                remedy = "put the model's config.json beside its weights, or describe the model with --layout"
+                remedy = "put the model's config.json next to its weights, or describe the model with --layout"
                 raise missing(f"a config.json with {wanted}", remedy)
             remedy = "add it to config.json, or describe the model with --layout"
             raise missing(f"{wanted} in the config", remedy)

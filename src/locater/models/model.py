@@ -83,7 +83,7 @@ def _check_torn(family: Family, config: Config, stacks: tuple[Stack, ...]) -> No
         inside = (f"{prefix}{module}." for prefix in row.prefixes or ())
         torn = next((name for part in inside for name in names if name.startswith(part)), None)
         if torn is not None and module and around.inside(torn) is None:
-            raise missing(f"queries as `{row.query}` beside `{torn[:120]}`", "the file is incomplete")
+            raise missing(f"queries as `{row.query}` next to `{torn[:120]}`", "the file is incomplete")
 
 
 def wanted_layers(wanted: Iterable[int] | None, known: Iterable[int]) -> frozenset[int]:

@@ -102,7 +102,7 @@ def missing_layers(stack: Stack) -> dict[str, list[int]]:
     for layer in sorted(set(range(some.num_layers)) - {module.number for module in stack}):
         module = replace(some, number=layer)
         if row.key != row.query and module.stored(module.key_name):
-            expected = f"a tensor `{module.query_name}.weight` beside `{module.key_name}.weight`"
+            expected = f"a tensor `{module.query_name}.weight` next to `{module.key_name}.weight`"
             raise missing(expected, "the file is incomplete")
         (without if _layer_of(module.key_name) in held else absent).append(layer)
     further = some.config.get("num_nextn_predict_layers", 0)  # layers for further tokens, behind the model's own

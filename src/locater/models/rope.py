@@ -55,7 +55,7 @@ def _fraction(row: RotaryAt, entries: Config, config: Config, layer: int, num_di
     if num_dims is not None and is_number(size) and is_number(stated) and num_dims <= size * stated < num_dims + 1:
         return 1.0  # the row's own number of dimensions in other words, as Mistral 4's configs have it
     if stated != 1 and entries.get("rope_type|type") != "proportional":
-        expected = f"no `{FRACTION}` beside 1 in a model whose own code turns whole heads"
+        expected = f"no `{FRACTION}` other than 1 in a model whose own code turns whole heads"
         raise refusal(expected, reprlib.repr(stated), "describe the model with --layout, if its heads turn in part")
     return 1.0
 

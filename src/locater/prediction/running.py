@@ -26,7 +26,7 @@ def read_named(
 ) -> list[AttentionModule]:
     """Read the layers that `heads` names, as `causal` says; refuse if `run`, a pass over them, calls a kernel."""
     if causal is None:
-        raise refusal("causal=True or causal=False beside heads=…", "neither", "projections do not show the mask")
+        raise refusal("causal=True or causal=False with heads=…", "neither", "projections do not show the mask")
     layers = [_with_lookahead(layer, 0 if causal else None) for layer in live.open_live(model, heads=heads).layers()]
     calls: list[AttentionCall] = []
     with Interception(calls.append):

@@ -86,7 +86,7 @@ def draw_phase_diagram(document: Json) -> "Figure":
         _outline(panel, document)
         _plane(panel, document)
     _independent_border(axes[2], document)
-    words = "Beside the white lines, left and right, the theory says: localized (early, middle or late)"
+    words = "Left and right of the white lines the theory says: localized (early, middle or late)"
     figure.suptitle(words, fontsize=11)
     figure.tight_layout()
     return figure

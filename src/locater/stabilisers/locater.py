@@ -202,7 +202,7 @@ class LocAteR(Stabiliser):
             rates.learning_rate(leaf, name)
         acts = self.auto is not None or self.strength > 0
         if acts and any(map(rates.is_orthogonalised, leaves.values())):
-            message = "Muon's steps are of one size, and −lr·κ∇ is lost beside them: add penalty() to the loss instead"
+            message = "Muon's steps are of one size, and −lr·κ∇ is lost next to them: add penalty() to the loss instead"
             warnings.warn(message, stacklevel=3)
 
 

@@ -182,7 +182,7 @@ class Bounds:
         for name, values in self.read().items():
             layer = read_heads(self.sites[name])
             if not bool(values.isfinite().all()) or any(head.softcap is not None for head in layer.heads):
-                kinds = "heads whose weights bound their logits: behind a norm, no QK-norm, soft-cap or latent keys"
+                kinds = "heads whose weights bound their logits: after a norm, no QK-norm, soft-cap or latent keys"
                 raise refusal(kinds, f"others in {name}", 'take by="logits"')
 
     @torch.no_grad()

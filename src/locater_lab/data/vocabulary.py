@@ -101,7 +101,7 @@ def load_vocabulary(folder: Path) -> Vocabulary:
         text = (folder / "vocabulary.txt").read_text(encoding="utf-8")
         return Words(tuple(text.removesuffix("\n").split("\n")))
     if not (folder / "tokenizer.json").exists():
-        remedy = "a run writes it beside its model at the end; name that folder, or go without a text (--text random)"
+        remedy = "a run writes it next to its model at the end; name that folder, or go without a text (--text random)"
         raise refusal(f"vocabulary.txt or tokenizer.json in {folder}", "neither", remedy)
     from tokenizers import Tokenizer
 

@@ -23,7 +23,7 @@ HALF = 0.5  # of the mass: more of it is near than far
 UNSAID_LIMIT = 0.5
 UNSAID = {
     "on separators": f"mass on separators ≥ {UNSAID_LIMIT:g}, on text",
-    "repeats (induction)": f"mass behind the earlier copy ≥ {UNSAID_LIMIT:g}, random ids twice",
+    "repeats (induction)": f"mass after the earlier copy ≥ {UNSAID_LIMIT:g}, random ids twice",
     "repeats, in text": f"the same ≥ {UNSAID_LIMIT:g}, text twice",
 }
 HOT, COLD = 5.0, 20.0  # times the median of η/λ, and its fraction, beyond which a scan once warned

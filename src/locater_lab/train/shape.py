@@ -20,7 +20,7 @@ class Shape:
     num_key_heads: int = option(0, "Key heads, each shared by a group of query heads; 0: one for each.")
     d_model: int = option(128, "Width of the embedding and of all layers.")
     d_feedforward: int = option(128, "Width inside the feed-forward part.")
-    norm_first: bool = option(False, "Norms before attention and feed-forward (pre-LN) instead of behind (post-LN).")
+    norm_first: bool = option(False, "Norms before attention and feed-forward (pre-LN) instead of after (post-LN).")
     norm: Literal["layer", "rms"] = option("layer", "Kind of norm.")
     epsilon: float = option(1e-5, "What norms add to the variance.")
     positions: Literal["learned", "sinusoidal", "rotary"] = option("sinusoidal", "How the model knows positions.")

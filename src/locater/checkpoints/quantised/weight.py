@@ -81,7 +81,7 @@ class QuantisedWeight(ABC):
 
     def _stored(self, role: str) -> str:
         if role not in self.parts:
-            raise missing(f"a tensor `{role}` beside the quantised `{self.name[:120]}`", REMEDY)
+            raise missing(f"a tensor `{role}` next to the quantised `{self.name[:120]}`", REMEDY)
         return self.parts[role]
 
 

@@ -161,7 +161,7 @@ def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> b
         matrix = weight.T if transposed else weight
         if matrix.shape == (y.shape[-1], x.shape[-1]) and alike(x @ matrix.T, y, allowed):
             return transposed
-    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
+    raise refusal(f"`{product.name}` as W x + b, with the bias stored with the weight", "another map")
 
 
 def norm_over(*sides: Made) -> Literal["head", "projection"]:

@@ -78,7 +78,7 @@ class Search:
         names = dict.fromkeys(f"`{one.name}`" for one in self.watch.products[-4:])
         return refusal(
             f"{side} that are rows of one product with a parameter, normed or not, then turned or not",
-            f"something else behind {', '.join(names) or 'no product with a parameter'}",
+            f"something else after {', '.join(names) or 'no product with a parameter'}",
             "name the projections by heads=…",
         )
 
@@ -213,7 +213,7 @@ class Search:
         starts = tuple(dict.fromkeys(key.starts))
         times = len(key.starts) // len(starts)
         if len(query.starts) % len(starts) or key.starts != tuple(s for s in starts for _ in range(times)):
-            raise refusal("query heads in equal groups, one behind the other, each with one key head", key.starts)
+            raise refusal("query heads in equal groups, one after the other, each with one key head", key.starts)
         is_cross = query.product.x.shape != key.product.x.shape or not torch.equal(query.product.x, key.product.x)
         input_norm = self._input_norm(query.product.x)
         return Attention(

@@ -68,8 +68,8 @@ def _name(row: JsonMapping) -> str:
     if "row" in row:
         return ", ".join([str(row["family"]), *sink])
     parts = [f"fused {row['fused']}" if row["fused"] else "separate projections"]
-    parts += ["output gate beside the query"] if row["gated"] else []
-    late = " behind the rotation" if row.get("turns_first") else ""
+    parts += ["output gate next to the query"] if row["gated"] else []
+    late = " after the rotation" if row.get("turns_first") else ""
     parts += [f"{row['query_norm']['kind']} QK-norm{late}"] if row["query_norm"] else []
     rotary = row["rotary"]
     back = " backward" if rotary and rotary.get("backward") else ""

@@ -94,7 +94,7 @@ function armCurves(runs) {
   return [armTable(runs, looks), ...figures];
 }
 
-// A loss says nothing beside its perplexity.
+// A loss says nothing next to its perplexity.
 function armQuantities(runs) {
   return Object.keys(ARM_WORDS).filter((name) => (name !== "loss" || runs.score === "loss") && runs.arms.some((arm) => arm.quantities[name]));
 }
@@ -196,9 +196,9 @@ function intervalCharts(plan, rows) {
   });
 }
 
-// Every comparison behind the sentences.
+// Every comparison that the sentences rest on.
 function behindTable({ columns, rows }) {
   const cells = (row, tag, options = {}) => html("tr", {}, ...row.map((word) => html(tag, options, String(word))));
-  return html("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Behind it" }, html("h3", {}, "What the answer rests on"),
+  return html("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "What the answer rests on" }, html("h3", {}, "What the answer rests on"),
     html("table", { class: "arms" }, html("thead", {}, cells(columns, "th", { scope: "col" })), html("tbody", {}, ...rows.map((row) => cells(row, "td")))));
 }

@@ -2,7 +2,7 @@
 
 // Colours that are words: their column, and the list of words in the data.
 const WORD_KINDS = { does: ["what the head does", "behaviours"], regime: ["regime, in the random-walk theory", "regimes"] };
-const MOST_SHORT = 260; // pixels: a map that is lower stands above its head, not beside it
+const MOST_SHORT = 260; // pixels: a map that is lower stands above its head, not next to it
 
 class App {
   constructor(data) {

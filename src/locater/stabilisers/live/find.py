@@ -22,7 +22,7 @@ from .pairs import Pair
 from .weights import find_rows
 
 NORM = "qk_norm"  # the name of what our own QKNorm adds to a module
-NORMED = "QK-norm behind the weights undoes their scale"
+NORMED = "QK-norm after the weights undoes their scale"
 INSTEAD = "the norm bounds the logits; decay its gains, where it has any, to lower the bound"
 
 

@@ -149,7 +149,7 @@ class _Replacing:
         if not self.number:
             way, remedy = f"{', '.join(sorted(self.others)) or 'another way'} in {self.name}", WAY_OUT
             if self.others and not hasattr(self.module, "config"):  # a model of one's own has no such options
-                remedy = "take QKClip, which acts behind any kernel that can be read"
+                remedy = "take QKClip, which acts after any kernel that can be read"
             raise refusal("attention through scaled_dot_product_attention", way, remedy)
 
 

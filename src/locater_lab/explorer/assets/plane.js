@@ -1,4 +1,4 @@
-// The plane: mean of the eigenvalues to the right, their spread upwards; theory beside a simulated softmax layer.
+// The plane: mean of the eigenvalues to the right, their spread upwards; theory next to a simulated softmax layer.
 
 const PLANE = { width: 330, height: 250, left: 50, right: 12, top: 12, bottom: 44, bend: 0.03 };
 const PLANE_TICKS = { x: [-3, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3], y: [0.003, 0.01, 0.03, 0.1, 0.3, 1, 3] };
