@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from .errors import counted
 from .quantities import NEAR, quantity
 from .reference import unusual
 
@@ -140,11 +141,11 @@ def describe_heads(places: Sequence[Place], attentions: Sequence[MeanAttention],
     members = {
         word: heads for word in spoken(text) if (heads := [n for n, a in enumerate(attentions) if word.holds(a)])
     }
-    source, total = "on random ids" if text == RANDOM_IDS else "on the text measured", _total(len(places))
+    source = "on random ids" if text == RANDOM_IDS else "on the text measured"
     counts = []
     for word, heads in members.items():
         brackets = "; ".join(filter(None, ("" if counts else source, RARE * word.is_rare)))  # the source is said once
-        sentence = f"{_count(len(heads), total, word)}{in_layers(places, heads)}" + (
+        sentence = f"{_count(len(heads), len(places), word)}{in_layers(places, heads)}" + (
             f" ({brackets})" if brackets else ""
         )
         counts.append(Told(f"{sentence}.", tuple(heads)))
@@ -168,12 +169,14 @@ def _unusual(places: Sequence[Place], members: Mapping[Word, list[int]], text: s
     ]
 
 
-def _total(number: int) -> str:
-    return f"{number:,} heads" if number > 1 else "1 head"
+def _count(number: int, total: int, word: Word, *, probably: str = "") -> str:
+    """Say how many heads of how many do what.
 
-
-def _count(number: int, total: str, word: Word, *, probably: str = "") -> str:
-    return f"{number:,} of {total} {probably}{word.singular if number == 1 else word.plural}"
+    >>> _count(1, 1, VOCABULARY[0]), _count(3, 3, VOCABULARY[0])
+    ('The only head rests on the first token', 'All 3 heads rest on the first token')
+    """
+    several = f"{number:,} of {total:,} heads" if number < total else f"All {total:,} heads"
+    return f"{several if total > 1 else 'The only head'} {probably}{word.singular if number == 1 else word.plural}"
 
 
 def in_layers(places: Sequence[Place], heads: Sequence[int]) -> str:
@@ -245,13 +248,15 @@ def describe_estimates(
     told = [] if known else [Told(NOT_ESTIMATED, ())]
     for name in ("near", "far"):
         if heads := [n for n in known if looks(known[n]) == name]:
-            count = _count(len(heads), _total(len(known)), words[name], probably="probably ")
+            count = _count(len(heads), len(known), words[name], probably="probably ")
             told.append(Told(f"{count}{in_layers(places, heads)}{'' if told else f' ({ESTIMATED})'}.", tuple(heads)))
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
         without = len(places) - len(known)
         rest = f"; of {without:,} there is no estimate" if without else ""
-        told.append(Told(f"Of {_total(len(unclear))} the estimate tells neither near nor far{rest}.", tuple(unclear)))
+        told.append(
+            Told(f"Of {counted(len(unclear), 'head')} the estimate tells neither near nor far{rest}.", tuple(unclear))
+        )
     told += [Told(RECORD, ())] if len(unclear) < len(known) else []
     surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once

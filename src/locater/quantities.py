@@ -130,6 +130,12 @@ QUANTITIES = {
             "update_entropy", "H(ΔW)", "how evenly the change of W is spread over directions", "one direction",
             "all alike", "share", STEPS,
         ),
+        Quantity(
+            "max_logit_growth", "max ω ↑", "growth of the largest logit in a step, as a share", "falls", "grows",
+            "diverging", MEASURED,
+        ),
+        Quantity("eta_growth", "η ↑", "growth of η in a step, as a share", "falls", "grows", "diverging", STEPS),
+        Quantity("sigma_1_growth", "σ₁ ↑", "growth of σ₁ in a step, as a share", "falls", "grows", "diverging", STEPS),
         Quantity("moved", "moved", "how far the spectrum went from first to last, over η", "unchanged", "another head"),
     )
 }  # fmt: skip

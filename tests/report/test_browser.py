@@ -310,7 +310,7 @@ def test_a_head_that_does_several_things_is_counted_and_found_with_each(browser,
         "o1 keeps to one token",
         "f3 looks mostly beyond the 16 nearest tokens",
     ]
-    assert "3 of 3 heads look mostly beyond the 16 nearest tokens" in browser.run("return document.body.textContent")
+    assert "All 3 heads look mostly beyond the 16 nearest tokens" in browser.run("return document.body.textContent")
     browser.run(
         "const f = document.getElementById('filter'); f.value = 'does=far does=first';"
         "f.dispatchEvent(new Event('input'))"

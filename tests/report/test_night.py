@@ -1,5 +1,6 @@
 """A monitor's log of last night in five sentences."""
 
+import html
 import json
 
 import torch
@@ -34,11 +35,15 @@ def test_five_sentences_of_a_night_that_was_saved(tmp_path):
         story[3] == "Tried: step 2: rolled back to the state after step 0 with 0.5 times the scheduled learning rate."
     )
     assert story[4].startswith(
-        "It helped: 0 of 2 reports after step 2 have a serious alarm, and the largest logit went from "
+        "What was tried helped: 0 of 2 reports after step 2 have a serious alarm, and the largest logit went from "
     )
     result = locater("report", tmp_path / "log.jsonl", "--out", tmp_path / "page.html")
     shown = " ".join((result.out + result.err).split())
     assert result.code == 0 and all(sentence in shown for sentence in story)
+    page = " ".join(html.unescape((tmp_path / "page.html").read_text(encoding="utf-8")).split())
+    assert f'<p class="verdict">{story[0]} {story[-1]}</p>' in page
+    assert all(sentence in page for sentence in story)
+    assert page.count("Note: step 2: rolled back") == 0 and "Try QKNorm" not in page  # told, and tried
 
 
 def test_nights_in_which_nothing_was_tried_or_nothing_happened(tmp_path):

@@ -65,7 +65,7 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     estimated = " ".join(sentences(scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))))
     assert "1 of 2 heads probably looks mostly at the 16 nearest tokens (estimated from the weights)" in estimated
     alone = " ".join(sentences(scanned(head(0, 0, **masses[1]))))
-    assert "1 of 1 head probably looks mostly beyond the 16 nearest tokens (estimated from the weights)" in alone
+    assert "The only head probably looks mostly beyond the 16 nearest tokens (estimated from the weights)" in alone
 
 
 def test_a_page_begins_with_what_heads_do():
@@ -146,7 +146,7 @@ def test_an_estimate_is_not_said_beside_a_measurement():
     assert any("estimated" in one.text for one in headline([estimated], []))
     said = [one.text for one in headline([estimated, measured], [])]
     assert not any("estimated" in one for one in said)
-    assert any("1 of 1 head looks mostly at the 16 nearest tokens (on the text measured)" in one for one in said)
+    assert any("The only head looks mostly at the 16 nearest tokens (on the text measured)" in one for one in said)
 
 
 def test_two_models_of_one_shape_stand_side_by_side_and_a_prediction_joins_its_scan():

@@ -141,7 +141,7 @@ def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
     attentions = [MeanAttention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
     told = describe_heads([("decoder", n, 0) for n in range(4)], attentions, text="x")
     assert [one.sentence for one in told] == [
-        "4 of 4 heads look mostly at the 16 nearest tokens (on the text measured)."
+        "All 4 heads look mostly at the 16 nearest tokens (on the text measured)."
     ]
     assert len(told[0].heads) == 4 and MOST_HEADS == 3
 

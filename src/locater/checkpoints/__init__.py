@@ -1,18 +1,15 @@
 """Stored weights of any common kind, opened by one call and read one tensor at a time."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..errors import Refusal, refusal, within
 from ..records import Json
-from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import open_adapter, read_adapter_settings
-from .base import Checkpoint, Entry
+from .base import QUANTISATION, Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
 from .locate import is_hub_id, locate
-from .quantised import dequantised
 from .safetensors import SafetensorsFile
-from .sharded import GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, join_files, open_index
+from .sharded import ADAPTER, GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, join_files, open_index
 
 __all__ = ["Checkpoint", "Entry", "open"]
 
@@ -32,7 +29,13 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
         folder, _ = locate(adapter)
     base = _open_plain(source, allow_pickle=allow_pickle)
     with within(os.fspath(adapter)):
-        return open_adapter(base, folder, allow_pickle=False)
+        return _adapted(base, folder, allow_pickle=False)
+
+
+def _adapted(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Checkpoint:
+    from .adapter import open_adapter
+
+    return open_adapter(base, folder, allow_pickle=allow_pickle)
 
 
 def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
@@ -41,22 +44,36 @@ def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
         try:
             files = [file] if file else choose(folder)
         except Refusal:
-            if folder.find(ADAPTER_CONFIG) is None:
+            if folder.find(ADAPTER) is None:
                 raise
             return _open_adapter_alone(folder, allow_pickle=allow_pickle)
-        return dequantised(_open_files(folder, files, allow_pickle=allow_pickle))
+        return _dequantised(_open_files(folder, files, allow_pickle=allow_pickle))
+
+
+def _dequantised(store: Checkpoint) -> Checkpoint:
+    """The checkpoint itself where its config says nothing of codes and its numbers have 16 bits or more."""
+    parts = (part for part in (store.config, store.config.get("text_config")) if isinstance(part, Mapping))
+    is_stated = any(part.get(key) for part in parts for key in QUANTISATION)
+    kinds = {entry.dtype for entry in store.entries.values()}
+    if not is_stated and all(kind.is_floating_point and kind.itemsize >= 2 for kind in kinds):
+        return store
+    from .quantised import dequantised  # imported where it is needed, as formats are
+
+    return dequantised(store)
 
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
+    from .adapter import read_adapter_settings
+
     name = (read_adapter_settings(folder) or {}).get("base_model_name_or_path")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
         # An address here would be untrusted: it could lead to anything, by any protocol.
-        expected = f"a directory or a hub id as the base in {ADAPTER_CONFIG}"
+        expected = f"a directory or a hub id as the base in {ADAPTER}"
         raise refusal(expected, f"{name!r:.80}", "name base and adapter both")
     base_folder, _ = locate(name)
     # That pickles are allowed is said of the adapter, not of what it names.
     base = _open_files(base_folder, choose(base_folder), allow_pickle=False)
-    return open_adapter(dequantised(base), folder, allow_pickle=allow_pickle)
+    return _adapted(_dequantised(base), folder, allow_pickle=allow_pickle)
 
 
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:

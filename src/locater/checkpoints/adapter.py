@@ -16,8 +16,8 @@ from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
 from .bytes import Folder, read_object
 from .safetensors import SafetensorsFile
+from .sharded import ADAPTER
 
-CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 # Settings that are read here, and those that say where factors came from and not what they mean. Whatever else is set
@@ -76,7 +76,7 @@ class Adapted(Checkpoint):
 
 def read_adapter_settings(folder: Folder) -> Json | None:
     """`adapter_config.json`, or nothing where there is none; fails on what is not plain LoRA."""
-    source = folder.find(CONFIG)
+    source = folder.find(ADAPTER)
     if source is None:
         return None
     settings = read_object(source)
@@ -89,7 +89,7 @@ def read_adapter_settings(folder: Folder) -> Json | None:
         expected = f"an adapter that left its base as it was ({', '.join(map(str, STARTS))} as init_lora_weights)"
         raise refusal(expected, f"{start!r:.40}", remedy)
     if (bias := settings.get("bias") or "none") not in BIASES:
-        raise refusal(f"one of {', '.join(BIASES)} as bias in {CONFIG}", f"{bias!r:.40}", remedy)
+        raise refusal(f"one of {', '.join(BIASES)} as bias in {ADAPTER}", f"{bias!r:.40}", remedy)
     return settings
 
 
@@ -98,7 +98,7 @@ def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Ada
     settings = read_adapter_settings(folder)
     source = next((found for name in WEIGHTS if (found := folder.find(name)) is not None), None)
     if settings is None or source is None:
-        file = CONFIG if settings is None else WEIGHTS[0]
+        file = ADAPTER if settings is None else WEIGHTS[0]
         raise missing(f"the file {file} in {folder.place}", "name the directory that peft saved")
     if source.name.endswith(".safetensors"):
         return Adapted(base, SafetensorsFile(source, config={}), settings)
@@ -128,7 +128,7 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
     for module, sides in factors.items():
         if not _is_targeted(module, settings):
             remedy = "peft would leave it out; save the adapter again"
-            raise refusal(f"factors of modules that {CONFIG} names alone", f"{module[:120]!r}", remedy)
+            raise refusal(f"factors of modules that {ADAPTER} names alone", f"{module[:120]!r}", remedy)
         name = _find(base, f"{module}.weight")
         if name is None or set(sides) != {"A", "B"}:
             cause = "factors A and B" if name else "the weight it changes in the base"
@@ -156,7 +156,7 @@ def _is_named(module: str, names: Any) -> bool | None:
         return None
     if HARMLESS.fullmatch(names) is None or names.count("*") > 1:
         return None
-    with instead(lambda cause: refusal(f"a pattern in {CONFIG}", f"{names[:80]!r} ({cause})"), (re.error,)):
+    with instead(lambda cause: refusal(f"a pattern in {ADAPTER}", f"{names[:80]!r} ({cause})"), (re.error,)):
         return re.fullmatch(names, module) is not None
 
 
@@ -217,7 +217,7 @@ def _check_orientation(entries: Mapping[str, Entry], pairs: Mapping[str, FactorP
     shown = {pair.is_flipped for name, pair in linear.items() if name not in square}
     for name in square:
         if not shown <= {linear[name].is_flipped} or (linear[name].is_flipped and not shown):
-            expected = f"fan_in_fan_out in {CONFIG} that the other weights bear out, for the square `{name[:120]}`"
+            expected = f"fan_in_fan_out in {ADAPTER} that the other weights bear out, for the square `{name[:120]}`"
             raise refusal(expected, linear[name].is_flipped, "merge it with peft first, and open the result")
 
 
@@ -225,10 +225,10 @@ def _scale(settings: JsonMapping, module: str, *, rank: int) -> float:
     """alpha / r, or alpha / √r for rank-stabilised adapters; both may depend on the module."""
     stated = _by_module(settings, "rank_pattern", module, settings.get("r", rank))
     if stated != rank:
-        raise refusal(f"factors of rank {stated!r:.40} for {module[:120]!r}, as {CONFIG} says", f"rank {rank}")
+        raise refusal(f"factors of rank {stated!r:.40} for {module[:120]!r}, as {ADAPTER} says", f"rank {rank}")
     alpha = _by_module(settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
     if type(alpha) not in (int, float) or not abs(alpha) < 1e30:
-        raise refusal(f"a number as lora_alpha in {CONFIG}", f"{alpha!r:.40}")
+        raise refusal(f"a number as lora_alpha in {ADAPTER}", f"{alpha!r:.40}")
     return alpha / (math.sqrt(rank) if _flag(settings, "use_rslora") else rank)
 
 
@@ -236,11 +236,11 @@ def _by_module(settings: JsonMapping, key: str, module: str, default: Any) -> An
     """The value of the first pattern that fits the module."""
     patterns = settings.get(key) or {}
     if not isinstance(patterns, dict):
-        raise refusal(f"a mapping as {key} in {CONFIG}", f"{patterns!r:.60}")
+        raise refusal(f"a mapping as {key} in {ADAPTER}", f"{patterns!r:.60}")
     budget().check("patterns", len(patterns))
     for pattern, value in patterns.items():
         if not HARMLESS.fullmatch(pattern) or pattern.count("*") > 1 or len(module) > LONGEST_MODULE:
-            raise refusal(f"simple patterns in {CONFIG}", f"{pattern!r:.80}", "merge it with peft first")
+            raise refusal(f"simple patterns in {ADAPTER}", f"{pattern!r:.80}", "merge it with peft first")
         if _matches(pattern, module):
             return value
     return default
@@ -249,12 +249,12 @@ def _by_module(settings: JsonMapping, key: str, module: str, default: Any) -> An
 def _flag(settings: JsonMapping, key: str) -> bool:
     value = settings.get(key) or False
     if not isinstance(value, bool):
-        raise refusal(f"true or false as {key} in {CONFIG}", f"{value!r:.40}")
+        raise refusal(f"true or false as {key} in {ADAPTER}", f"{value!r:.40}")
     return value
 
 
 def _matches(pattern: str, module: str) -> bool:
-    with instead(lambda cause: refusal(f"a pattern in {CONFIG}", f"{pattern[:80]!r} ({cause})"), (re.error,)):
+    with instead(lambda cause: refusal(f"a pattern in {ADAPTER}", f"{pattern[:80]!r} ({cause})"), (re.error,)):
         return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 

@@ -19,6 +19,7 @@ from ..records import Json
 from .bytes import ByteSource, check_range
 
 Rows = tuple[int, int]
+QUANTISATION = ("quantization_config", "compression_config", "quantization")  # entries of a config that say how
 MOST_DIMENSIONS, MOST_NUMBERS = 32, 2**60
 
 

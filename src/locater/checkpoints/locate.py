@@ -7,16 +7,19 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import failed, refusal
-from ..packaged import packaged
+from ..packaged import PREFIX, packaged
 from .bytes import Folder, LocalFolder
-from .remote import locate_address, locate_hub
 from .sharded import INDEX, WEIGHTS
 
 
 def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
     """The folder, and the file in it if the source names one. What lies on disk wins over a hub id."""
-    text = os.fspath(packaged(source))
+    text = os.fspath(source)
+    if text.startswith(PREFIX):
+        text = packaged(text)
     if "://" in text:
+        from .remote import locate_address  # far weights are rare
+
         return locate_address(text)
     path = Path(text).expanduser()
     try:
@@ -31,6 +34,8 @@ def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
         raise refusal("a file or a directory", f"{text}, which is neither")
     if not is_hub_id(text):
         raise failed("open it", "no such file or folder", _meant(path))
+    from .remote import locate_hub
+
     return locate_hub(text), None
 
 

@@ -19,6 +19,7 @@ GGUF = (".gguf",)
 WEIGHTS = SAFETENSORS + TORCH + GGUF
 INDEX = ".index.json"
 METADATA = ".metadata"
+ADAPTER = "adapter_config.json"
 # Weights of other frameworks, which nothing here reads.
 FOREIGN = {
     ".msgpack": "Flax",

@@ -3,7 +3,7 @@
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,7 +17,6 @@ from .output import FittedTable, console_for, load, parse_spans, table
 from .results import progress, save_html
 
 if TYPE_CHECKING:
-    from ..models.sources import Stored
     from ..prediction.predict import HeadPrediction, Prediction
 
 MEANS = "means of each layer's heads, predicted → measured"
@@ -46,6 +45,7 @@ def predict(
     from ..errors import Refusal
     from ..models.sources import Stored
     from ..prediction.predict import RANDOM, Effort, Text
+    from ..prediction.predict import predict as run
 
     try:
         effort = Effort(window=window, calibration=calibration, test=test)
@@ -56,18 +56,12 @@ def predict(
         raise BadArguments("--text random goes without --by-line and --tokenizer")
     named = Text(RANDOM if text == Path(RANDOM) else text, tokenizer, by_line)
     chosen = parse_spans(layers, "--layers")
-    found = _with_progress(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort)
+    with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
+        found = run(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort, progress=tell)
     _print(console, found, heads=heads)
     _save(found, json=json, plot=plot)
     if html:
         save_html([found.to_json()], html)
-
-
-def _with_progress(source: "Stored", **options: Any) -> "Prediction":
-    from ..prediction.predict import predict as run
-
-    with progress(f"predicting {source.place}", steps="windows and layers", long=True) as tell:
-        return run(source, progress=tell, **options)
 
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:

@@ -13,7 +13,7 @@ from ..plugins import plugins
 from ..records import Json
 from .options import PagePath, Timeout
 from .output import console_for, example
-from .results import save_html, scan_with_progress
+from .results import progress, save_html
 
 
 def report(
@@ -69,5 +69,7 @@ def _read(source: str) -> Json:
     if path.suffix == ".html":
         raise refusal("results or a model", source, "the page itself goes after -o")
     from ..models.sources import Stored
+    from ..scanning.scan import scan
 
-    return scan_with_progress(Stored(source), details=("eigenvalues", "curves")).to_json()
+    with progress(f"scanning {source}", steps="layers") as tell:
+        return scan(Stored(source), details=("eigenvalues", "curves"), progress=tell).to_json()

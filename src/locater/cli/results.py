@@ -1,4 +1,4 @@
-"""Parts that commands share: progress on standard error, scans, tables of rows, and pages."""
+"""Parts that commands share: progress on standard error, tables of rows, and pages."""
 
 import os
 import shlex
@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,10 +17,6 @@ from rich.progress import Progress
 from ..errors import Refusal, shown
 from ..records import Json
 from .output import aside, console_for
-
-if TYPE_CHECKING:
-    from ..models.sources import Stored
-    from ..scanning.scan import Scan
 
 BETWEEN_LINES = 10.0  # seconds: what is done sooner needs no line
 Tell = Callable[[int, int], None]  # steps done, and in all
@@ -58,13 +53,6 @@ def raise_refused(sentences: Sequence[str]) -> None:
     if sentences:
         first, *others = sentences
         raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
-
-
-def scan_with_progress(source: "Stored", **options: Any) -> "Scan":
-    from ..scanning.scan import scan as run
-
-    with progress(f"scanning {source.place}", steps="layers") as tell:
-        return run(source, progress=tell, **options)
 
 
 def save_rows(document: Json, rows: Iterable[Json], *, json: Path | None, table: Path | None) -> None:

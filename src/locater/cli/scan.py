@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,11 +17,11 @@ from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
 from .output import FittedTable, console_for, example, load, parse_spans, print_bullet
 from .output import table as fitted
-from .results import raise_refused, save_html, save_rows, scan_with_progress
+from .results import progress, raise_refused, save_html, save_rows
 
 if TYPE_CHECKING:
     from ..scanning.rows import Condition, HeadRow
-    from ..scanning.scan import Scan
+    from ..scanning.scan import Detail, Scan
 
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
@@ -68,6 +68,7 @@ def scan(
     """Show every head's query-key spectrum, the theory's word for it and where it probably looks: weights alone."""
     load("scanning.scan")
     from ..models.sources import Stored
+    from ..scanning.scan import scan as run
 
     console = console_for(json)
     stored = Stored(source or example(), adapter, layout, allow_pickle, timeout)
@@ -75,12 +76,14 @@ def scan(
     asked = {name for name in spectrum.split(",") if name}
     if unknown := asked - {"raw", "eigenvalues", "exact"}:
         raise BadArguments(f"--spectrum expects raw, eigenvalues or exact, got {min(unknown)!r}")
-    details = asked - {"raw"} | ({"eigenvalues", "curves"} if html else set())
-    if any(condition.column == "spread" for condition in conditions):
+    details: set[Detail] = {"eigenvalues", "curves"} if html else set()
+    if "eigenvalues" in asked or any(condition.column == "spread" for condition in conditions):
         details.add("eigenvalues")
-    found = scan_with_progress(
-        stored, layers=parse_spans(layers, "--layers"), length=length, raw="raw" in asked, details=details
-    )
+    if "exact" in asked:
+        details.add("exact")
+    chosen = parse_spans(layers, "--layers")
+    with progress(f"scanning {stored.place}", steps="layers") as tell:
+        found = run(stored, layers=chosen, length=length, raw="raw" in asked, details=details, progress=tell)
     _print(console, found, heads=heads)
     save_rows(found.to_json(), (row.to_record() for row in found.heads), json=json, table=table)
     if html:
@@ -165,7 +168,7 @@ def _median(name: str, rows: "list[HeadRow]") -> str:
     return quantity(name).text(median(known)) if known else "–"
 
 
-def _exit_on(console: Console, conditions: Any, found: "Scan") -> None:
+def _exit_on(console: Console, conditions: "Sequence[Condition]", found: "Scan") -> None:
     from ..scanning.rows import failures
 
     met = failures(conditions, found.heads)

@@ -4,7 +4,7 @@ import re
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -80,24 +80,29 @@ def theory(
         return show_phase_diagram(plot=plot, json=json)
     if head is not None and moments is not None:
         raise BadArguments("give --head or --moments, not both")
-    options: dict[str, Any] = dict(length=length, temperature=temperature, limit=limit)
     if moments is not None:
         if depth is not None:
             raise BadArguments("--depth needs the weights: three moments do not tell d; give --head")
-        document = _profile_of_moments(moments, method, options)
-    else:
-        with limited(seconds=timeout):
-            weights = _weights(head, options)
-        options |= dict(covariance=_covariance(covariance), seed=0)
-        document = _profile_of_weights(weights, method, options)
-        if depth is not None:
-            from .theory_parts import depth_document
+        return _show(_profile_of_moments(moments, method, length, temperature, limit=limit), plot, json)
+    from ..theory.profiles import METHODS, profile_of_weights
 
-            document["depth"] = depth_document(weights, layers=depth, options=options)
+    with limited(seconds=timeout):
+        query, key, own_temperature = _weights(head)
+    temperature = own_temperature if temperature is None else temperature
+    steps, methods = _covariance(covariance), METHODS if method is TheoryMethod.all else [method.value]
+    document = profile_of_weights(
+        query, key, length=length, methods=methods, temperature=temperature, covariance=steps, limit=limit
+    )
+    if depth is not None:
+        from .theory_parts import depth_document
+
+        document["depth"] = depth_document(query, key, steps, layers=depth, length=length, temperature=temperature)
     return _show(document, plot, json)
 
 
-def _profile_of_moments(moments: str, method: TheoryMethod, options: dict[str, Any]) -> Json:
+def _profile_of_moments(
+    moments: str, method: TheoryMethod, length: int, temperature: float | None, *, limit: bool
+) -> Json:
     from ..theory.profiles import profile_of_moments
 
     try:
@@ -109,32 +114,26 @@ def _profile_of_moments(moments: str, method: TheoryMethod, options: dict[str, A
             f"--method {method.value} needs the weights: three moments fix the closed form only; "
             "give --head, or use --method closed"
         )
-    if options["temperature"] is None:
+    if temperature is None:
         raise BadArguments("three moments do not tell d_h, so give --temperature (λ, as a rule √d_h)")
-    return profile_of_moments(trace, trace_of_square, frobenius_squared, **options)
+    numbers = trace, trace_of_square, frobenius_squared
+    return profile_of_moments(*numbers, length=length, temperature=temperature, limit=limit)
 
 
-def _profile_of_weights(weights: "tuple[Tensor, Tensor]", method: TheoryMethod, options: dict[str, Any]) -> Json:
-    from ..theory.profiles import METHODS, profile_of_weights
-
-    methods = METHODS if method is TheoryMethod.all else [method.value]
-    return profile_of_weights(*weights, methods=methods, **options)
-
-
-def _weights(head: str | None, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
-    """Query and key weights by whichever way they were named; a head also brings its own λ."""
+def _weights(head: str | None) -> "tuple[Tensor, Tensor, float | None]":
+    """Query and key weights by whichever way they were named, and the λ that a head of a model has."""
     if head is None:
         from ..theory.profiles import example_head
 
         aside("no weights were named, so this is a built-in example: --head MODEL:LAYER.HEAD takes a real one")
-        return example_head()
+        return *example_head(), None
     if not head.endswith(".npy"):
-        return _load_head(head, options)
+        return _load_head(head)
     query, *key = map(Path, head.split(","))
-    return (_load(query), _load(key[0])) if len(key) == 1 else _load_matrix(Path(head))
+    return *((_load(query), _load(key[0])) if len(key) == 1 else _load_matrix(Path(head))), None
 
 
-def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
+def _load_head(place: str) -> "tuple[Tensor, Tensor, float]":
     from ..scanning.source import heads
 
     matched = re.fullmatch(r"(.+):(\d+)\.(\d+)", place)
@@ -148,9 +147,7 @@ def _load_head(place: str, options: dict[str, Any]) -> "tuple[Tensor, Tensor]":
         )
     if chosen.rotary is not None:
         aside("rotary positions are left out here: this is the head at distance 0; locater scan has them in its regime")
-    if options["temperature"] is None:
-        options["temperature"] = chosen.temperature
-    return chosen.query.linearised().double(), chosen.key.linearised().double()
+    return chosen.query.linearised().double(), chosen.key.linearised().double(), chosen.temperature
 
 
 def _load_matrix(path: Path) -> "tuple[Tensor, Tensor]":

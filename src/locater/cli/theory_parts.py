@@ -14,6 +14,8 @@ from .results import progress
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..spectra import Covariance
+
 MOST_LAYERS = 128
 NUM_DRAWS = 64
 VARIANTS = {"attention alone": False, "residual and norm": True}
@@ -75,7 +77,15 @@ def _describe_independent(document: Json) -> str:
     )
 
 
-def depth_document(weights: "tuple[Tensor, Tensor]", *, layers: int, options: Json) -> Json:
+def depth_document(
+    query: "Tensor",
+    key: "Tensor",
+    covariance: "Covariance",
+    *,
+    layers: int,
+    length: int,
+    temperature: float | None,
+) -> Json:
     """Entropy and rank residual of `layers` layers that share the spectrum of this head, on a random walk."""
     import torch
 
@@ -84,12 +94,11 @@ def depth_document(weights: "tuple[Tensor, Tensor]", *, layers: int, options: Js
 
     if not 1 <= layers <= MOST_LAYERS:
         raise refusal(f"1 to {MOST_LAYERS} layers", layers)
-    spectrum = moments(*whiten(*weights, options["covariance"]))
-    kernel = walk_kernel(options["length"])
+    spectrum, kernel = moments(*whiten(query, key, covariance)), walk_kernel(length)
     document: Json = {"layers": layers, "draws": NUM_DRAWS}
     for name, norm in VARIANTS.items():
-        layer = layer_of_moments(spectrum, temperature=options["temperature"], norm=norm)
-        generator = torch.Generator().manual_seed(options["seed"])
+        layer = layer_of_moments(spectrum, temperature=temperature, norm=norm)
+        generator = torch.Generator().manual_seed(0)
         passed = propagate(kernel, [layer] * layers, num_draws=NUM_DRAWS, generator=generator)
         document |= {"trace": layer.trace, "deviation": layer.deviation, "symmetry": layer.symmetry}
         document[name] = {

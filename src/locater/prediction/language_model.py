@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import checkpoints
-from ..budget import timed
+from ..budget import Answer, timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder, read_model_config
 from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, missing, refusal
@@ -67,7 +67,7 @@ def _check_pickles(folder: Path) -> None:
             checkpoints.open(path).close()
 
 
-def _fetched(place: str, request: Callable[[], Any]) -> Any:
+def _fetched(place: str, request: Callable[[], Answer]) -> Answer:
     """Run a request for files that are not on disk, no longer than the budget says."""
     return request() if Path(place).exists() else timed(request)
 

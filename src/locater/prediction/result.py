@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from scipy.stats import spearmanr
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
 
+Measured = TypeVar("Measured")
 TRUSTED = 0.9  # rank correlations below it are warned of
 
 
@@ -73,7 +74,7 @@ class Prediction(Shown):
         """Predicted and measured values of one number, head by head."""
         return [getattr(h.predicted, name) for h in self.heads], [getattr(h.measured, name) for h in self.heads]
 
-    def agreement(self, measure: Callable[[list[float], list[float]], Any]) -> Json:
+    def agreement(self, measure: Callable[[list[float], list[float]], Measured]) -> dict[str, Measured]:
         return {name: measure(*self.pairs(name)) for name in NAMES}
 
     @property

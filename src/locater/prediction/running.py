@@ -54,7 +54,7 @@ def self_attention(
     """
     found, left_out = [], []
 
-    def once(layers: Sequence[AttentionModule]) -> Any:
+    def once(layers: Sequence[AttentionModule]) -> object:
         return None if ids is None else run_model(model, layers, ids, lambda number, x: None)
 
     for layer in read_named(model, heads, causal, once) if heads else _layers(model, ids):

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from .. import checkpoints
 from ..attention.capture import Take, inputs_of
@@ -192,7 +193,7 @@ def _large_tables(model: nn.Module, weights: FileWeights, inside: set[str]) -> d
     return found
 
 
-def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: FileWeights) -> list[Any]:
+def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: FileWeights) -> list[RemovableHandle]:
     module = model.get_submodule(stage)
     weights.empty(model, names)
     return [
@@ -201,10 +202,10 @@ def _fill_when_called(model: nn.Module, stage: str, names: list[str], weights: F
     ]
 
 
-def _look_up(table: nn.Module, name: str, weights: FileWeights) -> Any:
+def _look_up(table: nn.Module, name: str, weights: FileWeights) -> RemovableHandle:
     """Only the rows that are looked up: memory that is asked for and never touched takes no place."""
 
-    def read_rows(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def read_rows(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         rows = torch.empty(weights.checkpoint.shape(weights.stored[name]))
         for number in args[0].unique().tolist():
             rows[number] = weights.read(name, (number, number + 1))[0]

@@ -43,9 +43,12 @@ def headline(views: list[View], others: list[Json]) -> list[Sentence]:
             said = _describe_view(number, view, briefly=compared, may_estimate=not is_measured)
             if compared:  # the sentences of several models stand in one list
                 said = [replace(one, text=f"{view.name}: {one.text}") for one in said]
-            elif len(views) > 1 or len(view.frames) > 2:
+            elif len(views) > 1 or (len(view.frames) > 2 and not view.story):
                 said.insert(0, Sentence(_opening(view), number))
             found += said
+    found += [
+        one for n, view in enumerate(views) if view.is_pair for one in _movement(n, view)
+    ]  # the theory's come last
     for document in others:
         found += describe_study(document) if document["schema"] == "locater.study/1" else describe_runs(document)
     return found
@@ -78,7 +81,6 @@ def _describe_pair(number: int, view: View, views: list[View]) -> Iterable[Sente
     if said:
         yield Sentence(f"From {first} to {last}: {', '.join(said.values())}.", number)
     yield from _most_changed(number, view)
-    yield from _movement(number, view)
 
 
 def _typical(view: View, views: list[View], column: str) -> list[float | None]:
@@ -108,12 +110,14 @@ def _most_changed(number: int, view: View) -> Iterable[Sentence]:
 def _describe_view(number: int, view: View, *, briefly: bool = False, may_estimate: bool = True) -> list[Sentence]:
     """List the sentences on one model or run; `briefly` leaves out the theory and what changed."""
     # What a reader asks first: is anything wrong; then what it does, what changed, and where to go on.
-    found = [*_health(number, view), *_behaviour(number, view, may_estimate)]
+    told = [Sentence(text, number) for text in view.story]
+    found = [*told, *_health(number, view), *_behaviour(number, view, may_estimate)]
     if not briefly:
         theory = [Sentence(text, number) for text in describe_theory(view.regimes[-1])]
         found += [*_movement(number, view), *theory, *_suggest_predict(number, view)]
     found += [Sentence(f"Not read: {reason}.", number, tone="warning") for reason in view.refused[:MOST_NAMED]]
-    return found + [Sentence(f"Note: {note}.", number) for note in view.notes[:MOST_NAMED]]
+    notes = [note for note in view.notes if not (view.story and note.startswith("step "))]  # told in the story
+    return found + [Sentence(f"Note: {note}.", number) for note in notes[:MOST_NAMED]]
 
 
 def _opening(view: View) -> str:
@@ -128,6 +132,8 @@ def verdict(views: list[View]) -> str:
     for number, view in enumerate(views):
         if view.is_pair:
             return next((one.text for one in _describe_pair(number, view, views)), "")
+    if views and views[0].story:
+        return f"{views[0].story[0]} {views[0].story[-1]}"
     alarmed = [one.text for number, view in enumerate(views) for one in _health(number, view) if one.tone == "warning"]
     return " ".join([*alarmed[:1], summary(views[0])]) if views else ""
 
@@ -198,7 +204,8 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
             + (f" ({_names(view, heads)})." if heads else "."),
             number, heads, "warning",
         )  # fmt: skip
-        yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
+        if not view.notes:  # nothing was tried
+            yield Sentence(f"Try {of_kind[0]['remedy']}.", number, heads, "advice")
 
 
 def _names(view: View, heads: tuple[int, ...]) -> str:

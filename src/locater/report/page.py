@@ -83,7 +83,7 @@ def page(
     views, runs = views_of(cleaned), [one for one in cleaned if one["schema"] == "locater.runs/1"]
     studies = [one for one in cleaned if one["schema"] == "locater.study/1"]
     said = verdict(views)
-    sentences = [one for one in headline(views, [*runs, *studies]) if one.text != said]
+    sentences = [one for one in headline(views, [*runs, *studies]) if one.text not in said]
     title = shown(title or _title(views, [*runs, *studies]), MOST_CHARACTERS)
     pack = Pack()
     data = {

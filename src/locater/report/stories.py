@@ -133,14 +133,16 @@ def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
     still = sum(bool(_serious(report)) for report in after)
     sizes = [size for report in (*at[-1:], after[-1]) if (size := _largest(report)) is not None]
     change = f", and the largest logit went from {sizes[0]:.4g} to {sizes[1]:.4g}" if len(sizes) == 2 else ""
-    verdict = "It helped" if still == 0 else "It did not help" if still == len(after) else "It helped in part"
-    return f"{verdict}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
+    helped = "helped" if still == 0 else "did not help" if still == len(after) else "helped in part"
+    return (
+        f"What was tried {helped}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
+    )
 
 
 def describe_study(document: Json) -> Iterable[Sentence]:
     """Yield a study's own sentences, made from its rows."""
-    yield Sentence(document["question"])
-    yield from (Sentence(answer, tone="good") for answer in document["answer"])
+    # The question is the page's title; the answers are Markdown, for docs/studies.md.
+    yield from (Sentence(re.sub(r"\*(\w[^*]*)\*", r"\1", answer), tone="good") for answer in document["answer"])
     if failures := document["failures"]:
         yield Sentence(f"{counted(len(failures), 'point')} could not be measured.", tone="warning")
 

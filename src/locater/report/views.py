@@ -34,6 +34,7 @@ class View:
     alarms: list[Document] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    story: list[str] = field(default_factory=list)  # of a monitor's log, told in sentences
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
     accuracy: list[str] = field(default_factory=list)  # sentences on how far to trust words and prediction
     is_pair: bool = False  # two models side by side
@@ -219,6 +220,7 @@ def _read_steps(document: Document) -> View:
         records=frames[-1] if frames else [],
         alarms=document.get("alarms", []),
         notes=document.get("notes", []),
+        story=document.get("story", []),
         course=document.get("course", {}),
     )
 

@@ -5,6 +5,7 @@ And of weights or moments by every method, as the document of `locater theory`.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,7 +17,7 @@ from ..head import Head
 from ..records import Json
 from ..spectra import Covariance, Moments, moments, whiten
 from . import closed_form, exact, monte_carlo, random_energy, regimes, rotary
-from .random_walk import Turns
+from .random_walk import Estimate, Turns
 
 Method = Literal["closed", "exact", "monte-carlo"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -50,17 +51,19 @@ def profile(
     query, key = (side.linearised().detach().double() for side in (folded.query, folded.key))
     query, key = whiten(query, key, covariance)
     _check(head, method)
-    settings: dict[str, Any] = dict(length=length, temperature=head.temperature)
-    walks: dict[str, Any] = dict(num_walks=num_walks, generator=torch.Generator().manual_seed(seed))
+    turns = None
     if head.rotary is not None:
-        settings["turns"] = Turns(head.rotary.pairs, head.rotary.frequencies(length), head.rotary.amplitude)
+        turns = Turns(head.rotary.pairs, head.rotary.frequencies(length), head.rotary.amplitude)
     if method == "monte-carlo":
-        return monte_carlo.profile(query, key, **settings, **walks).mean
-    if head.rotary is not None:
-        return rotary.profile(query, key, **settings)
+        walks = torch.Generator().manual_seed(seed)
+        simulate = partial(monte_carlo.profile, query, key, num_walks=num_walks, generator=walks, turns=turns)
+        return simulate(length=length, temperature=head.temperature).mean
+    if turns is not None:
+        return rotary.profile(query, key, length=length, temperature=head.temperature, turns=turns)
     if method == "exact":
-        return exact.profile(query, key, **settings)
-    return closed_form.from_moments(moments(query, key), bias=_bias(head, length), **settings)
+        return exact.profile(query, key, length=length, temperature=head.temperature)
+    bias = _bias(head, length)
+    return closed_form.from_moments(moments(query, key), length=length, temperature=head.temperature, bias=bias)
 
 
 def _check(head: Head, method: str) -> None:
@@ -98,16 +101,18 @@ def profile_of_weights(
 ) -> Json:
     """Moments, regime and the profiles of a head given by its weights."""
     temperature = math.sqrt(query.shape[-2]) if temperature is None else temperature
-    options: dict[str, Any] = dict(length=length, temperature=temperature, covariance=covariance)
+    query, key = whiten(query, key, covariance)
     profiles: Json = {}
     if "closed" in methods:
-        profiles["closed"] = closed_form.profile(query, key, **options)
+        profiles["closed"] = closed_form.profile(query, key, length=length, temperature=temperature)
     if "exact" in methods:
-        profiles["exact"] = exact.profile(query, key, **options)
+        profiles["exact"] = exact.profile(query, key, length=length, temperature=temperature)
     if "monte-carlo" in methods:
-        options |= dict(num_walks=NUM_WALKS, generator=torch.Generator().manual_seed(seed))
-        profiles["monte-carlo"] = monte_carlo.profile(query, key, **options)
-    return _document(moments(*whiten(query, key, covariance)), length, temperature, profiles, limit)
+        walks = torch.Generator().manual_seed(seed)
+        profiles["monte-carlo"] = monte_carlo.profile(
+            query, key, length=length, temperature=temperature, num_walks=NUM_WALKS, generator=walks
+        )
+    return _document(moments(query, key), length, temperature, profiles, limit)
 
 
 def profile_of_moments(
@@ -169,7 +174,7 @@ def _true_softmax(variance: float, length: int) -> Json:
     }
 
 
-def _to_json(profile: Any) -> Any:
+def _to_json(profile: Tensor | Estimate) -> Any:
     if isinstance(profile, Tensor):
         return profile.tolist()
     return {"mean": profile.mean.tolist(), "standard_error": profile.standard_error.tolist()}

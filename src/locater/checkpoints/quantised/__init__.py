@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...errors import Refusal, bad_value, instead
 from ...records import Json, JsonMapping
-from ..base import Checkpoint, Entry, Rows
+from ..base import QUANTISATION, Checkpoint, Entry, Rows
 from . import compressed, floating, packed, stacked
 from .weight import REMEDY, Find, QuantisedWeight, unknown, word
 
@@ -144,7 +144,7 @@ def _check_known(store: Checkpoint, settings: JsonMapping, method: str) -> None:
 def _settings(config: JsonMapping) -> Json:
     """Quantisation settings of the config; MLX gives bits and groups and no name."""
     inner = config.get("text_config")
-    places = [part.get(key) for part in (config, inner) if isinstance(part, Mapping) for key in KEYS]
+    places = [part.get(key) for part in (config, inner) if isinstance(part, Mapping) for key in QUANTISATION]
     settings = next((dict(place) for place in places if isinstance(place, Mapping)), {})
     if settings and "quant_method" not in settings:
         if "bits" in settings and "group_size" in settings:
@@ -152,9 +152,6 @@ def _settings(config: JsonMapping) -> Json:
         elif "quant_algo" in settings:
             settings["quant_method"] = "modelopt"
     return settings | {"hidden_size": config.get("hidden_size")} if settings else {}
-
-
-KEYS = ("quantization_config", "compression_config", "quantization")
 
 
 def _plain_name(name: str) -> str:

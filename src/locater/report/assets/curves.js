@@ -27,7 +27,9 @@ function courseCharts(view, app) {
 // The mean of the chosen quantity over the heads of each layer; many layers share six colours and five dashes.
 function layerCurves(app) {
   const { view } = app;
-  const quantity = app.words ? app.shownQuantities()[0] : app.quantity;
+  const shown = app.shownQuantities();
+  // Under words the number that trouble shows in first, where it was measured.
+  const quantity = app.words ? shown.find(({ name }) => name === "max_logit") ?? shown[0] : app.quantity;
   const layers = new Map();
   for (let head = 0; head < view.count; head++) {
     const name = `${view.blocks[view.block[head]]} ${view.layer[head]}`;

@@ -41,6 +41,7 @@ function sentenceOn(app) {
 // Each number with a strip: the grey hill is the model's distribution, the line is this head.
 function numbersOf(app) {
   const { view, frame, selected } = app;
+  if (view.is_pair) return bothNumbers(app);
   const body = html("tbody", {});
   for (const quantity of app.shownQuantities()) {
     const value = view.value(quantity.name, frame, selected);
@@ -51,6 +52,19 @@ function numbersOf(app) {
   }
   const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, view.count > 1 ? "among all heads" : "")));
   return html("table", { class: "numbers" }, head, body);
+}
+
+// Of two models: the number of each, and how far it moved.
+function bothNumbers(app) {
+  const { view, selected } = app;
+  const body = html("tbody", {});
+  for (const quantity of app.shownQuantities()) {
+    const pair = [0, 1].map((frame) => view.value(quantity.name, frame, selected));
+    if (pair.every(Number.isFinite)) body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
+      ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, shownNumber(value))), html("td", {}, `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`)));
+  }
+  const heading = (name) => html("th", { scope: "col", title: name }, shortName(name));
+  return html("table", { class: "numbers pair" }, html("thead", {}, html("tr", {}, ...["number", ...view.frames, "difference"].map(heading))), body);
 }
 
 function rankOf(sorted, value) {

@@ -135,6 +135,9 @@ class App {
     drawCurves(this, document.getElementById("curve-controls"), document.getElementById("curve-body"));
     for (const id of ["map-section", "table-section"]) document.getElementById(id).hidden = !this.views.length;
     if (!this.views.length) return;
+    // A map or a table of one head would be one cell.
+    for (const id of ["map-figure", "status", "hint", "table-section"]) document.getElementById(id).hidden = this.view.count === 1;
+    document.getElementById("map-title").textContent = this.view.count === 1 ? "The only head" : "All heads";
     this.drawControls();
     this.drawStatus();
     drawHead(this, document.getElementById("head-body"));
@@ -159,7 +162,7 @@ class App {
   }
 
   drawControls() {
-    const parts = [modelChoice(this), quantityChoice(this), frameSlider(this), boundSlider(this)];
+    const parts = [modelChoice(this), this.view.count > 1 && quantityChoice(this), frameSlider(this), boundSlider(this)];
     const marks = this.words ? " A colour in the list below, or m, marks all heads of its word." : "";
     const several = this.quantity.name === "does" ? " A head that does several things has the colour of the first in the list, and is counted with each." : "";
     document.getElementById("hint").textContent = `Point at a cell for its number; click or use the arrow keys to open a head; Escape shows all again.${marks}${several}`;
