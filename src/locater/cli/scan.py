@@ -68,11 +68,12 @@ def scan(
     """Show every head's query-key spectrum, the theory's word for it and where it probably looks: weights alone."""
     load("scanning.scan")
     from ..models.sources import Stored
+    from ..scanning.rows import parse
     from ..scanning.scan import scan as run
 
     console = console_for(json)
     stored = Stored(source or example(), adapter, layout, allow_pickle, timeout)
-    conditions = _conditions(fail_on)
+    conditions = [] if fail_on is None else parse(fail_on)
     asked = {name for name in spectrum.split(",") if name}
     if unknown := asked - {"raw", "eigenvalues", "exact"}:
         raise BadArguments(f"--spectrum expects raw, eigenvalues or exact, got {min(unknown)!r}")
@@ -90,12 +91,6 @@ def scan(
         save_html([found.to_json()], html)
     raise_refused(found.refused)
     _exit_on(console, conditions, found)
-
-
-def _conditions(fail_on: str | None) -> "Sequence[Condition]":
-    from ..scanning.rows import parse
-
-    return parse(fail_on) if fail_on is not None else ()
 
 
 def _print(console: Console, found: "Scan", *, heads: bool) -> None:

@@ -27,7 +27,10 @@ def read_named(
     """Read the layers that `heads` names, as `causal` says; refuse if `run`, a pass over them, calls a kernel."""
     if causal is None:
         raise refusal("causal=True or causal=False with heads=…", "neither", "projections do not show the mask")
-    layers = [_with_lookahead(layer, 0 if causal else None) for layer in live.open_live(model, heads=heads).layers()]
+    layers = [
+        replace(layer, heads=tuple(replace(head, lookahead=0 if causal else None) for head in layer.heads))
+        for layer in live.open_live(model, heads=heads).layers()
+    ]
     calls: list[AttentionCall] = []
     with Interception(calls.append):
         run(layers)
@@ -35,10 +38,6 @@ def read_named(
         remedy = "leave heads=… out: the call shows positions, norms and mask, which projections do not"
         raise refusal("attention that calls no kernel, for heads=…", f"a call of {calls[0].through}", remedy)
     return layers
-
-
-def _with_lookahead(layer: AttentionModule, lookahead: int | None) -> AttentionModule:
-    return replace(layer, heads=tuple(replace(head, lookahead=lookahead) for head in layer.heads))
 
 
 def self_attention(
@@ -94,7 +93,8 @@ def run_model(model: nn.Module, layers: Sequence[AttentionModule], ids: Int[Tens
 
     with inputs_of(modules, names, in_batches):
         ids = ids.to(next(model.parameters()).device)
-        return model(**_arguments(model, ids)) if _is_hugging_face(model) else model(ids)
+        has_type = hasattr(getattr(model, "config", None), "model_type")
+        return model(**_arguments(model, ids)) if has_type and hasattr(model, "get_input_embeddings") else model(ids)
 
 
 def _input_module(query_name: str, modules: Mapping[str, nn.Module]) -> str:
@@ -102,10 +102,6 @@ def _input_module(query_name: str, modules: Mapping[str, nn.Module]) -> str:
     owner, _, _ = query_name.rpartition(".")
     packed = query_name not in modules and isinstance(modules.get(owner), nn.MultiheadAttention)
     return owner if packed else query_name
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_input_embeddings")
 
 
 def _arguments(model: nn.Module, ids: Tensor) -> Json:

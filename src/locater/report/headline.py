@@ -4,7 +4,7 @@ Words of behaviour ("looks at near tokens") come from an estimate or a measureme
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -167,7 +167,7 @@ def _movement(number: int, view: View) -> Iterable[Sentence]:
         return
     changed = [n for n, pair in enumerate(zip(view.regimes[0], view.regimes[-1], strict=True)) if pair[0] != pair[1]]
     if (moved := view.columns.get("moved")) and len(view.heads) > 1:
-        far = _where(moved[-1], lambda distance: distance > MOVED)
+        far = tuple(n for n, distance in enumerate(moved[-1]) if distance is not None and distance > MOVED)
         most = max(range(len(view.heads)), key=lambda n: moved[-1][n] or 0)
         yield Sentence(
             f"{counted(len(far), 'head') if far else 'No head'} moved by more than half of its scale; "
@@ -211,7 +211,3 @@ def _alarms(number: int, view: View) -> Iterable[Sentence]:
 def _names(view: View, heads: tuple[int, ...]) -> str:
     first = ", ".join(head_name(*view.heads[n]) for n in heads[:MOST_NAMED])
     return first + (f" and {len(heads) - MOST_NAMED} more" if len(heads) > MOST_NAMED else "")
-
-
-def _where(values: list[float | None], met: Callable[[float], bool]) -> tuple[int, ...]:
-    return tuple(n for n, value in enumerate(values) if value is not None and met(value))

@@ -38,7 +38,7 @@ class Pack:
         self.size = 0
 
     def add(self, values: object, kind: str) -> Json:
-        """Kinds as NumPy spells them, little-endian: f8, f4, i2, u2, u1."""
+        """Kinds as NumPy spells them, little-endian: f8, f4, i2, u2, u1; None among f8 is NaN."""
         data = numpy.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
         place = {"kind": kind, "at": self.size, "count": len(data) // int(kind[1])}
         padded = data + bytes(-len(data) % ALIGNMENT)
@@ -171,6 +171,7 @@ def _packed(view: View, pack: Pack) -> Document:
     blocks = sorted({key[0] for key in view.heads})
     doing, names = does(view), [word["name"] for word in legend()]
     codes = [[sum(1 << names.index(word) for word in words or ()) for words in frame] for frame in doing.words]
+    regimes = {name: code for code, name in enumerate(REGIMES)}
     found: Document = {
         "name": view.name,
         "facts": view.facts,
@@ -179,10 +180,10 @@ def _packed(view: View, pack: Pack) -> Document:
         "block": pack.add([blocks.index(key[0]) for key in view.heads], "u1"),
         "layer": pack.add([key[1] for key in view.heads], "u2"),
         "head": pack.add([key[2] for key in view.heads], "u2"),
-        "columns": {name: pack.add(_floats(frames), "f8") for name, frames in view.columns.items()},
+        "columns": {name: pack.add(frames, "f8") for name, frames in view.columns.items()},
         "does": pack.add(codes, "u2"),
         "source": doing.source,
-        "regime": pack.add([[_code(regime) for regime in frame] for frame in view.regimes], "u1"),
+        "regime": pack.add([[regimes.get(regime or "", NONE) for regime in frame] for frame in view.regimes], "u1"),
         "alarms": view.alarms,
         "is_pair": view.is_pair,
         "length": view.length,
@@ -191,14 +192,6 @@ def _packed(view: View, pack: Pack) -> Document:
         "distances": view.distances,
     }
     return found | _curves(view.records, pack)
-
-
-def _floats(frames: list[list[float | None]]) -> numpy.ndarray:
-    return numpy.array([[numpy.nan if value is None else value for value in frame] for frame in frames])
-
-
-def _code(regime: str | None) -> int:
-    return REGIMES.index(regime) if regime in REGIMES else NONE
 
 
 def _curves(records: list[Document], pack: Pack) -> Document:

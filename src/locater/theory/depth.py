@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import statistics
@@ -130,7 +130,8 @@ def step(
     logits = read @ matrix @ read.mT
     logits[..., 0] += layer.sink
     if layer.causal:
-        logits = logits.masked_fill(_future(logits.shape[-1]).to(logits.device), -math.inf)
+        future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
+        logits = logits.masked_fill(future, -math.inf)
     attention = logits.softmax(-1)
     passed = attention @ read
     return attention, factors + passed if layer.norm else passed
@@ -160,10 +161,6 @@ def _normalised_entropy(attention: Float[Tensor, "draws length length"], *, caus
     if not causal:
         return entropy.mean(-1) / math.log(length)
     return (entropy[..., 1:] / torch.arange(2, length + 1).to(entropy).log()).mean(-1)
-
-
-def _future(length: int) -> Bool[Tensor, "length length"]:
-    return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
 def _repeat(factors: Float[Tensor, "batch length width"], num_draws: int) -> Iterator[Tensor]:
