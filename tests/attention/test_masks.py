@@ -106,7 +106,7 @@ def test_who_is_admitted_is_the_mask_and_the_statistics_are_those_of_a_softmax(n
         case = draw_case(seed)
         call = call_of(case)
         _, _, num_queries, num_keys = case.admitted.shape
-        ours = mask_of_call(call, read_arguments(call)).block(slice(0, num_queries), slice(0, num_keys))
+        ours = mask_of_call(read_arguments(call)).block(slice(0, num_queries), slice(0, num_keys))
         assert torch.equal(ours.expand_as(case.admitted), case.admitted), (seed, case.name)
         assert torch.equal(call.admitted().expand_as(case.admitted), case.admitted), (seed, case.name)
         logits = logits_of(case, case.query, case.key) + case.added.masked_fill(~case.admitted, 0.0)

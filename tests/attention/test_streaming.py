@@ -1,9 +1,6 @@
 """Streamed statistics against the materialised softmax in float64, for every mask, layout and precision."""
 
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from locater.attention import (
     Mask,
     Rule,
     Scores,
-    compiled,
     materialised,
     mean_over_queries,
     sample_queries,
@@ -247,21 +243,3 @@ def test_heads_must_be_a_multiple_of_key_heads():
 def test_names_are_those_of_the_statistics():
     found = stream(torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2))
     assert [name for name, _ in found.numbers()] == list(NAMES)
-
-
-def check_compiled_blocks():
-    queries, keys = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 70, 16)
-    blocks = compiled(Blocks(queries=32, keys=32))
-    for name, mask in masks(2, 4, 70, 70, 1):
-        if name in ("causal", "padding on the left"):
-            expected, largest = reference(queries, keys, mask, scale=0.5)
-            found = stream(queries, keys, mask=mask, scores=Scores(0.5), blocks=blocks)
-            assert_equal(found, expected, 1e-5 * max(1, largest), context=name)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_numbers():
-    """In a process of its own: the checks of shapes that the tests put into every function cannot be compiled."""
-    code = "import test_streaming as tests; tests.check_compiled_blocks()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from .input_moments import InputMoments, MomentsCollector
 from .layers import observe, project, queries_and_keys, sample_queries
 from .masks import Mask, Rule
 from .statistics import NAMES, QueryMean, Rank, Statistics, materialised, mean_over_queries, rank, residual
-from .streaming import Blocks, Scores, compiled, stream
+from .streaming import Blocks, Scores, stream
 
 __all__ = [
     "NAMES",
@@ -19,7 +19,6 @@ __all__ = [
     "Rule",
     "Scores",
     "Statistics",
-    "compiled",
     "materialised",
     "mean_over_queries",
     "observe",

@@ -2,35 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..errors import refusal
 from ..projections import whole
 from .calls import AttentionCall
 from .masks import plain_mask
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    """A call with one dimension of texts, one of heads and nothing else before its tokens; or its logits alone."""
-
-    query: Float[Tensor, "..."]  # (texts, heads, queries, d_head)
-    key: Float[Tensor, "..."]  # (texts, key heads, keys, d_head)
-    mask: Shaped[Tensor, "#texts #heads queries keys"] | None  # bool, or added
-    logits: Float[Tensor, "texts heads queries keys"] | None
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Texts, heads, queries, keys."""
-        if self.logits is not None:
-            texts, heads, queries, keys = self.logits.shape
-            return texts, heads, queries, keys
-        texts, heads, queries, _ = self.query.shape
-        return texts, heads, queries, self.key.shape[2]
 
 
 def num_heads_of(call: AttentionCall) -> int:
@@ -57,29 +36,27 @@ def num_heads_of(call: AttentionCall) -> int:
     raise refusal("a call with dimensions of its own for texts and heads", shapes)
 
 
-def read_arguments(call: AttentionCall, num_heads: int | None = None) -> Arguments:
-    """Folded or spread to four dimensions; `num_heads` tells heads from texts where a call has them in one.
+def read_arguments(call: AttentionCall, num_heads: int | None = None) -> AttentionCall:
+    """The call outside of the graph, with one dimension of texts and one of heads.
 
-    Under autocast the kernel computes in its type, and so does this.
+    `num_heads` tells heads from texts where a call has them in one. Under autocast the kernel computes in its type, and
+    so does this.
     """
     if call.unreadable is not None:
         raise call.unreadable
-    if call.logits is not None:
-        logits = _four(whole(call.logits.detach()), num_heads)
-        return Arguments(call.query, call.key, None, logits)
     query, key = (_as_computed(whole(part.detach())) for part in (call.query, _repeated(call)))
     leading = query.dim() - 2
     query, key = _broadcast(query, key)
     query, key = (_four(part, num_heads if part is query else None) for part in (query, key))
     if leading == 1 and num_heads is not None:
-        key = key.view(len(query), -1, *key.shape[-2:])
+        key = key[:, 0].unflatten(0, (len(query), -1))
     mask = call.attn_mask
     if mask is not None:
         mask = plain_mask(mask)
         mask = mask[(None,) * (leading + 2 - mask.dim())]
         mask = mask.expand(*mask.shape[:-2], query.shape[2], key.shape[2])
         mask = _four_mask(mask, query.shape[:2], num_heads) if leading != 2 else mask
-    return Arguments(query, key, mask, None)
+    return call.changed(query=query, key=key, value=key, attn_mask=mask, enable_gqa=True)
 
 
 def _repeated(call: AttentionCall) -> Tensor:
@@ -133,7 +110,6 @@ def is_share_of_tokens(part: Tensor) -> bool:
 
 def with_four_dimensions(call: AttentionCall) -> AttentionCall:
     """The same call with one dimension of texts and one of heads."""
-    if call.unreadable is None and (call.logits is not None or call.query.dim() == 4):
+    if call.unreadable is None and call.query.dim() == 4:
         return call
-    given = read_arguments(call, num_heads_of(call))
-    return call.changed(query=given.query, key=given.key, value=given.key, attn_mask=given.mask, enable_gqa=True)
+    return read_arguments(call, num_heads_of(call))

@@ -1,23 +1,22 @@
-"""The statistics of an intercepted call: its arguments read as a mask, or its logits taken as they are.
+"""The statistics of an intercepted call: its arguments read as a mask.
 
 The mask of a call is causality, window, packed texts, a rule, or a mask of every pair. Where a text begins is guessed
 from what the mask shows, for the statistics of first tokens and distances. The guess never decides who is admitted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..projections import widen
 from ..quantities import NEAR
-from .arguments import Arguments, read_arguments
+from .arguments import read_arguments
 from .calls import AttentionCall
 from .fold import cut
 from .masks import Mask, Rule, admits, first_of_segment
-from .statistics import Statistics, materialised
+from .statistics import Statistics
 from .streaming import Bias, Blocks, Scores, stream
 
 ROWS = 128  # queries that are looked at together
@@ -41,12 +40,10 @@ def statistics_of_call(
     Distances are between indices: of a causal mask, a query stands where its last key does; else queries and keys end
     together. The first token is the first key that any query of the text (or packed text) may see.
     """
-    given = read_arguments(call, num_heads)
-    with torch.autocast(given.query.device.type, enabled=False):
-        if given.logits is not None:
-            return _written_out(given.logits, heads, sample, query_valid, near)
-        mask = replace(mask_of_call(call, given, query_valid), query_valid=query_valid)
-        query, key, sinks, slopes = given.query, given.key, call.sinks, call.slopes
+    call = read_arguments(call, num_heads)
+    with torch.autocast(call.query.device.type, enabled=False):
+        mask = replace(mask_of_call(call, query_valid), query_valid=query_valid)
+        query, key, sinks, slopes = call.query, call.key, call.sinks, call.slopes
         if heads is not None:
             ratio = query.shape[1] // key.shape[1]
             query, key = query[:, list(heads)], key[:, [head // ratio for head in heads]]
@@ -72,41 +69,15 @@ def _select_heads(mask: Mask, heads: Sequence[int]) -> Mask:
     return replace(mask, dense=dense, added=added, rule=rule)
 
 
-def _written_out(
-    logits: Float[Tensor, "batch heads queries keys"],
-    heads: Sequence[int] | None,
-    sample: Tensor | None,
-    query_valid: Tensor | None,
-    near: int,
-) -> Statistics:
-    """From the logits themselves, some queries at a time."""
-    num_queries, num_keys = logits.shape[-2:]
-    seen = Seen.of(lambda rows: admits(logits[:, :, rows]).any(1), logits.shape, query_valid)
-    positions = torch.arange(num_queries, device=logits.device)[None] + seen.offset(num_keys - num_queries)
-    first = seen.first()[:, None]
-    rows = torch.arange(num_queries, device=logits.device) if sample is None else sample
-    logits = logits if heads is None else logits[:, list(heads)]
-    parts = []
-    for some in rows.split(ROWS):
-        part = widen(logits[:, :, some])
-        admitted = admits(part)
-        if query_valid is not None:
-            admitted = admitted & query_valid[:, None, some, None]
-        distance = positions[0, some, None] - torch.arange(num_keys, device=logits.device)
-        parts.append(materialised(part, admitted, distance[None, None], near=near, sink=first[..., some]))
-    names = [field.name for field in fields(Statistics)]
-    return Statistics(**{name: torch.cat([getattr(part, name) for part in parts], -1) for name in names})
-
-
-def is_shifted(logits: Float[Tensor, "batch heads queries keys"]) -> bool:
+def is_shifted(logits: Float[Tensor, "*batch queries keys"]) -> bool:
     """Tell whether each row's largest logit was subtracted before the softmax, so that it is unknown."""
     return bool((logits.detach().amax(-1) == 0).all())
 
 
-def mask_of_call(call: AttentionCall, given: Arguments, query_valid: Tensor | None = None) -> Mask:
-    """Read who may see whom; `query_valid` leaves queries out of the guess about texts."""
-    num_texts, num_heads, num_queries, num_keys = given.shape
-    device = given.query.device
+def mask_of_call(call: AttentionCall, query_valid: Tensor | None = None) -> Mask:
+    """Who may see whom in a call of four dimensions; `query_valid` leaves queries out of the guess about texts."""
+    num_texts, num_heads, num_queries, num_keys = call.shape
+    device = call.query.device
     back, ahead = call.window
     mask = Mask(lookback=back, lookahead=0 if call.is_causal else ahead, key_valid=call.key_valid)
     if call.segments is not None:
@@ -117,14 +88,14 @@ def mask_of_call(call: AttentionCall, given: Arguments, query_valid: Tensor | No
         indices = (torch.arange(number, device=device) for number in (num_texts, num_heads, num_queries))
         rule = Rule(call.rule, *indices, score=call.score)
         step = max(FEWEST, min(ROWS, PAIRS // (num_texts * num_heads * num_keys)))
-        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), given.shape, query_valid, step)
+        seen = Seen.of(lambda rows: rule.block(rows, slice(0, num_keys)).any(1), call.shape, query_valid, step)
         mask = replace(mask, rule=rule)
-    elif given.mask is not None:
-        dense = admits(given.mask)
-        seen = Seen.of(lambda rows: dense[:, :, rows].any(1), given.shape, query_valid)
+    elif call.attn_mask is not None:
+        dense = admits(call.attn_mask)
+        seen = Seen.of(lambda rows: dense[:, :, rows].any(1), call.shape, query_valid)
         mask = _simplest(mask, dense) or replace(mask, dense=dense)
-        if given.mask.is_floating_point() and bool((dense & (given.mask != 0)).any()):
-            mask = replace(mask, added=given.mask)
+        if call.attn_mask.is_floating_point() and bool((dense & (call.attn_mask != 0)).any()):
+            mask = replace(mask, added=call.attn_mask)
     if seen is not None:
         mask = replace(mask, begin=seen.begin, last=seen.last)
         mask = mask if call.segments is not None else replace(mask, first=seen.first())

@@ -14,7 +14,7 @@ from ..errors import Refusal, refusal
 from ..projections import widen
 from .masks import admits
 
-SDPA = "scaled_dot_product_attention"
+SDPA, WRITTEN_OUT = "scaled_dot_product_attention", "softmax"
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -24,7 +24,7 @@ class AttentionCall:
 
     Keys may have fewer heads than queries. `attn_mask` is True where a key is admitted, or is added. `is_causal` admits
     key ≤ query + `offset`, and `window` bounds how far back and ahead. `rule` and `score` are FlexAttention's. Where
-    attention was written out (`through` is "softmax"), `logits` are the final ones, and queries and keys are not known.
+    attention was written out, queries and keys are not known, and have no size: the logits are the mask that is added.
     A call with arguments that cannot be read is `unreadable`, for the reason given, and has no others.
     """
 
@@ -45,7 +45,6 @@ class AttentionCall:
     rule: Rule | None = None
     score: Callable[..., Tensor] | None = None
     key_valid: Bool[Tensor, "texts keys"] | None = None  # of a cache of keys: which of them are used
-    logits: Float[Tensor, "..."] | None = None  # (*texts, heads, queries, keys)
     through: str = SDPA
     tokens_first: bool = False  # whether the kernel's own arguments and output have heads behind tokens
     modules: tuple[nn.Module, ...] = ()  # whose methods were running, the innermost first
@@ -55,10 +54,21 @@ class AttentionCall:
     is_share: bool = False  # of the tokens of each text, the others being other processes'
 
     @property
+    def logits(self) -> Float[Tensor, "*texts heads queries keys"] | None:
+        """The input of a softmax that was written out; None for a kernel's call."""
+        return self.attn_mask if self.through == WRITTEN_OUT else None
+
+    @property
     def is_empty(self) -> bool:
         """Tell whether there is no query or no key, as in a batch without tokens: nothing to look at."""
         parts = (self.query, self.key) if self.logits is None else (self.logits,)
         return self.unreadable is None and any(part.numel() == 0 for part in parts)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Texts, heads, queries, keys, of a call with four dimensions."""
+        texts, heads, queries, _ = self.query.shape
+        return texts, heads, queries, self.key.shape[2]
 
     def changed(self, **parts: object) -> "AttentionCall":
         return replace(self, **parts)
@@ -103,11 +113,8 @@ class AttentionCall:
         return logits.masked_fill(~self.admitted(rows), -torch.inf)
 
     def final(self, rows: slice = slice(None)) -> Float[Tensor, "*batch heads queries keys"]:
-        """The logits as the softmax gets them, −∞ where masked; those of a softmax that was written out as they are."""
-        if self.logits is None:
-            return self.masked(self.raw(rows), rows)
-        logits = widen(self.logits[..., rows, :])
-        return logits.masked_fill(~admits(logits), -torch.inf)
+        """The logits as the softmax gets them, −∞ where masked."""
+        return self.masked(self.raw(rows), rows)
 
     def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
         """Compute the pairs admitted by everything but the mask of every pair."""
@@ -166,6 +173,12 @@ def attend(call: AttentionCall) -> Float[Tensor, "*batch heads queries d_value"]
     if has_torch_function(tensors):
         return handle_torch_function(attend, tensors, call)
     return call.finish(call.masked(call.raw(), as_given=True))  # masks come behind the cap, which makes them finite
+
+
+def call_of_softmax(logits: Float[Tensor, "*texts heads queries keys"]) -> AttentionCall:
+    """The call that an attention is which was written out: of its queries and keys only the numbers are known."""
+    query, key = (logits.new_empty(*logits.shape[:-2], size, 0) for size in logits.shape[-2:])
+    return AttentionCall(query, key, key, logits, scale=1.0, through=WRITTEN_OUT)
 
 
 def in_backward() -> bool:

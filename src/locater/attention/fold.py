@@ -1,6 +1,6 @@
 """One block of keys folded into running sums relative to a running maximum: the arithmetic of `streaming`.
 
-Plain functions of tensors, so that `torch.compile` can fuse them; the sums are one tensor, so that few calls move them.
+The sums are one tensor, so that few calls move them.
 Logits are in units of log 2 throughout: 2^x stays quick where it underflows, e^x becomes up to eighty times slower.
 """
 
@@ -53,8 +53,8 @@ class Block(NamedTuple):
     admitted: Bool[Tensor, "batch groups ratio queries keys"] | None
     bias: Float[Tensor, "batch groups ratio queries keys"] | None
     first: Int[Tensor, "batch queries"] | int | None  # where in the block the first token is, of each query or of all
-    score: Callable[[Tensor], Tensor] | None = None  # what becomes of the logits before the mask
-    room: Room | None = None  # none where the compiler sees to that
+    score: Callable[[Tensor], Tensor] | None  # what becomes of the logits before the mask
+    room: Room
 
     def of(self, batch: slice, groups: slice) -> "Block":
         """Slice the block for some of the texts and key heads; sizes of 1 broadcast."""
@@ -107,10 +107,7 @@ def absorb_far(
 
 
 def _weighted(e: Tensor, inner: Float[Tensor, "#batch keys"]) -> Tensor:
-    """Σ e · inner: compiled as part of one loop over e, else as a product with a vector."""
-    if torch.compiler.is_compiling() or len(inner) > 1:
-        return (e * inner[:, None, None, None]).sum(-1)
-    return e @ inner[0]
+    return e @ inner[0] if len(inner) == 1 else (e * inner[:, None, None, None]).sum(-1)
 
 
 def absorb_near(
@@ -130,10 +127,7 @@ def absorb_near(
         whose = slice(None) if len(distance) == 1 else batch
         return torch.mul(e, distance[whose], out=free).sum(-1), torch.mul(e, is_near[whose], out=free).sum(-1)
 
-    def fused(e: Tensor, free: Tensor, batch: slice) -> tuple[Tensor, Tensor]:
-        return (e * distance).sum(-1), (e * is_near).sum(-1)
-
-    return _merge(running, _sums(queries, keys, block, softcap, fused if block.room is None else measure))
+    return _merge(running, _sums(queries, keys, block, softcap, measure))
 
 
 # From exponentials, memory that is free, and whose they are: Σ e · (a part of the distance), Σ e of near keys if any.
@@ -144,8 +138,6 @@ def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, me
     """The sums of one block by itself, a few heads after the others where that keeps them in the cache."""
     batch, groups, ratio, num_queries, _ = queries.shape
     found = nothing_seen(queries)
-    if block.room is None:
-        return _piece_sums(queries, keys, block, softcap, measure, slice(None), found)
     one = max(1, ratio * num_queries * keys.shape[-2])
     whole = batch * groups * one
     for texts, some in pieces(batch, groups, one=one, most=IN_CACHE if block.score is None else whole):
@@ -156,24 +148,20 @@ def _sums(queries: Tensor, keys: Tensor, block: Block, softcap: float | None, me
 
 def _piece_sums(
     queries: Tensor, keys: Tensor, block: Block, softcap: float | None, measure: Measure, batch: slice, found: Running
-) -> Running:
-    """Write statistics of a piece into `found`, a part of the whole; compiled, it is a tensor of its own."""
+) -> None:
+    """Write statistics of a piece into `found`, a part of the whole."""
     logits = _logits(queries, keys, block, softcap)
     maximum = logits.amax(-1)
     shifted = logits.sub_(maximum[..., None])
-    e = shifted.exp2() if block.room is None else torch.exp2(shifted, out=block.room.take("e", shifted.shape, shifted))
-    compiling = torch.compiler.is_compiling()
-    square = e.square().sum(-1) if compiling else torch.linalg.vector_norm(e, dim=-1).square_()
+    e = torch.exp2(shifted, out=block.room.take("e", shifted.shape, shifted))
+    square = torch.linalg.vector_norm(e, dim=-1).square_()
     shifted_sum = shifted.mul_(e).sum(-1)
     distance, close = measure(e, shifted, batch)
     total, nothing = e.sum(-1), found.sums[CLOSE]
     first = nothing if block.first is None else _first(e, block.first)
     numbers = [total, shifted_sum, square, distance, nothing if close is None else close, first]
-    if block.room is None:
-        return Running(maximum, torch.stack(numbers))
     found.maximum.copy_(maximum)
     found.sums.copy_(torch.stack(numbers))
-    return found
 
 
 def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) -> Tensor:
@@ -189,9 +177,7 @@ def _logits(queries: Tensor, keys: Tensor, block: Block, softcap: float | None) 
     return logits if block.admitted is None else logits.masked_fill_(~block.admitted, MASKED)
 
 
-def _product(queries: Tensor, keys: Tensor, room: Room | None) -> Tensor:
-    if room is None:
-        return queries @ keys.mT
+def _product(queries: Tensor, keys: Tensor, room: Room) -> Tensor:
     shape = (*queries.shape[:-1], keys.shape[-2])
     out = room.take("logits", shape, queries)
     torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT, out=out.flatten(0, 1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import missing, refusal
@@ -74,12 +74,10 @@ class MomentsCollector:
         x: Float[Tensor, "batch tokens d_model"],
         *,
         valid: Bool[Tensor, "batch tokens"] | None = None,
-        segments: Int[Tensor, "batch tokens"] | None = None,
     ) -> None:
-        """Take in one batch; tokens that are not valid, and pairs across segments, are left out."""
+        """Take in one batch; tokens that are not valid are left out."""
         x = widen(x)[:, self.skip :]
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid[:, self.skip :]
-        segments = None if segments is None else segments[:, self.skip :]
         if self.shift is None:
             self._begin(x, valid)
         assert self.shift is not None
@@ -89,7 +87,7 @@ class MomentsCollector:
         if self.basis is not None:
             self.outside += (x - inside @ self.basis.mT).square().sum((0, 1)).double()
         for index, lag in enumerate(self.lags):
-            self._add_pairs(index, lag, inside, valid, segments)
+            self._add_pairs(index, lag, inside, valid)
 
     def _begin(self, x: Tensor, valid: Tensor) -> None:
         tokens = x[valid]
@@ -107,14 +105,12 @@ class MomentsCollector:
         self.later, self.earlier = x.new_zeros(2, len(self.lags), size, dtype=torch.float64)
         self.counts = torch.zeros(len(self.lags), dtype=torch.long, device=x.device)
 
-    def _add_pairs(self, index: int, lag: int, x: Tensor, valid: Tensor, segments: Tensor | None) -> None:
+    def _add_pairs(self, index: int, lag: int, x: Tensor, valid: Tensor) -> None:
         length = x.shape[1] - lag
         if length <= 0:
             return
         later, earlier = x[:, lag:], x[:, :length]
         paired = valid[:, lag:] & valid[:, :length]
-        if segments is not None:
-            paired = paired & (segments[:, lag:] == segments[:, :length])
         if not bool(paired.all()):
             later, earlier = later * paired[..., None], earlier * paired[..., None]
         self.products[index] += later.flatten(0, 1).mT @ earlier.flatten(0, 1)

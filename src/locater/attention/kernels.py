@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import refusal
-from .calls import AttentionCall, Rule, attend
+from .calls import AttentionCall, Rule, attend, call_of_softmax
 from .flash import KNOWN, REMEDY, is_flash, pack, read_flash
 from .masks import read_given
 from .registered import KERNELS
@@ -83,10 +83,7 @@ def _operator(func: Any) -> Operator | None:
 
 
 def _softmax(input: Tensor, dim: int | None = None, *args: object, **kwargs: object) -> AttentionCall | None:
-    if dim not in (-1, input.dim() - 1) or input.dim() < 3:
-        return None
-    none = input.new_empty(0)
-    return AttentionCall(none, none, none, logits=input, through="softmax")
+    return call_of_softmax(input) if dim in (-1, input.dim() - 1) and input.dim() >= 3 else None
 
 
 def read_fused(

@@ -57,26 +57,12 @@ class Scores:
 class Blocks:
     """Limits of the memory held at once: queries × keys of a block, and logits over all heads and sequences together.
 
-    Blocks are long, because many small ones cost more in calls than they save in cache. `far` and `near` are the two
-    inner functions; `compiled()` replaces them by fused ones.
+    Blocks are long, because many small ones cost more in calls than they save in cache.
     """
 
     queries: int = 128
     keys: int = 2048
     logits: int = 1 << 21
-    far: Callable[..., Running] = absorb_far
-    near: Callable[..., Running] = absorb_near
-
-    def room(self) -> Room | None:
-        """Memory that all blocks share; compiled functions need none."""
-        return Room(min(IN_CACHE, self.logits)) if self.far is absorb_far else None
-
-
-def compiled(blocks: Blocks | None = None) -> Blocks:
-    """The same blocks through `torch.compile`: faster, but the first use costs tens of seconds."""
-    blocks = blocks or Blocks()
-    far, near = (torch.compile(function, dynamic=True) for function in (absorb_far, absorb_near))
-    return Blocks(blocks.queries, blocks.keys, blocks.logits, far, near)
 
 
 @torch.no_grad()
@@ -100,7 +86,7 @@ def stream(
     blocks, scores = blocks or Blocks(), scores or Scores()
     mask = (mask or Mask()).counted(queries.shape[2], keys.shape[2], queries.device)
     grouped = queries.unflatten(1, (num_key_heads, -1))
-    empty, room = widen(queries.new_empty(0)).new_empty, blocks.room()
+    empty, room = widen(queries.new_empty(0)).new_empty, Room(min(IN_CACHE, blocks.logits))
     whole = Running(empty(grouped.shape[:-1]), empty(6, *grouped.shape[:-1]))  # every query's sums
     num_keys = torch.empty(grouped.shape[:-1], dtype=torch.long, device=queries.device)
     one = grouped.shape[2] * min(queries.shape[2], blocks.queries) * min(keys.shape[2], blocks.keys)
@@ -126,7 +112,7 @@ class _Part:
     scores: Scores
     near: int
     blocks: Blocks
-    room: Room | None
+    room: Room  # memory that all blocks share
 
     def __post_init__(self):
         self.plan = Plan(self.mask, near=self.near, key_block=self.blocks.keys)
@@ -154,13 +140,13 @@ class _Part:
     ) -> Running:
         if block.side == 0:
             distance = self.mask.distance(rows, block.keys).abs().to(queries)
-            return self.blocks.near(running, queries, keys, extra, self.scores.softcap, distance, self.near)
+            return absorb_near(running, queries, keys, extra, self.scores.softcap, distance, self.near)
         query_positions, key_positions = self.mask.positions(rows, block.keys)
         nearest = key_positions.amax(-1, True) if block.side > 0 else key_positions.amin(-1, True)
         # Measured from the block's nearest key, both parts are positive: no digits are lost in a difference.
         offset, inner = ((query_positions - nearest).abs(), (nearest - key_positions).abs())
         offset, inner = offset.to(queries), inner.to(queries)
-        return self.blocks.far(running, queries, keys, extra, self.scores.softcap, offset, inner)
+        return absorb_far(running, queries, keys, extra, self.scores.softcap, offset, inner)
 
     def _extra(self, rows: slice, block: KeyBlock, heads: slice) -> Block:
         admitted = added = first = None

@@ -126,16 +126,15 @@ class Observation:
         if site is None and (site := self._discover(call, run)) is None:
             return False
         call = whole_call(call, site, self.modules)
-        given = read_arguments(call, site.num_heads)
-        num_texts, num_heads, num_queries, num_keys = given.shape
-        if given.logits is not None and not (num_heads == site.num_heads and _fits(given.logits, inputs)):
+        num_texts, num_heads, num_queries, num_keys = read_arguments(call, site.num_heads).shape
+        if call.logits is not None and not (num_heads == site.num_heads and _fits(call.logits, inputs)):
             return False
         if num_heads != site.num_heads:
             raise refusal(f"{site.num_heads} heads", num_heads)
         key: Key = self.sites.index(site), run.mode
         indices = self.indices(site)
         window = call.window[0], 0 if call.is_causal else call.window[1]
-        sample = self._sample(key, (num_texts, len(indices), num_queries, num_keys), window, given.query.device)
+        sample = self._sample(key, (num_texts, len(indices), num_queries, num_keys), window, call.query.device)
         if sample is not None and not len(sample):
             return True
         query_valid = fitting(padding(run.given, site.block)[0], num_texts, num_queries)

@@ -161,8 +161,7 @@ def clip_factors(largest: Float[Tensor, "*heads"], threshold: float) -> Float[Te
 def largest_logits(call: AttentionCall) -> Float[Tensor, " heads"]:
     """max over batch, queries and admissible keys, block by block: no T×T matrix."""
     call = with_four_dimensions(call)
-    num_queries = (call.query if call.logits is None else call.logits).shape[-2]
-    rows = [slice(start, start + BLOCK) for start in range(0, num_queries, BLOCK)]
+    rows = [slice(start, start + BLOCK) for start in range(0, call.query.shape[-2], BLOCK)]
     blocks = [call.final(block).amax((-2, -1)).flatten(0, -2).amax(0) for block in rows]
     return torch.stack(blocks).amax(0)
 

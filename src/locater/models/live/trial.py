@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ...attention.arguments import Arguments, read_arguments
+from ...attention.arguments import read_arguments
 from ...attention.call_statistics import mask_of_call
 from ...attention.calls import AttentionCall
-from ...attention.masks import admits
 from ...errors import Refusal, missing, refusal
 from ...head import Head
 from ...projections import Norm, whole, widen
@@ -132,8 +131,8 @@ def difference(
     may change its rotation. Refused where the call and the inputs are not of the same tokens.
     """
     with torch.autocast(call.query.device.type, enabled=False):
-        given = read_arguments(call, len(heads))
-        texts, num_heads, num_queries, num_keys = given.shape
+        call = read_arguments(call, len(heads))
+        texts, num_heads, num_queries, num_keys = call.shape
         if num_heads != len(heads):
             return f"{num_heads} heads, where {len(heads)} were read"
         num_tokens = None if heads[0].block == "cross" else num_queries
@@ -142,14 +141,13 @@ def difference(
         further = num_keys - inputs[1].shape[1]  # keys that are no tokens: a sink's column, or what came from elsewhere
         if further < 0:
             raise refusal(f"a call over {inputs[1].shape[1]} keys", num_keys)
-        if further != 0 and not (further == 1 and given.logits is not None and heads[0].sink is not None):
+        if further != 0 and not (further == 1 and call.logits is not None and heads[0].sink is not None):
             return f"{further} keys are none that its projections made"
         columns = torch.cat([positions[1], positions[1].new_full((further,), num_keys - 1)])
-        theirs, admitted = _logits(call, given, positions[0], columns)
+        theirs, admitted = _logits(call, positions[0], columns)
         if not bool(admitted.any()):
             raise missing("keys that a query may see")
-        computed = given.query if given.logits is None else given.logits
-        eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, computed))
+        eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, call.query))
         x_parts = tuple(x[:MOST_TEXTS, at].double() for x, at in zip(inputs, positions, strict=True))
         if masks and heads[0].block != "cross":
             shown = admitted[..., : len(positions[1])]
@@ -202,20 +200,17 @@ def _reach(head: Head, inputs: tuple[Tensor, ...]) -> float:
 
 
 def _logits(
-    call: AttentionCall, given: Arguments, rows: Int[Tensor, " queries"], columns: Int[Tensor, " keys"]
+    call: AttentionCall, rows: Int[Tensor, " queries"], columns: Int[Tensor, " keys"]
 ) -> tuple[Float[Tensor, PAIRS], Bool[Tensor, PAIRS]]:
     """Compute a call's logits, the input of its softmax, for some pairs, and which of these it admits."""
-    if given.logits is not None:
-        logits = given.logits[:MOST_TEXTS][:, :, rows][..., columns]
-        return logits, admits(logits)
     if call.score is not None:
         raise refusal("logits that no function changes", "a score_mod")
-    query, key = widen(given.query[:MOST_TEXTS, :, rows]), widen(given.key[:MOST_TEXTS, :, columns])
+    query, key = widen(call.query[:MOST_TEXTS, :, rows]), widen(call.key[:MOST_TEXTS, :, columns])
     scale = query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
     logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
     logits = logits if call.softcap is None else torch.tanh(logits / call.softcap) * call.softcap
-    texts, heads, some, every = (slice(0, size) for size in (len(query), query.shape[1], len(rows), given.shape[3]))
-    mask = mask_of_call(call, given, None).part(texts, heads).at(rows)
+    texts, heads, some, every = (slice(0, size) for size in (len(query), query.shape[1], len(rows), call.shape[3]))
+    mask = mask_of_call(call).part(texts, heads).at(rows)
     if mask.added is not None:
         logits = logits + mask.added[..., columns]
     if call.slopes is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.call_statistics import is_shifted
-from ...attention.calls import AttentionCall, in_backward
+from ...attention.calls import AttentionCall, call_of_softmax, in_backward
 from ...attention.compilation import Eagerly, in_compiled, in_shape_inference, is_full_graph
 from ...attention.kernels import packed
 from ...attention.outside import OutsideHook, in_full_graph
@@ -154,7 +154,7 @@ class _Run:
         if call.unreadable is not None:
             self.reason = call.unreadable
         elif call.logits is not None:
-            self.softmaxes += [call.changed(logits=logits) for logits in self._heads_of(call.logits)]
+            self.softmaxes += map(call_of_softmax, self._heads_of(call.logits))
         else:
             self._show(call)
 
