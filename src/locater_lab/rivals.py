@@ -24,7 +24,7 @@ from locater.spectra import moments
 from locater.stabilisers.base import Stabiliser, non_negative
 from locater.stabilisers.live.find import find_pairs
 from locater.stabilisers.live.pairs import Pair, check_stored
-from locater.stabilisers.live.sharding import check_not_spread, shard_of
+from locater.stabilisers.live.sharding import check_not_spread
 from locater.stabilisers.live.weights import Rows
 from locater.stabilisers.reparametrisation import SpectralScale, linear_weights, remove
 
@@ -54,7 +54,7 @@ class SpectralInitialisation(Stabiliser):
 
 
 def _initialise(pair: Pair, xi: float, eta: float) -> None:
-    shard = shard_of(pair, pair.weights())
+    shard = pair.shard()
     if shard.across_columns is not None:
         raise refusal("heads with all of their columns", "sharded columns", "initialise before sharding")
     query, key = shard.query.double(), shard.key.double()
@@ -116,7 +116,7 @@ class MimeticInitialisation(Stabiliser):
         check_stored(pairs, "initialise", FIRST)
         with torch.no_grad():
             for pair in pairs:
-                shard = shard_of(pair, pair.weights())
+                shard = pair.shard()
                 for query, key in zip(shard.query, shard.key[:, 0], strict=True):
                     wanted = noisy_identity(len(query), query.shape[-1], identity, noise, generator).to(query)
                     fresh = factors(wanted, query.shape[-2])

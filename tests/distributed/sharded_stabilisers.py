@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from locater.stabilisers import Constant, LocAteR, Penalised, Projected
-from locater.stabilisers.live.sharding import shard_of
 from locater_lab.train.processes import leave
 
 TOKENS = torch.arange(12).reshape(2, 6) % 7
@@ -105,7 +104,7 @@ def way(model: nn.Module) -> str:
     """How the weights of the first pair are held here; and a step must exchange no more than that needs."""
     locater = LocAteR(model, strength=0.0, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     pair = locater.pairs[0]
-    part = shard_of(pair, pair.weights())
+    part = pair.shard()
     found = "columns" if part.across_columns else "heads" if part.across_heads else "whole"
     sizes, send = [], dist.all_reduce
     dist.all_reduce = lambda tensor, **options: sizes.append(tensor.numel()) or send(tensor, **options)

@@ -18,7 +18,6 @@ from .base import Stabiliser, non_negative
 from .live.find import find_pairs
 from .live.looking import Looker
 from .live.pairs import Pair, check_stored
-from .live.sharding import shard_of
 from .live.weights import Rows
 
 
@@ -136,7 +135,7 @@ class QKDecay(Stabiliser):
         self.writes.check()
         rates = Rates(self.optimizer)
         for pair in self.pairs:
-            shard = shard_of(pair, pair.weights(), exact=True)
+            shard = pair.shard(exact=True)
             for heads, (rows, weight) in zip((shard.query, shard.key), _sides(pair), strict=True):
                 if weight.requires_grad:
                     heads.mul_(1 - self.decay * rates.learning_rate(weight, rows.weight.name))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import Refusal, refusal, within
 from .live.pairs import Pair, PerHead
-from .live.sharding import HeadShard, product_sums, shard_of
+from .live.sharding import HeadShard, product_sums
 from .penalty import Gain
 from .scales import Scale, TraceNear
 
@@ -118,7 +118,7 @@ class Projected(Mean):
         if not pair.is_stored:
             got = f"computed ones in {pair.name}"
             raise refusal("plain parameters to project", got, "hold the mean by Penalised(…)")
-        shard = shard_of(pair, pair.weights(), exact=True)
+        shard = pair.shard(exact=True)
         hold_trace(shard, target[shard.groups], gain=shard.own(gain))
         shard.commit()
 
@@ -148,16 +148,16 @@ def hold_trace(shard: HeadShard, target: PerHead, *, gain: Gain = None) -> None:
     a² Σ D_Q∘D_K g² + a (‖D_Q‖² + ‖D_K‖²) + tr W − τ = 0; if one, a = (τ − tr W)/‖D‖². Keys of a group, which belong to
     several heads, stay. Cost: a few passes over the weights. Refuses a target out of reach.
     """
-    moves_query, moves_key = shard.moves[0], shard.moves[1] and not shard.pair.is_grouped
+    moves_query, moves_key = shard.moves[0], shard.moves[1] and shard.rows[0].num_heads == 1
     if not (moves_query or moves_key):
-        raise Refusal(f"{shard.pair.name}: a frozen query with a key of several heads cannot hold each one's trace")
+        raise Refusal(f"{shard.name}: a frozen query with a key of several heads cannot hold each one's trace")
     square = None if gain is None else gain.to(shard.query).square()
     by_query, by_key = (shard.key, shard.query) if square is None else (shard.key * square, shard.query * square)
     present, length, product = _measure(shard, by_query, by_key, square, moves=(moves_query, moves_key))
     missing = target.to(present) - present
     multiple = smaller_root(product, length, -missing) if moves_query and moves_key else missing / length
     multiple = multiple.where(missing != 0, 0)
-    with within(shard.pair.name):
+    with within(shard.name):
         _check(multiple, present, target)
     multiple = multiple[..., None, None].to(shard.query)
     by_query = multiple * by_query if moves_query else None

@@ -17,7 +17,6 @@ from locater.stabilisers import Stabiliser
 from locater.stabilisers.live.find import find_pairs
 from locater.stabilisers.live.interception import Slots
 from locater.stabilisers.live.pairs import Pair
-from locater.stabilisers.live.sharding import shard_of
 from locater.stabilisers.mean import hold_trace
 
 from ..data.batches import FAR, WindowBatches, draws
@@ -86,7 +85,7 @@ class HeldAttention(Stabiliser):
 
 def hold(pair: Pair, xi: float, eta: float) -> None:
     """The trace to ξηλ by the smallest change, then both weights by one factor to ηλ."""
-    shard = shard_of(pair, pair.weights())
+    shard = pair.shard()
     target = torch.full(pair.shape, xi * eta * pair.temperature, dtype=torch.float64)
     hold_trace(shard, target)
     size = eta * pair.temperature / moments(shard.query.double(), shard.key.double()).eta

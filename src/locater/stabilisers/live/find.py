@@ -15,11 +15,10 @@ from ...models.live import open_live
 from ...models.live.explicit import Explicit
 from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
+from ...models.slices import Latent
 from ...projections import whole
-from .dense import DensePair
-from .latent import latent_pair
-from .pairs import Pair
-from .weights import find_rows
+from .pairs import Inner, Pair
+from .weights import find_rows, find_weight
 
 NORM = "qk_norm"  # the name of what our own QKNorm adds to a module
 NORMED = "QK-norm after the weights undoes their scale"
@@ -38,7 +37,7 @@ def find_pairs(
     """All pairs of a model, shared ones once. What is left out is said in a warning; nothing left is refused.
 
     `trained` leaves out heads whose query and key are both frozen, and those whose query is their key. `latent` takes
-    in those whose weights are products, as `LatentPair`. `by_scale` leaves out those behind QK-norm, for what acts by
+    in those whose weights are products. `by_scale` leaves out those behind QK-norm, for what acts by
     the scale of the weights: the norm undoes it.
     """
     tensors, skipped = ModuleTensors(model), []
@@ -77,7 +76,7 @@ def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, lat
     if module.widths[0] != module.widths[1]:
         skipped.append(f"{place}: queries and keys of different widths, {module.widths[0]} and {module.widths[1]}")
     elif any(rows.query.latent or rows.key.latent for rows in module.heads):
-        if latent and (pair := latent_pair(module, tensors)) is not None:
+        if latent and (pair := _latent_pair(module, tensors)) is not None:
             yield pair
         else:
             skipped.append(f"{place}: latent attention, whose weights are products")
@@ -93,13 +92,33 @@ def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, lat
             groups = groups[size:]
 
 
-def _pair(module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors) -> DensePair | None:
+def _pair(
+    module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors, *inner: Inner | None
+) -> Pair | None:
     query = find_rows([[rows.query for rows in group] for group in groups], tensors, module.caller)
     key = find_rows([[group[0].key] for group in groups], tensors, module.caller)
     if query is None or key is None:
         return None
     first = groups[0][0].head
-    return DensePair(module.block, module.layer, first, query, key, 1 / module.scale, module.widths[0], module.rotary)
+    numbers = 1 / module.scale, module.widths[0], module.rotary
+    return Pair(module.block, module.layer, first, query, key, *numbers, *inner)
+
+
+def _latent_pair(module: Slices, tensors: ModuleTensors) -> Pair | None:
+    """The heads of a layer of latent attention; None where they are made in another way than `Pair` knows."""
+    head = module.heads[0]
+    inner = [None if side.latent is None else _inner(side.latent, tensors) for side in (head.key, head.query)]
+    if module.is_normed or inner[0] is None or (inner[1] is None) != (head.query.latent is None):
+        return None
+    return _pair(module, [[rows] for rows in module.heads], tensors, *inner)
+
+
+def _inner(latent: Latent, tensors: ModuleTensors) -> Inner | None:
+    norm = latent.norm
+    if latent.down.transposed or (norm is not None and (norm.plus_one or norm.times != 1)):
+        return None
+    gain = None if latent.gain is None else find_weight(tensors, latent.gain)
+    return Inner(find_weight(tensors, latent.down.parameter), gain, latent.down.count)
 
 
 @runtime_checkable

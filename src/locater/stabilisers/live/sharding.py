@@ -8,6 +8,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from ...errors import refusal
 from ...models.live.masters import current, write_master
 from ...projections import whole, widen
 from ...spectra import Grams
-from .pairs import Pair
 from .weights import Rows
 
 Group = dist.ProcessGroup | None
@@ -33,7 +33,7 @@ class HeadShard:
     back. `bases` are what they were cut from.
     """
 
-    pair: Pair
+    name: str
     weights: tuple[Tensor, ...]
     bases: tuple[Tensor, ...]
     query: Float[Tensor, "groups heads d_head columns"]
@@ -122,26 +122,31 @@ def product_sums(left: Tensor, right: Tensor) -> Float[Tensor, "groups heads"]:
 
 
 @torch.no_grad()
-def shard_of(pair: Pair, weights: Sequence[Tensor], *, exact: bool = False) -> HeadShard:
-    """Return the local part, by how the weights are sharded now; FSDP2 changes that between forward and step.
+def shard_of(
+    rows: tuple[Rows, Rows], weights: Sequence[Tensor], *, name: str, d_model: int, exact: bool = False
+) -> HeadShard:
+    """The local part of queries and keys, by how weights are sharded now; FSDP2 changes that between forward and step.
 
     `exact` takes master weights, where there are any: for what writes. DeepSpeed ZeRO-3 has nothing else.
     """
     parameters = tuple(weights)
     weights = tuple(current(one) if exact or hasattr(one, "ds_id") else one for one in parameters)
-    plans = {_axis(weight, rows) for weight, rows in ((weights[0], pair.query), (weights[-1], pair.key))}
+    plans = {_axis(weight, rows) for weight, rows in zip((weights[0], weights[-1]), rows, strict=True)}
     axis, mesh_axis = plans.pop() if len(plans) == 1 else ("gathered", -1)
     mesh = weights[0].device_mesh if isinstance(weights[0], DTensor) else None
     if axis == "columns" and mesh is not None:
         local = [weight.to_local() for weight in weights]  # type: ignore
-        columns = _columns(pair, local[0], mesh, mesh_axis)
-        return _shard(pair, parameters, weights, local, columns=columns, across_columns=mesh.get_group(mesh_axis))
-    if axis == "rows" and mesh is not None and _holds_whole_groups(pair, weights, mesh.size(mesh_axis)):
-        count = pair.query.num_groups // mesh.size(mesh_axis)
+        columns = _columns(d_model, local[0].shape[1 - rows[0].row_axis], mesh, mesh_axis)
+        where: dict[str, Any] = dict(columns=columns, across_columns=mesh.get_group(mesh_axis))
+        return _shard(name, rows, parameters, weights, local, **where)
+    if axis == "rows" and mesh is not None and _holds_whole_groups(rows, weights, mesh.size(mesh_axis)):
+        count = rows[0].num_groups // mesh.size(mesh_axis)
         groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
         local = [weight.to_local() for weight in weights]  # type: ignore
-        return _shard(pair, parameters, weights, local, groups=groups, across_heads=mesh.get_group(mesh_axis))
-    return _shard(pair, parameters, weights, [whole(weight) for weight in weights])
+        own = replace(rows[0], num_groups=count), replace(rows[1], num_groups=count)
+        where = dict(groups=groups, across_heads=mesh.get_group(mesh_axis))
+        return _shard(name, own, parameters, weights, local, **where)
+    return _shard(name, rows, parameters, weights, [whole(weight) for weight in weights])
 
 
 def check_not_spread(model: nn.Module) -> None:
@@ -168,15 +173,16 @@ def _wrappers() -> Iterator[nn.Module]:
 
 
 def _shard(
-    pair: Pair, weights: tuple[Tensor, ...], bases: tuple[Tensor, ...], local: list[Tensor], **where
+    name: str,
+    rows: tuple[Rows, Rows],
+    weights: tuple[Tensor, ...],
+    bases: tuple[Tensor, ...],
+    local: list[Tensor],
+    **where: Any,
 ) -> HeadShard:
     working = tuple(widen(tensor.detach()) for tensor in local)
-    query, key = pair.query, pair.key
-    if "groups" in where:
-        count = where["groups"].stop - where["groups"].start
-        query, key = replace(query, num_groups=count), replace(key, num_groups=count)
-    views = query.view(working[0]), key.view(working[-1])
-    return HeadShard(pair, weights, bases, *views, working, (query, key), **where)
+    views = rows[0].view(working[0]), rows[1].view(working[-1])
+    return HeadShard(name, weights, bases, *views, working, rows, **where)
 
 
 def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
@@ -190,16 +196,16 @@ def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
     return ("rows" if placement.dim % 2 == rows.row_axis else "columns"), number
 
 
-def _columns(pair: Pair, local: Tensor, mesh, mesh_axis: int) -> slice:
+def _columns(d_model: int, number: int, mesh: Any, mesh_axis: int) -> slice:
     """Slice of the columns that this rank holds: `Shard` gives every rank ⌈d / n⌉ of them as long as there are any."""
-    share = -(-pair.d_model // mesh.size(mesh_axis))
-    first = min(share * mesh.get_local_rank(mesh_axis), pair.d_model)
-    return slice(first, first + local.shape[1 - pair.query.row_axis])
+    share = -(-d_model // mesh.size(mesh_axis))
+    first = min(share * mesh.get_local_rank(mesh_axis), d_model)
+    return slice(first, first + number)
 
 
-def _holds_whole_groups(pair: Pair, weights: tuple[Tensor, ...], num_ranks: int) -> bool:
-    alone = len(weights) == 2 and pair.query.is_whole and pair.key.is_whole
-    return alone and pair.query.num_groups % num_ranks == 0
+def _holds_whole_groups(rows: tuple[Rows, Rows], weights: tuple[Tensor, ...], num_ranks: int) -> bool:
+    alone = len(weights) == 2 and all(one.is_whole for one in rows)
+    return alone and rows[0].num_groups % num_ranks == 0
 
 
 def _placed_as(full: Tensor, weight: Tensor) -> Tensor:
