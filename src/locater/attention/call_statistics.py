@@ -92,6 +92,9 @@ def mask_of_call(call: AttentionCall, query_valid: Tensor | None = None) -> Mask
         mask = replace(mask, rule=rule)
     elif call.attn_mask is not None:
         dense = admits(call.attn_mask)
+        dense = (
+            dense[:, :1] if bool((dense == dense[:, :1]).all()) else dense
+        )  # a written-out softmax has one of each head
         seen = Seen.of(lambda rows: dense[:, :, rows].any(1), call.shape, query_valid)
         mask = _simplest(mask, dense) or replace(mask, dense=dense)
         if call.attn_mask.is_floating_point() and bool((dense & (call.attn_mask != 0)).any()):
