@@ -75,7 +75,7 @@ def is_shifted(logits: Float[Tensor, "*batch queries keys"]) -> bool:
 
 
 def mask_of_call(call: AttentionCall, query_valid: Tensor | None = None) -> Mask:
-    """Who may see whom in a call of four dimensions; `query_valid` leaves queries out of the guess about texts."""
+    """Read who may see whom in a call of four dimensions; `query_valid` leaves queries out of the guess about texts."""
     num_texts, num_heads, num_queries, num_keys = call.shape
     device = call.query.device
     back, ahead = call.window
