@@ -16,7 +16,9 @@ from locater.records import Json
 FOLDER = Path(__file__).parent / "measured" / "fleet"
 WORSE = 0.1  # nats
 SERIOUS = ("logit explosion", "entropy collapse", "rank collapse", "not finite")
-NUMBERS = {"normalised entropy": 1, "residual": 2, "log n": 5, "not finite": 6}  # places in a layer's row
+NUMBERS = {"normalised entropy": 1, "residual": 2, "σ₁": 3, "log n": 5, "not finite": 6}  # places in a layer's row
+LAMBDA = 4.0  # √ of the head's 16
+LIMITS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)  # of σ₁ in units of λ
 APART = 30  # steps between the reports that a forecast goes by
 
 
@@ -82,9 +84,13 @@ def _top(layer: list) -> float:
     return max(math.inf if value is None else value for value in layer[0])
 
 
-def by_kind(rows: Iterable[Json], kind: str) -> dict[int, int | None]:
+def by_kind(rows: Iterable[Json], kind: str, every: int = 10) -> dict[int, int | None]:
+    """The first report of every so many steps with this alarm."""
     return {
-        id(row): next((report["step"] for report in row["reports"] if kind in report["alarms"]), None) for row in rows
+        id(row): next(
+            (one["step"] for one in row["reports"] if one["step"] % every == 0 and kind in one["alarms"]), None
+        )
+        for row in rows
     }
 
 
@@ -125,6 +131,33 @@ def _first_forecast(course: list, least: float, fastest: float, factor: float) -
     return None
 
 
+def by_weights(rows: Iterable[Json], limit: float, every: int) -> dict[int, int | None]:
+    """The first of every so many steps at which a layer's largest σ₁(W) is beyond the limit: a checkpoint's scan."""
+    return {
+        id(row): next(
+            (
+                report["step"]
+                for report in row["reports"]
+                if report["step"] % every == 0 and any(_sigma(layer) > limit for layer in report["layers"])
+            ),
+            None,
+        )
+        for row in rows
+    }
+
+
+def _sigma(layer: list) -> float:
+    value = layer[NUMBERS["σ₁"]]
+    return math.inf if value is None else value / LAMBDA
+
+
+def chosen_limit(fleet: Fleet, rows: list[Json]) -> float:
+    """Of limits whose alarmed runs diverge in four of five, the one that finds most; the highest of those."""
+    found = {limit: score(fleet, rows, by_weights(rows, limit, 10)) for limit in LIMITS}
+    fair = {limit: one["both"] for limit, one in found.items() if one["both"] >= 0.8 * one["alarmed"]}
+    return max(fair, key=lambda limit: (fair[limit], limit))
+
+
 def main(*, folder: Path) -> None:
     rows = [json.loads(one) for one in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     fleet = Fleet(rows)
@@ -133,6 +166,10 @@ def main(*, folder: Path) -> None:
     print("| alarm (odd seeds) | alarmed runs that diverge | diverging runs alarmed | lead |\n|---|---|---|---|")
     for kind in SERIOUS:
         print(line(kind, score(fleet, judged, by_kind(judged, kind))))
+    limit = chosen_limit(fleet, fit)
+    for every in (10, 50):
+        print(line(f"σ₁(W) > {limit:g} λ, every {every} steps", score(fleet, judged, by_weights(judged, limit, every))))
+    print(line("logit explosion, every 50 steps", score(fleet, judged, by_kind(judged, "logit explosion", 50))))
     for factor in (2, 3, 5, 10, 20, 50):
         both = [score(fleet, half, by_limit(half, factor)) for half in (fit, judged)]
         print(line(f"largest logit > {factor} log n, even seeds", both[0]))

@@ -42,6 +42,15 @@ def test_precision_recall_and_lead_of_alarms(kind, printed):
     assert f"| {kind} | {precision} | {recall} | {words} |" in PAGE
 
 
+@pytest.mark.parametrize(("every", "place"), [(10, "a report"), (50, "a checkpoint")])
+def test_what_checkpoints_alone_would_tell(every, place, printed):
+    limit, precision, recall, lead = re.search(
+        rf"\| σ₁\(W\) > (\S+) λ, every {every} steps \| (.*?) \| (.*?) \| (-?\d+) steps", printed
+    ).groups()
+    words = f"{lead} steps" if int(lead) > 0 else f"none: {-int(lead)} steps behind"
+    assert f"| none: σ₁(W) > {limit} λ at {place}, every {every} steps | {precision} | {recall} | {words} |" in PAGE
+
+
 def test_alarms_that_were_never_raised_are_said_to_be(printed):
     assert "| rank collapse, not finite | never raised |" in PAGE
     assert all(f"| {kind} | 0 of 0 |" in printed for kind in ("rank collapse", "not finite"))

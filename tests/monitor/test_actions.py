@@ -227,6 +227,57 @@ def test_advice_is_what_this_layer_would_take():
     assert "LocAteR" not in find_alarms([flat], Thresholds())[0].remedy
 
 
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (llama, "QKNorm"),
+        (lambda: hand_written.decoder(hand_written.Curved), "a lower learning rate"),  # no heads are found: all refuse
+        (lambda: hand_written.decoder(hand_written.Normed), "SoftCap"),
+        (lambda: torch.compile(hand_written.decoder(hand_written.Fused), backend="eager"), "QKNorm"),
+    ],
+)
+def test_nothing_is_advised_that_would_refuse_this_layer(make, remedy):
+    model = make().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with AttentionMonitor(
+        model, every=1, thresholds=Thresholds(logit_explosion=1e-9), on_alarm=RollBack(), optimizer=optimizer
+    ) as monitor:
+        model(TOKENS % 40)
+        report = monitor.step()
+    assert {alarm.remedy for alarm in report.alarms if alarm.kind == "logit explosion"} == {remedy}
+
+
+def test_a_weight_that_is_computed_is_not_to_be_clipped():
+    model = adapted()
+    monitor = AttentionMonitor(model)
+    (unfit,) = {frozenset(monitor.seen.found.unfit(site)) for site in monitor.seen.sites}
+    assert unfit == {"QKClip"}
+    with pytest.raises(Refusal, match="computed weights"):
+        QKClip(model)
+    plain = AttentionMonitor(gpt2())
+    assert not any(map(plain.seen.found.unfit, plain.seen.sites))
+
+
+@pytest.mark.parametrize("make", [QKNorm, SoftCap, QKClip, lambda model, **at: LocAteR(model, strength=1e-3, **at)])
+@pytest.mark.parametrize("sample", [{}, {"sample": hand_written.TOKENS}], ids=["first call", "sample"])
+def test_passes_in_which_heads_are_found_are_not_the_trainings(make, sample):
+    model = hand_written.decoder(hand_written.Fused).train()
+    with AttentionMonitor(model, every=1) as monitor:
+        model(hand_written.TOKENS)
+        monitor.step()
+        stabiliser = make(model, **sample)
+        model(hand_written.TOKENS)
+        report = monitor.step()
+    stabiliser.detach()
+    assert report.training and not report.evaluation and not report.no_grad
+
+
 def test_numbers_of_the_weights_are_those_of_dense_matrices():
     model = gpt2()
     with AttentionMonitor(model, every=1) as monitor:

@@ -18,7 +18,7 @@ from locater.monitor import Action, Attach, AttentionMonitor, Checkpoint, JsonLi
 from locater.monitor.actions import Event, OwnLoop, Responses
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import Report
-from locater.stabilisers import LocAteR, QKClip, QKNorm, SoftCap
+from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SoftCap, ZLoss
 
 STEPS = 120
 
@@ -284,6 +284,28 @@ def test_what_an_action_will_need_is_tried_at_the_first_call():
     run.monitor.host.optimizers = []
     with pytest.raises(Refusal, match="an optimiser to roll back"):
         run.run(1)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        Attach(ZLoss, weight=1e-4),
+        Attach(EntropyBonus, weight=1e-4),
+        Attach(LocAteR, strength=1e-3),
+        Attach(QKDecay, decay=0.1),
+    ],
+)
+def test_what_acts_by_the_loss_is_refused_at_the_first_call(act):
+    model = hand_written.decoder(hand_written.Fused).train()
+    with AttentionMonitor(model, on_alarm=act), pytest.raises(Refusal, match=f"on_alarm: .*{act.name}, which acts by"):
+        model(hand_written.TOKENS)
+
+
+def test_what_makes_no_stabiliser_is_refused_when_it_is_said():
+    with pytest.raises(Refusal, match="what makes a stabiliser"):
+        Attach("QKClip")
+    with pytest.raises(TypeError, match="treshold"):
+        Attach(QKClip, treshold=50.0)
 
 
 def test_trying_changes_nothing_and_is_not_watched():

@@ -1,6 +1,9 @@
 """Runs that diverge, and beside each one that does not: what the alarms say, when, and what is done about it."""
 
-from dataclasses import dataclass, replace
+import copy
+import io
+import itertools
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -47,10 +50,8 @@ class Run:
         model = LanguageModel(shape)
         return model, torch.optim.Adam(model.parameters(), lr=self.learning_rate)
 
-    def go(self, on_alarm=None, schedule="LambdaLR", with_muon=False):
-        """The losses, serious alarms as (step, kind) in their order, the monitor, what actions said, all reports."""
-        (model, optimizer), losses, alarms, lines = self.make(), [], [], []
-        reports = []
+    def begin(self, on_alarm=None, schedule="LambdaLR", with_muon=False):
+        model, optimizer = self.make()
         optimizers = [optimizer]
         if with_muon:
             weights = list(model.parameters())
@@ -60,24 +61,34 @@ class Run:
                 torch.optim.Adam([one for one in weights if one.dim() != 2], lr=self.learning_rate),
             ]
         schedulers = [self.schedulers[schedule](self, one) for one in optimizers]
-        with AttentionMonitor(model, every=5, optimizer=[*optimizers, *schedulers], on_alarm=on_alarm) as monitor:
-            for step, texts in self.batches():
-                with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-                    loss = model(texts[:, :-1], texts[:, 1:])
-                loss.backward()
-                for one in optimizers:
-                    one.step()
-                    one.zero_grad()
-                losses.append(float(loss.detach()))
-                for one in schedulers:
-                    one.step(*([losses[-1]] if isinstance(one, lr_scheduler.ReduceLROnPlateau) else []))
-                report = monitor.step()
-                alarms += [(step, alarm.kind) for alarm in report.alarms if alarm.kind in SERIOUS] if report else []
-                lines += report.actions if report else ()
-                reports += [report] if report else []
-                if monitor.should_stop:
-                    break
-        return losses, alarms, monitor, lines, reports
+        monitor = AttentionMonitor(model, every=5, optimizer=[*optimizers, *schedulers], on_alarm=on_alarm)
+        return Loop(model, optimizers, schedulers, monitor)
+
+    def steps(self, loop, first=0, end=None):
+        """From the step `first` to that before `end`, or until an action stops it."""
+        for _, texts in itertools.islice(self.batches(), first, end):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                loss = loop.model(texts[:, :-1], texts[:, 1:])
+            loss.backward()
+            for one in loop.optimizers:
+                one.step()
+                one.zero_grad()
+            loop.losses.append(float(loss.detach()))
+            for one in loop.schedulers:
+                one.step(*([loop.losses[-1]] if isinstance(one, lr_scheduler.ReduceLROnPlateau) else []))
+            report = loop.monitor.step()
+            loop.reports += [report] if report else []
+            if loop.monitor.should_stop:
+                break
+        return loop
+
+    def go(self, *given):
+        """The losses, serious alarms as (step, kind) in their order, the monitor, what actions said, all reports."""
+        loop = self.begin(*given)
+        with loop.monitor as monitor:
+            reports = self.steps(loop).reports
+        alarms = [(report.step, one.kind) for report in reports for one in report.alarms if one.kind in SERIOUS]
+        return loop.losses, alarms, monitor, [line for report in reports for line in report.actions], reports
 
     schedulers = {
         "LambdaLR": lambda self, one: lr_scheduler.LambdaLR(one, lambda n: min(1.0, (n + 1) / max(1, self.warmup))),
@@ -86,6 +97,39 @@ class Run:
         ),
         "ReduceLROnPlateau": lambda self, one: lr_scheduler.ReduceLROnPlateau(one, patience=20),
     }
+
+
+@dataclass
+class Loop:
+    """What trains, and what came of it."""
+
+    model: nn.Module
+    optimizers: list
+    schedulers: list
+    monitor: AttentionMonitor
+    losses: list = field(default_factory=list)
+    reports: list = field(default_factory=list)
+
+    @property
+    def parts(self):
+        """In the order in which they are loaded."""
+        return [self.monitor, self.model, *self.optimizers, *self.schedulers]
+
+    def saved(self):
+        """As a file holds it."""
+        file = io.BytesIO()
+        torch.save([part.state_dict() for part in self.parts], file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    def load(self, states):
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+        return self
+
+    def bits(self):
+        """Every weight to the bit, NaN too."""
+        return [one.detach().view(torch.int32).clone() for one in self.model.parameters()]
 
 
 class Series(nn.Module):
@@ -249,3 +293,55 @@ def test_every_action_on_every_kind_ends_as_documented(kind, action, schedule, w
     if alarms:
         assert acted[0].startswith(f"step {alarms[0][0]}: ")
     assert len(losses) == (alarms[0][0] + 1 if action == "stop" and alarms else wild.num_steps)
+
+
+AGAIN = {
+    "roll back": RollBack(0.2),
+    "QKClip": Attach(QKClip, threshold=20.0),
+    "LocAteR": Attach(LocAteR, strength="auto"),
+    "stop": Stop(),
+}
+
+
+@pytest.mark.parametrize(("action", "with_muon"), [*((name, False) for name in AGAIN), ("roll back", True)])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_every_kind_is_resumed_to_the_bit(kind, action, with_muon):
+    """Saved just before its first alarm, and again some steps after what was done about it, and taken up elsewhere."""
+    wild, schedule = PAIRS[kind][0], "LambdaLR"
+    alarm = wild.steps(wild.begin(Stop(), schedule, with_muon)).reports[-1].step
+    saves = [alarm - 2] if action == "stop" else [alarm - 2, alarm + 8]
+    end = alarm + 18
+    whole, kept = wild.begin(copy.deepcopy(AGAIN[action]), schedule, with_muon), []
+    for first, last in itertools.pairwise([0, *saves, end]):
+        wild.steps(whole, first, last)
+        kept.append(whole.saved())
+    lines = [line for report in whole.reports for line in report.actions]
+    assert lines or with_muon, "something was done; Muon holds the deep run, which is resumed all the same"
+    for save, states in zip(saves, kept, strict=False):
+        resumed = wild.begin(copy.deepcopy(AGAIN[action]), schedule, with_muon).load(states)
+        wild.steps(resumed, save, end)
+        assert all(map(torch.equal, resumed.bits(), whole.bits()))
+        late = [report for report in whole.reports if report.step >= save]
+        assert [report.step for report in resumed.reports] == [report.step for report in late]
+        for one, other in zip(resumed.reports, late, strict=True):
+            assert (one.alarms, one.actions) == (other.alarms, other.actions)
+            assert repr([layer.statistics for layer in one.training]) == repr(
+                [layer.statistics for layer in other.training]
+            )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "bad data: not a number"])
+def test_a_checkpoint_of_an_alarm_goes_on_as_the_run_did(kind, tmp_path):
+    """What `Checkpoint` saved is the state after that step: with the schedule's, the next ten steps are the same."""
+    wild = PAIRS[kind][0]
+    whole = wild.steps(wild.begin(Checkpoint(tmp_path / "alarm-{step}.pt")))
+    (path,) = tmp_path.iterdir()
+    step = int(path.stem.removeprefix("alarm-"))
+    assert step == next(report.step for report in whole.reports if report.actions)
+    saved = torch.load(path, weights_only=False)
+    again = wild.begin()
+    again.model.load_state_dict(saved["model"])
+    again.optimizers[0].load_state_dict(saved["optimizer"])
+    for part, state in zip(again.schedulers, saved["others"], strict=True):
+        part.load_state_dict(state)
+    assert wild.steps(again, step + 1, step + 11).losses == whole.losses[step + 1 : step + 11]

@@ -50,7 +50,7 @@ def watch(model, run, **options):
 
 
 def find_alarms(layers, thresholds, *, attached=(), trends=None):
-    return Alarms(thresholds, trends).find({"training": layers}, attached)
+    return Alarms(thresholds, trends).find({"training": layers}, lambda layer: attached)
 
 
 def fingerprint(model):

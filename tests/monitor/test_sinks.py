@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 from test_monitor import TOKENS, gpt2, llama, watch
 
+import hand_written
 from locater.errors import Refusal
-from locater.monitor import JsonLines, MLflow, Scope, TensorBoard, Terminal, Trackio, WeightsAndBiases
+from locater.monitor import AttentionMonitor, JsonLines, MLflow, Scope, TensorBoard, Terminal, Trackio, WeightsAndBiases
 
 pytestmark = pytest.mark.quick
 
@@ -147,6 +148,39 @@ def test_lightning_carries_it(tmp_path):
     resumed.on_fit_end(trainer, module)
     with pytest.raises(Refusal, match="a module under the name absent"):
         AttentionCallback(model="absent").on_fit_start(trainer, module)
+
+
+def test_lightning_finds_the_model_that_its_steps_call(caplog):
+    """A training step is no call of its module: of one without `forward` the largest child is watched."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    from locater.integrations.lightning import AttentionCallback
+
+    class Steps(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.head, self.net = torch.nn.Linear(2, 2), hand_written.decoder(hand_written.Fused)
+
+    class Forward(Steps):
+        def forward(self, tokens):
+            return self.net(tokens)
+
+    for module, watched in ((Steps(), "net"), (Forward(), "")):
+        callback = AttentionCallback(every=1)
+        callback.on_fit_start(None, module)
+        assert callback.monitor.entry is module.get_submodule(watched)
+        module.net(hand_written.TOKENS) if watched else module(hand_written.TOKENS)
+        assert callback.monitor.step().summary() == "no alarm in 2 layers" and not caplog.text
+        callback.monitor.detach()
+
+
+def test_a_monitor_that_sees_nothing_says_so_once(caplog):
+    """Its alarms and actions would stay away, and nobody reads the reports of a run that goes well."""
+    model = hand_written.decoder(hand_written.Fused).train()
+    with AttentionMonitor(model, every=1) as monitor:
+        for _ in range(3):
+            model.forward(hand_written.TOKENS)
+            monitor.step()
+    assert caplog.text.count("nothing of this model's attention was seen: no forward pass was seen: call the") == 1
 
 
 def test_the_terminal_fits_eighty_columns():

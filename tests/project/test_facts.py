@@ -39,6 +39,13 @@ def test_the_definition_of_locater_is_the_same_everywhere():
     pages = [SOURCE.parent / name for name in ("README.md", "docs/stabilisers.md", "docs/theory.md")]
     words = "the scale η; tr W is free unless you hold it"
     assert all(words in path.read_text(encoding="utf-8") for path in pages) and words in TEXTS["locater/quantities.py"]
+    otherwise = re.compile(
+        r"LocAteR\s+(?:\w+\s+)?(?:holds|keeps|fixes|localises|moves)\s+(?:the\s+|a\s+)?(?:mean|trace|tr W)"
+    )
+    shown = [SOURCE.parent / "README.md", *(SOURCE.parent / "examples").glob("*.py")]
+    shown += [path for path in (SOURCE.parent / "docs").rglob("*") if path.suffix in (".md", ".ipynb")]
+    shown += [path for path in SOURCE.rglob("*") if path.suffix in (".py", ".js", ".html")]
+    assert not [path.name for path in shown if otherwise.search(path.read_text(encoding="utf-8"))]
 
 
 def test_entropy_is_defined_in_one_room():

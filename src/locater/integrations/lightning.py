@@ -146,9 +146,16 @@ class AttentionCallback(Callback):
 
     def _model(self, module: nn.Module) -> nn.Module:
         if self.path is None:
-            with_config = (child for child in module.children() if hasattr(child, "config"))
-            return next(with_config, module)
+            return _watched(module)
         named = getattr(module, self.path, None)
         if not isinstance(named, nn.Module):
             raise refusal(f"a module under the name {self.path}", type(named).__name__)
         return named
+
+
+def _watched(module: nn.Module) -> nn.Module:
+    """What a training step calls, where nobody has said it."""
+    with_config = [child for child in module.children() if hasattr(child, "config")]
+    if with_config or type(module).forward is not LightningModule.forward:
+        return next(iter(with_config), module)
+    return max(module.children(), key=lambda child: sum(one.numel() for one in child.parameters()), default=module)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
 from ..records import State
+from .finding import OF_OUTPUTS, OF_WEIGHTS
 from .report import RESTING, SERIOUS, Alarm, LayerReport
 from .tally import Mode
 from .trends import Trends
@@ -28,6 +29,7 @@ class Thresholds:
     not_finite: float | None = 0.0  # share of queries above whose logits are NaN or infinite
 
 
+Unfit = Callable[[LayerReport], Collection[str]]  # names of stabilisers that are no remedy for a layer
 # What to try, the first that is not at work already: the name of a stabiliser, or none, and words for it.
 Remedies = tuple[tuple[str, str], ...]
 # What saved most runs of the fleet (docs/monitor.md): a lower rate alone, in the middle of a divergence, saved none.
@@ -47,17 +49,11 @@ SPREAD: Remedies = (("", "larger residual branches or pre-LN"),)
 RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)
 
 
-OF_OUTPUTS = ("QKNorm", "SoftCap")  # put their own output in a kernel's place, which only torch's lets them
-OF_WEIGHTS = ("QKClip", "LocAteR")  # scale the weights, which a norm behind them undoes
-
-
-def choose_remedy(remedies: Remedies, layer: LayerReport, attached: Collection[str]) -> str:
+def choose_remedy(remedies: Remedies, layer: LayerReport, unfit: Collection[str]) -> str:
     """Give the first that is not at work already, that this layer's kernel takes, and that would change its logits."""
-    unfit = {*attached}
-    if layer.through not in ("", SDPA):
-        unfit |= {*OF_OUTPUTS}
-    if "QKNorm" in attached:
-        unfit |= {*OF_WEIGHTS}
+    by_kernel = () if layer.through in ("", SDPA) else OF_OUTPUTS
+    by_norm = OF_WEIGHTS if "QKNorm" in unfit else ()
+    unfit = {*unfit, *by_kernel, *by_norm}
     return next(words for name, words in remedies if name not in unfit)
 
 
@@ -134,17 +130,15 @@ class Alarms:
         self.median = median(values) if values else math.nan
         self.layers = layers
 
-    def find(self, judged: Mapping[Mode, Sequence[LayerReport]], attached: Collection[str] = ()) -> tuple[Alarm, ...]:
-        """List the alarms of the layers of each mode, heads together, the worst first; `attached` are no remedies."""
+    def find(self, judged: Mapping[Mode, Sequence[LayerReport]], unfit: Unfit = lambda layer: ()) -> tuple[Alarm, ...]:
+        """List the alarms of the layers of each mode, heads together, the worst first; `unfit` are no remedies."""
         found: list[Alarm] = []
         for mode, layers in judged.items():
             entries = [
                 (rank, -_distance(condition, alarm), replace(alarm, mode=mode))
                 for layer in layers
                 for rank, condition in enumerate(CONDITIONS)
-                for alarm in self._judge_layer(
-                    layer, condition, attached, self.trends if mode == "training" else Trends()
-                )
+                for alarm in self._judge_layer(layer, condition, unfit, self.trends if mode == "training" else Trends())
             ]
             found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]
         if not any(alarm.kind in SERIOUS for alarm in found):  # what an explosion tells apart may be undone
@@ -159,22 +153,20 @@ class Alarms:
             told = {head for head, value in heads if limit is not None and value <= limit}
             self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
-    def _judge_layer(
-        self, layer: LayerReport, condition: _Condition, attached: Collection[str], trends: Trends
-    ) -> Iterator[Alarm]:
+    def _judge_layer(self, layer: LayerReport, condition: _Condition, unfit: Unfit, trends: Trends) -> Iterator[Alarm]:
         limit, figures = condition.limit(layer, self.thresholds), condition.figures(layer)
         if limit is None:
             return
-        remedy = choose_remedy(condition.remedies, layer, attached)
         wrong = {head: figure for head, figure in figures.items() if condition.worse(figure, limit)}
         if condition.kind == RESTING[1]:
             wrong = {head: figure for head, figure in wrong.items() if not self._may_begin(layer, head)}
-        trend = ""
-        if wrong and condition.kind == "logit explosion":
+        if not wrong:
+            return
+        remedy, trend = choose_remedy(condition.remedies, layer, unfit(layer)), ""
+        if condition.kind == "logit explosion":
             trend = trends.words(layer, "max_logit", list(wrong))
             remedy = f"{remedy}, or {SLOWLY}" if trends.is_fast(layer, "max_logit", wrong) else remedy
-        if wrong:
-            yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
+        yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
 
     def _may_begin(self, layer: LayerReport, head: int | None) -> bool:
         """Tell whether this head may simply not have learned anything yet."""

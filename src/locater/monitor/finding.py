@@ -10,7 +10,7 @@ from torch import nn
 from ..attention.calls import AttentionCall
 from ..errors import Refusal
 from ..head import Head
-from ..models import AttentionModule, read_heads
+from ..models import AttentionModule, read_heads, slices
 from ..models.live.discover import Finder
 from ..models.live.tensors import WholeTensors
 from ..models.live.trial import difference, is_of_length
@@ -19,6 +19,8 @@ from ..models.module import refused_module
 from .inputs import ModuleInputs
 from .places import call_name
 
+OF_OUTPUTS = ("QKNorm", "SoftCap")  # put their own output in a kernel's place, which only torch's lets them
+OF_WEIGHTS = ("QKClip", "LocAteR")  # scale the weights, which a norm behind them undoes
 TRIES = 3  # passes, of which the first may show too little: over zeros, or a single token
 Place = tuple[str, int]  # a block and a layer's number
 
@@ -104,6 +106,17 @@ class FoundHeads:
             return ()
         cap = self.caps.get((site.block, site.number))
         return layer.heads if cap is None else tuple(replace(head, softcap=cap) for head in layer.heads)
+
+    def unfit(self, site: AttentionModule) -> set[str]:
+        """Stabilisers that would leave this layer out, be refused by its weights, or change nothing of its logits."""
+        found = self.rows.get(site.query_name, site)
+        try:
+            rows = slices(found)
+        except Refusal:
+            return {*OF_OUTPUTS, *OF_WEIGHTS}
+        parts = {part.parameter for head in rows.heads for part in (head.query, head.key)}
+        computed = {"QKClip"} if not all(map(self.tensors.is_stored, parts)) else set()
+        return computed | ({"QKNorm", *OF_WEIGHTS} if rows.is_normed else set())
 
     def unexplained(self) -> Iterator[str]:
         """Once: why the heads of layers were not found, by the first of them."""

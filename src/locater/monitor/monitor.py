@@ -1,7 +1,6 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +12,7 @@ from ..errors import refusal
 from ..models.coverage import spans
 from ..models.live import at_work
 from ..models.live.tensors import entry_of
-from ..models.live.watch import FirstCall, Sample
+from ..models.live.watch import FirstCall, Sample, is_unwatched, unwatched
 from ..models.sources import Live
 from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses
@@ -31,7 +30,7 @@ UNSEEN = (
     "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
     "run before must be reset with torch.compiler.reset()"
 )
-QK_NORMS = ("qk_norm", "q_norm", "query_norm", "q_layernorm", "query_layernorm")  # ours, and what models call theirs
+OUR_NORM = "qk_norm"  # the name of what our own QKNorm adds to a module; of a model's own norms its heads tell
 
 
 class AttentionMonitor:
@@ -76,9 +75,9 @@ class AttentionMonitor:
         self.alarms = Alarms(thresholds or Thresholds(), self.trends)
         self.host: Any = OwnLoop.of(self.seen.model, optimizer)
         self.stabilisers: list[Any] = []  # that actions attached
-        self.num_steps = 0
+        self.num_steps, self.was_blind = 0, False
         self.hooks: Hooks | None = None
-        self.first_call, self.is_acting = None, False
+        self.first_call: FirstCall | None = None
         self.attach()
 
     def attach(self) -> "AttentionMonitor":
@@ -92,18 +91,9 @@ class AttentionMonitor:
         """Let every action find and try what it will need, at the model's first call: what cannot be is refused now."""
         if self.first_call is not None:
             self.first_call.close()
-        with self._unwatched():
+        with unwatched():
             self.responses.begin(self.seen.model, self.host, sample if self.sample is None else self.sample)
         self.stabilisers += [one for one in self.responses.attached() if one not in self.stabilisers]
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """Leave passes unseen in which actions find heads: they are not the training's."""
-        self.is_acting = True
-        try:
-            yield
-        finally:
-            self.is_acting = False
 
     def detach(self) -> None:
         """Take the hooks off: nothing of the monitor and its actions stays in the model but attached stabilisers."""
@@ -124,7 +114,7 @@ class AttentionMonitor:
 
     def is_due(self) -> bool:
         """Tell whether the step under way is one to watch."""
-        return self.num_steps % self.every == 0 and not self.is_acting
+        return self.num_steps % self.every == 0 and not is_unwatched()
 
     def step(self, number: int | None = None) -> Report | None:
         """One optimiser step is done, however many passes it took; `number` says how many are done, if not one more."""
@@ -132,6 +122,9 @@ class AttentionMonitor:
             raise refusal("an attached monitor", "one that sees nothing", "write `with monitor:`, or call attach()")
         self.responses.step(self.num_steps, self.host, self.stabilisers)
         report = self.report() if self.is_due() else None
+        if report is not None and not self.was_blind and not (report.training or report.no_grad or report.evaluation):
+            self.was_blind = True  # once: alarms and actions would stay away in silence
+            LOG.warning(f"step {report.step}: nothing of this model's attention was seen: {'; '.join(report.notes)}")
         self.num_steps = self.num_steps + 1 if number is None else number
         return report
 
@@ -155,7 +148,7 @@ class AttentionMonitor:
         notes = self._notes((*training, *no_grad, *evaluation))
         report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.scope.per_head)
         self._begin()
-        with self._unwatched():
+        with unwatched():
             report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
             for line in report.actions:
@@ -182,13 +175,18 @@ class AttentionMonitor:
         judged: dict[Mode, tuple[LayerReport, ...]] = {
             "training": training, "no_grad": () if training else no_grad, "evaluation": evaluation,
         }  # fmt: skip
-        return self.alarms.find(judged, self._attached())
+        attached = self._attached()
+        return self.alarms.find(judged, lambda layer: attached | self._unfit(layer))
+
+    def _unfit(self, layer: LayerReport) -> set[str]:
+        """Stabilisers that are no remedy for a layer; nothing is known of one that another process holds."""
+        index = self.seen.own_index(layer.block, layer.layer)
+        return set() if index is None else self.seen.found.unfit(self.seen.sites[index])
 
     def _attached(self) -> set[str]:
         """Stabilisers at work: those that actions attached, those of the model, and what modules and calls show."""
         names = {type(one).__name__ for one in (*self.stabilisers, *self.responses.all())}
-        modules = (name.rpartition(".")[2] for name, _ in self.seen.model.named_modules())
-        names |= {"QKNorm"} if any(name in QK_NORMS for name in modules) else set()
+        names |= {"QKNorm"} if any(OUR_NORM in one._modules for one in self.seen.model.modules()) else set()
         return names | self.seen.shown | at_work.names(self.seen.model)
 
     def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:

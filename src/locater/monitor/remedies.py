@@ -194,9 +194,13 @@ class Attach(Action):
     """
 
     def __init__(self, make: "Callable[..., Stabiliser]", **options: Any) -> None:
+        if not callable(make):
+            raise refusal("what makes a stabiliser, such as Attach(QKClip, threshold=50)", repr(make))
         self.make, self.options = make, options
         self.name = getattr(make, "__name__", "a stabiliser")
-        self.takes = frozenset(inspect.signature(make).parameters)
+        signature = inspect.signature(make)
+        signature.bind_partial(**options)  # names that it does not take fail here, as a call would
+        self.takes = frozenset(signature.parameters)
         self.stabiliser: Stabiliser | None = None
         self.pending: State | None = None
         self.sample: Sample | None = None
@@ -216,6 +220,7 @@ class Attach(Action):
                     if sample is not None:
                         with quietly(called(model)), torch.enable_grad():  # in whose passes logits are looked at
                             run_sample(called(model), sample)
+                            self._check_penalty(tried)
                 finally:
                     tried.detach()
 
@@ -230,6 +235,13 @@ class Attach(Action):
     def _check_parameters(self, stabiliser: "Stabiliser", host: Host) -> None:
         if stabiliser.parameters() and not host.optimizers:
             raise missing("an optimiser for the stabiliser's parameters", "pass optimizer= to the monitor")
+
+    def _check_penalty(self, stabiliser: "Stabiliser") -> None:
+        """Refuse what acts by the loss, which the training would have to take from here."""
+        if stabiliser.penalty().requires_grad:
+            kinds = "a stabiliser that acts by step() or in the forward pass"
+            remedy = "pass optimizer= to the monitor if it can act by that, or add penalty() to the loss from the start"
+            raise refusal(kinds, f"{self.name}, which acts by penalty()", remedy)
 
     def _attach(self, model: nn.Module, host: Host) -> None:
         self.stabiliser = self._make(model, host)

@@ -129,7 +129,6 @@ class WeightsOfHeads:
             return layer
         site = self.seen.sites[index]
         heads = self.seen.found.heads(site)
-        self.seen.shown |= {"QKNorm"} if any(head.query.norm is not None for head in heads) else set()
         now = WeightNumbers.of([head for head in heads if head.index in layer.heads])
         if now is None or len(now.query) != len(layer.heads):
             return layer

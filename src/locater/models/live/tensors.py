@@ -60,6 +60,11 @@ class ModuleTensors:
             tensor = adapted(tensor, self.adapters[id(module)])
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
+    def is_stored(self, name: str) -> bool:
+        """True if the weight is a parameter itself, not computed from others."""
+        module, attribute = self._owner(name)
+        return is_stored(module, attribute, self.adapters.get(id(module)))
+
     def parameter(self, name: str) -> Tensor:
         """The parameter itself, without adapters."""
         module, attribute = self._owner(name)
@@ -128,6 +133,11 @@ def _is_part_of_weight(name: str, modules: dict[str, nn.Module]) -> bool:
 def is_adapter(module: object) -> bool:
     """Tell whether a module of peft changes what the projection inside it does."""
     return isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "active_adapters")
+
+
+def is_stored(module: nn.Module, attribute: str, adapter: Any) -> bool:
+    """True if what a module holds under this name is a parameter that nothing is added to."""
+    return module._parameters.get(attribute) is not None and (adapter is None or adapter.merged)
 
 
 def adapted(weight: Tensor, adapter: Any) -> Tensor:

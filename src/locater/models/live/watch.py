@@ -1,6 +1,7 @@
 """Record of one forward pass: which products with parameters and which norms come before attention."""
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -87,11 +88,30 @@ def run_sample(model: nn.Module, sample: Sample) -> None:
         model(*sample)
 
 
+_LOCAL = threading.local()
+
+
+def is_unwatched() -> bool:
+    """Tell whether a pass under way in this thread is ours, in which heads are found, and not the training's."""
+    return getattr(_LOCAL, "is_unwatched", False)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """No monitor sees the passes that run meanwhile."""
+    before, _LOCAL.is_unwatched = is_unwatched(), True
+    try:
+        yield
+    finally:
+        _LOCAL.is_unwatched = before
+
+
 @contextmanager
 def quietly(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, random numbers set aside: all undone."""
+    """Evaluation mode, no gradients, random numbers set aside, seen by no monitor: all undone."""
     modes = {module: module.training for module in model.modules()}
     with ExitStack() as stack:
+        stack.enter_context(unwatched())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(lambda: [setattr(module, "training", mode) for module, mode in modes.items()])

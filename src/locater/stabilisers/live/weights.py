@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...models.live.masters import current, write_master
-from ...models.live.tensors import ModuleTensors, adapted, named_modules
+from ...models.live.tensors import ModuleTensors, adapted, is_stored, named_modules
 from ...models.slices import Slice
 from ...projections import widen
 
@@ -46,7 +46,7 @@ class LiveWeight:
     @property
     def is_stored(self) -> bool:
         """True if the weight is a parameter itself, not computed from others."""
-        return self.module._parameters.get(self.attribute) is not None and (self.adapted is None or self.adapted.merged)
+        return is_stored(self.module, self.attribute, self.adapted)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters that the weight is computed from, by name."""

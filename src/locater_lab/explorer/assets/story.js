@@ -11,7 +11,7 @@ const STORY = [
     start: { trace: 1, deviation: 0.05 }, ask: "Turn the mean beyond 2.", done: (now) => now.regime === "middle" },
   { title: "Look back", words: "A negative mean makes like tokens repel: now the early ones are heard.",
     start: { trace: 1, deviation: 0.05 }, ask: "Turn the mean below zero.", done: (now) => now.regime === "early" },
-  { title: "What LocAteR does", words: "A trained head often has a mean and a spread that is far too large. LocAteR keeps the mean and shrinks the spread. Watch the point go straight down into the localised region.",
+  { title: "What LocAteR does", words: "A trained head often has a mean and a spread that is far too large. LocAteR shrinks the spread; the mean is free unless you hold it, as here. Watch the point go straight down into the localised region.",
     start: { trace: 1, deviation: 2.5 }, ask: "Leave the mean; turn the spread down until the head is localised.", done: (now, knobs) => now.regime === "late" && Math.abs(knobs.trace - 1) < 0.05 },
 ];
 
