@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..head import Head
 from ..positions import Distance, added_by_distance
-from ..projections import Norm, Projection
+from ..projections import Projection
 
 # Weights held in float32 at a time, and entries of each kind of Gram matrix analysed together.
 BUFFER_BYTES = 16 * 2**20
@@ -72,63 +72,32 @@ def batches(heads: Sequence[Head], *, parts: int = 1) -> Iterator[HeadBatch]:
 
     With `parts`, no batch holds more than that share of the groups.
     """
-    alike: list[Sequence[Head]] = []
-    for group in _groups(heads):
-        if alike and not (len(group) == len(alike[0]) and _are_alike(alike[0][0], group[0])):
-            yield from _within_budget(alike, parts)
-            alike = []
-        alike.append(group)
-    yield from _within_budget(alike, parts)
-
-
-def _within_budget(groups: list[Sequence[Head]], parts: int) -> Iterator[HeadBatch]:
-    if groups:
-        at_once = max(1, GRAM_ENTRIES // (len(groups[0]) * groups[0][0].d_head ** 2))
+    for (_, size), alike in groupby(_groups(heads), lambda group: (group[0], len(group[1]))):
+        groups = [group for _, group in alike]
+        at_once = max(1, GRAM_ENTRIES // (size * groups[0][0].d_head ** 2))
         at_once = min(at_once, -(-len(groups) // parts))
         for start in range(0, len(groups), at_once):
-            yield HeadBatch(tuple(chain.from_iterable(groups[start : start + at_once])), len(groups[0]))
+            yield HeadBatch(tuple(chain.from_iterable(groups[start : start + at_once])), size)
 
 
-def _groups(heads: Sequence[Head]) -> list[Sequence[Head]]:
-    """The heads of one kind that share a key, as many as the buffer holds."""
-    start, groups = 0, []
-    for stop in range(1, len(heads) + 1):
-        if stop < len(heads) and heads[stop].key is heads[start].key and _are_alike(heads[start], heads[stop]):
-            continue
-        at_once = max(1, BUFFER_BYTES // (4 * heads[start].query.weight.numel()) - 1)
-        for begin in range(start, stop, at_once):
-            groups.append(heads[begin : min(stop, begin + at_once)])
-        start = stop
-    return groups
+def _groups(heads: Sequence[Head]) -> Iterator[tuple[list[object], list[Head]]]:
+    """The heads of one kind that share a key, as many as the buffer holds; and that kind."""
+    for (*kind, _), shared in groupby(heads, _kind_and_key):
+        group = list(shared)
+        at_once = max(1, BUFFER_BYTES // (4 * group[0].query.weight.numel()) - 1)
+        for begin in range(0, len(group), at_once):
+            yield kind, group[begin : begin + at_once]
 
 
-def _are_alike(one: Head, other: Head) -> bool:
-    """Tell whether two heads differ in nothing but numbers, so that one computation serves both."""
-    a, b = one.position_bias, other.position_bias
-    if not (
-        (one.rotary is other.rotary or one.rotary == other.rotary)
-        and (one.layer, one.block, one.scale, one.softcap) == (other.layer, other.block, other.scale, other.softcap)
-        and (one.lookback, one.lookahead) == (other.lookback, other.lookahead)
-        and one.turns_first == other.turns_first
-        and (a is b or (a is not None and b is not None and a.kind == b.kind))
-    ):
-        return False
-    for mine, theirs in ((one.query, other.query), (one.key, other.key)):
-        c, d = mine.low_rank, theirs.low_rank
-        if mine is not theirs and not (
-            (mine.weight.shape, mine.weight.dtype) == (theirs.weight.shape, theirs.weight.dtype)
-            and mine.input_norm is theirs.input_norm
-            and mine.whole is theirs.whole
-            and (mine.bias is None) == (theirs.bias is None)
-            and (mine.norm is theirs.norm or _are_alike_norms(mine.norm, theirs.norm))
-            and (c is d or (c is not None and d is not None and c.down is d.down and _are_alike_norms(c.norm, d.norm)))
-        ):
-            return False
-    return True
-
-
-def _are_alike_norms(one: Norm | None, other: Norm | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    shapes = (one.gain is None, one.bias is None) == (other.gain is None, other.bias is None)
-    return shapes and (one.kind, one.epsilon) == (other.kind, other.epsilon)
+def _kind_and_key(head: Head) -> list[object]:
+    """All in which heads may differ but numbers, for one computation serves heads of one kind; and which key it is."""
+    bias, bounds = head.position_bias, (head.softcap, head.lookback, head.lookahead, head.turns_first)
+    kind = [head.rotary, head.layer, head.block, head.scale, None if bias is None else bias.kind, bounds]
+    for side in (head.query, head.key):
+        low, norms = side.low_rank, [side.norm]
+        if low is not None:
+            kind, norms = [*kind, id(low.down)], [side.norm, low.norm]
+        kind += side.weight.shape, side.weight.dtype, id(side.input_norm), id(side.whole), side.bias is None
+        for norm in norms:
+            kind.append(None if norm is None else (norm.kind, norm.epsilon, norm.gain is None, norm.bias is None))
+    return [*kind, id(head.key)]
