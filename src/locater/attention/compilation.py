@@ -87,7 +87,7 @@ def _wanted_outputs() -> int:
 
 
 def contexts() -> Iterator[Any]:
-    """The compilers whose code this thread is in, the innermost first; FlexAttention's own of itself is none."""
+    """Yield the compilers whose code this thread is in, the innermost first, without FlexAttention's own."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == WRAPPER and getattr(frame.f_locals.get("fn"), "__name__", "") != FLEX:

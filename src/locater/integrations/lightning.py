@@ -72,6 +72,7 @@ class _Host:
 
     @property
     def others(self) -> list[Any]:
+        """Schedulers, which are rolled back with the optimisers."""
         return [config.scheduler for config in self.trainer.lr_scheduler_configs]
 
     def stop(self) -> None:

@@ -119,7 +119,7 @@ class FoundHeads:
         return computed | ({"QKNorm", *OF_WEIGHTS} if rows.is_normed else set())
 
     def unexplained(self) -> Iterator[str]:
-        """Once: why the heads of layers were not found, by the first of them."""
+        """Tell once why the heads of some layers were not found, with the reason of the first."""
         reasons = [found.reason for found in self.rows.values() if found.reason is not None]
         if reasons and not self.was_told:
             self.was_told = True

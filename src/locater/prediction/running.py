@@ -116,11 +116,11 @@ def next_token_losses(output: object, ids: Int[Tensor, "batch tokens"], model: n
     """The mean cross entropy of the next token of each window; none where the model does not predict it."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     rows = 0 if logits is None else logits.shape[-1]
-    if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _is_causal(model):
+    if logits is None or logits.shape[:2] != ids.shape or rows <= int(ids.max()) or not _predicts_next_token(model):
         return []
     ids = ids.to(logits.device)
     return [float(cross_entropy(one[:-1].float(), own[1:])) for one, own in zip(logits, ids, strict=True)]
 
 
-def _is_causal(model: nn.Module) -> bool:
+def _predicts_next_token(model: nn.Module) -> bool:
     return getattr(model, "predicts_next_token", False) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))

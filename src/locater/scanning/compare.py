@@ -44,10 +44,12 @@ class Movement:
 
     @property
     def moved(self) -> float:
+        """Distance of (tr W, η) from the first checkpoint to the last, over the first η."""
         return _distance(self.rows[0], self.rows[-1], unit=self.rows[0].eta)
 
     @property
     def path(self) -> float:
+        """Length of the way of (tr W, η) through all checkpoints, over the first η."""
         return sum(_distance(before, after, unit=self.rows[0].eta) for before, after in pairwise(self.rows))
 
     def to_json(self) -> Json:
