@@ -155,7 +155,7 @@ class AttentionCallback(Callback):
 
 
 def _watched(module: nn.Module) -> nn.Module:
-    """What a training step calls, where nobody has said it."""
+    """The module that a training step calls, where `model=` does not name it."""
     with_config = [child for child in module.children() if hasattr(child, "config")]
     if with_config or type(module).forward is not LightningModule.forward:
         return next(iter(with_config), module)
