@@ -92,9 +92,8 @@ def mask_of_call(call: AttentionCall, query_valid: Tensor | None = None) -> Mask
         mask = replace(mask, rule=rule)
     elif call.attn_mask is not None:
         dense = admits(call.attn_mask)
-        dense = (
-            dense[:, :1] if bool((dense == dense[:, :1]).all()) else dense
-        )  # a written-out softmax has one of each head
+        if bool((dense == dense[:, :1]).all()):  # a written-out softmax has one of each head
+            dense = dense[:, :1]
         seen = Seen.of(lambda rows: dense[:, :, rows].any(1), call.shape, query_valid)
         mask = _simplest(mask, dense) or replace(mask, dense=dense)
         if call.attn_mask.is_floating_point() and bool((dense & (call.attn_mask != 0)).any()):
@@ -102,9 +101,8 @@ def mask_of_call(call: AttentionCall, query_valid: Tensor | None = None) -> Mask
     if seen is not None:
         mask = replace(mask, begin=seen.begin, last=seen.last)
         mask = mask if call.segments is not None else replace(mask, first=seen.first())
-    if not is_bounded and isinstance(
-        offset, int
-    ):  # bounds are counted from where the kernel has its queries, which no guess may move
+    # Bounds are counted from where the kernel has its queries, which no guess may move.
+    if not is_bounded and isinstance(offset, int):
         guess = num_keys - num_queries
         is_simple = mask.lookahead is not None
         offset = 0 if is_simple else guess if seen is None else seen.offset(guess)
