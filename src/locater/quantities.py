@@ -109,7 +109,10 @@ QUANTITIES = {
         Quantity(
             "symmetry", "tr W²/‖W‖²", "how symmetric W is", "rotates (−1)", "symmetric (1)", "diverging"
         ),
-        Quantity("spread", "E|μ−m|²", "variance of the eigenvalues μ about their mean", "concentrated", "spread out"),
+        Quantity(
+            "spread", "E|μ−m|²", "variance of all d eigenvalues μ, zeros too, about their mean", "concentrated",
+            "spread out",
+        ),
         Quantity("sigma", "σ₁", "largest singular value of W", "small logits", "large logits"),
         Quantity("logit_bound", "|ω| ≤", "what no logit of the head can exceed", "bounded closely", "hardly bounded"),
         *_ATTENTION,

@@ -44,7 +44,8 @@ BANNED = {
 WORDS = re.compile(r"\b(" + "|".join(sorted(BANNED, key=len, reverse=True)) + r")\b", re.IGNORECASE)
 # Words that what users read does not have, where comments still do: messages, help, pages, documentation.
 SHOWN = re.compile(
-    r"\bbeside\b|(?<!fall )(?<!left )(?<!are )\bbehind (?=[a-z`])(?!the others|uniform|all the way)|\blet be\b",
+    r"\bbeside\b|\blet be\b"
+    r"|(?<!fall )(?<!left )(?<!are )(?<!steps )\bbehind (?=[a-z`])(?!the others|uniform|all the way)",
     re.IGNORECASE,
 )
 # Pages whose sentences a newcomer reads first, and how long these are: on average, and each.

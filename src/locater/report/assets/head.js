@@ -103,7 +103,7 @@ function eigenvalueFigure(app, around) {
     element.append(svg("path", { d: `M${cx - 6},${cy}h12M${cx},${cy - 6}v12`, stroke: look("focus"), "stroke-width": 2 }));
   };
   const stretch = Math.max(1, Math.max(...points.map((point) => Math.abs(point[1]))) * 1.1 / tall);
-  return figure("Eigenvalues in the complex plane", [{ points, label: `mean ${shownNumber(mean)} (cross), deviation ${shownNumber(radius)} (circle)`, kind: "points", look: lineLook(0) }],
+  return figure("Eigenvalues in the complex plane", [{ points, label: `of these ${points.length}: mean ${shownNumber(mean)} (cross), deviation ${shownNumber(radius)} (circle)`, kind: "points", look: lineLook(0) }],
     { box, key: true, over, x: { range: [mean - far * stretch, mean + far * stretch], label: "real part" }, y: { range: [-tall * stretch, tall * stretch], label: "imaginary part" } });
 }
 
