@@ -122,11 +122,12 @@ class RollBack(Action):
 
     def state_dict(self) -> State:
         state: State = {"num_done": self.num_done, "rate": self.rate, "last": self.last, "candidate": self.candidate}
+        state |= {"was_told": self.was_told}
         return state | ({"then": self.then.state_dict()} if self.then is not None else {})
 
     def load_state_dict(self, state: State) -> None:
         self.num_done, self.rate = state["num_done"], state["rate"]
-        self.last, self.candidate = state["last"], state["candidate"]
+        self.last, self.candidate, self.was_told = state["last"], state["candidate"], state.get("was_told", False)
         if self.then is not None:
             self.then.load_state_dict(state.get("then", {}))
         for optimizer in self.optimizers:
@@ -271,10 +272,11 @@ class Attach(Action):
         self.sample = None
 
     def state_dict(self) -> State:
-        return {} if self.stabiliser is None else {"stabiliser": self.stabiliser.state_dict()}
+        state: State = {"was_told": self.was_told}
+        return state if self.stabiliser is None else state | {"stabiliser": self.stabiliser.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        self.pending = state.get("stabiliser")
+        self.pending, self.was_told = state.get("stabiliser"), state.get("was_told", False)
 
 
 def _for_vectors(optimizers: Sequence[Optimizer]) -> Optimizer:
