@@ -154,8 +154,9 @@ def test_tensors_of_the_table_that_are_unread(tmp_path):
         "q_proj.pre_scale",
     )
     beside = ("q_temperature.weight", "pos_bias.weight", "pre_attention_rotation.weight", "qk_shift", "attn_bias_table")
-    for name in [f"self_attn.{name}" for name in inside] + [*beside]:
-        planted = {f"model.layers.0.{name}": torch.ones(4)}
+    in_layer = [f"model.layers.0.{name}" for name in (*beside, *(f"self_attn.{name}" for name in inside))]
+    for name in [*in_layer, "model.alibi_slopes", "model.relative_attention_bias.weight", "pos_bias.weight", "sinks"]:
+        planted = {name: torch.ones(4)}
         save_file(before | planted, tmp_path / "model.safetensors", metadata={"format": "pt"})
         assert line(tmp_path).startswith("PARTIAL") and f"`{next(iter(planted))}`" in line(tmp_path)
 

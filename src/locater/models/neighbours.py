@@ -23,7 +23,7 @@ BEHIND = re.compile(
     r"|embed_positions$|proj_(weight|bias)$"
 )
 MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: four dimensions, or the number behind it
-# Words that mean a term of the logits wherever in a layer they stand.
+# Words that mean a term of the logits wherever in a layer, or beside all layers, they stand.
 TELLING = re.compile(
     r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias|temperature"
     r"|pos(ition)?_bias|attention_rotation|(^|[._])(qk|q|k)_(shift|scale|gain|temp)"
@@ -66,7 +66,8 @@ def unknown_neighbours(around: Surroundings, tensors: Tensors) -> list[str]:
 
     def may_act(name: str) -> bool:
         if (inner := around.inside(name)) is None:
-            return TELLING.search(name) is not None and any(outer in around.layers for outer in outer_modules(name))
+            is_near = LAYER.search(name) is None or any(outer in around.layers for outer in outer_modules(name))
+            return is_near and TELLING.search(name) is not None
         is_mask = MASK.search(inner) is not None and len(tensors.shape(name)) in (0, 4)
         return not is_mask and not BEHIND.match(inner)
 
