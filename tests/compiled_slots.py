@@ -6,7 +6,7 @@ Attached before and after compiling; taken off, the compiled model computes what
 import torch
 
 from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, SoftCap, ZLoss
-from locater_lab.rivals import AlphaDecay, SpectralNorm
+from locater_lab.rivals import SpectralNorm
 from stabiliser_models import TOKENS, llama
 
 KINDS = {
@@ -17,7 +17,6 @@ KINDS = {
     "entropy": lambda model: EntropyBonus(model, weight=1.0),
     "locater": lambda model: LocAteR(model, strength=1e-2),
     "qk-decay": lambda model: QKDecay(model, decay=0.1),
-    "alpha-decay": lambda model: AlphaDecay(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
     "sigma-reparam": lambda model: SigmaReparam(model.eval()),
     "spectral-norm": lambda model: SpectralNorm(model.eval()),
 }

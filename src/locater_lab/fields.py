@@ -34,9 +34,6 @@ def check_fields(options: Any) -> None:
             raise refusal(f"{one.name} to be {', or '.join(said)}", repr(value))
 
 
-WALK = "random-walk"
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """Choice of the data, and its way to tokens."""
@@ -44,15 +41,12 @@ class DataOptions:
     data: str = option(
         "embedded",
         "A text file or folder (train.txt and valid.txt, or any text), wikitext-2 (downloaded), embedded (Python's own "
-        "documentation), auto (wikitext-2 if it can be had, else embedded), or random-walk.",
+        "documentation), or auto (wikitext-2 if it can be had, else embedded).",
     )
     tokenizer: Literal["words", "bpe"] = option("bpe", "Words between whitespace, or byte pairs.")
     bpe_size: int = option(4096, "Number of byte-pair tokens.")
-    walk_width: int = option(16, "Dimensions of the random walk.")
 
     def __post_init__(self):
         check_fields(self)
         if self.bpe_size < 257:
             raise refusal("at least 257 byte-pair tokens, one for every byte and one more", self.bpe_size)
-        if self.walk_width < 1:
-            raise refusal("a walk of at least one dimension", self.walk_width)

@@ -24,7 +24,7 @@ from locater.stabilisers import (
     Stabiliser,
     ZLoss,
 )
-from locater_lab.rivals import AlphaDecay, SpectralNorm
+from locater_lab.rivals import SpectralNorm
 from locater_lab.train.parts import MuonWithAdamW
 
 STEPS, TOLERANCE = 3, 1e-9
@@ -49,7 +49,6 @@ RIVALS = {
     "SigmaReparam": Rival(lambda model: SigmaReparam(model)),
     "SpectralNorm": Rival(lambda model: SpectralNorm(model)),
     "QKDecay": Rival(lambda model, optimizer: QKDecay(model, decay=3.0, optimizer=optimizer), early=False),
-    "AlphaDecay": Rival(lambda model, optimizer: AlphaDecay(model, optimizer=optimizer, every=2), early=False),
     "auto, decoupled": Rival(
         lambda model, optimizer: LocAteR(model, strength="auto", optimizer=optimizer), early=False
     ),

@@ -11,7 +11,7 @@ import torch
 
 from locater.errors import Refusal
 from locater_lab.data import sources
-from locater_lab.data.batches import Walks, WindowBatches
+from locater_lab.data.batches import WindowBatches, draws
 from locater_lab.data.sources import open_data
 from locater_lab.data.text import Corpus, download, held_out, read_corpus
 from locater_lab.data.vocabulary import BytePairs, Words, load_vocabulary
@@ -149,18 +149,6 @@ def test_validation_windows_are_in_order():
     assert x[:, 0].tolist() == [10, 20] and y[:, -1].tolist() == [20, 30]
 
 
-def test_walks_have_white_steps_and_the_next_point_as_target():
-    data = Walks(width=3, length=8, seed=0)
-    walk, target = data.training(0, 4000)
-    steps = torch.cat([walk, target[:, None]], 1).diff(dim=1, prepend=torch.zeros(4000, 1, 3)).double()
-    assert steps.shape == (4000, 9, 3)
-    covariance = steps.flatten(0, 1).T.cov()
-    torch.testing.assert_close(covariance, torch.eye(3, dtype=torch.float64), atol=0.03, rtol=0)
-    assert (steps[:, 0] * steps[:, 5]).mean().abs() < 0.03
-    assert torch.equal(data.training(7, 2)[0], walk[7:9])
-    assert not torch.equal(data.validation(0, 2)[0], walk[:2])
-
-
 def test_a_folder_with_parts_uses_them_and_any_other_is_cut(tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -187,8 +175,8 @@ def test_a_line_that_is_far_from_the_end_is_no_place_to_cut():
 
 
 def test_numbers_of_large_seeds_differ():
-    walks = Walks(2, 3, 2**63 + 5).validation(0, 3)[0]
-    assert not walks[0].equal(walks[1]) and not walks.equal(Walks(2, 3, 2**63 + 6).validation(0, 3)[0])
+    numbers = {(seed, number): draws(seed, number).random() for seed in (2**63 + 5, 2**63 + 6) for number in range(3)}
+    assert len(set(numbers.values())) == 6
 
 
 def test_a_text_without_lines_is_cut_too():

@@ -15,7 +15,7 @@ from locater.errors import Refusal
 from locater.models import live as modules
 from locater.scanning.scan import scan
 from locater.stabilisers import Constant, LocAteR, Projected
-from locater_lab.train.model import LanguageModel, WalkModel, WalkShape, linear_cross_entropy
+from locater_lab.train.model import LanguageModel, linear_cross_entropy
 from locater_lab.train.shape import SHAPES, Shape
 
 pytestmark = pytest.mark.quick
@@ -215,15 +215,6 @@ def test_stabilisers_hold_its_heads():
     assert len(rows) == 8
     for row in rows:
         assert row.trace / row.temperature == pytest.approx(0.5, abs=1e-4)
-
-
-def test_the_walks_model_is_read_too():
-    model = WalkModel(WalkShape(d_model=8, context=10))
-    walk = torch.randn(3, 10, 8).cumsum(1)
-    ((head,),) = (layer.heads for layer in modules.open_live(model).layers())
-    expected = head.logits(walk[:, -1:], walk)[:, 0]
-    torch.testing.assert_close(model.layers[0].attention.logits(walk), expected)
-    assert model(walk).shape == (3, 8)
 
 
 def test_what_cannot_be_a_model_is_refused():

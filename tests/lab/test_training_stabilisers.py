@@ -235,7 +235,6 @@ BAD = {
     "both": ("--set stabiliser=soft-cap --strength 1", "leave them out with stabiliser=soft-cap"),
     "decay": ("--set stabiliser=soft-cap --set qk_decay=1", "leave out stabiliser, or qk_decay"),
     "nameless": ("--set stabiliser_options=cap=3", "name one"),
-    "walk": ("--data random-walk --set stabiliser=qk-norm", "calls no attention kernel"),
 }
 
 

@@ -147,10 +147,8 @@ ATTACHED = {
     "SpectralNorm": rivals.SpectralNorm,
     "ZLoss": lambda model: stabilisers.ZLoss(model, weight=1e-3),
     "EntropyBonus": lambda model: stabilisers.EntropyBonus(model, weight=1e-3),
-    "AlphaDecay": lambda model: rivals.AlphaDecay(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
     "QKDecay": lambda model: stabilisers.QKDecay(model, decay=0.1),
     "SpectralInitialisation": lambda model: rivals.SpectralInitialisation(model, xi=0.5, eta=2.0),
-    "MimeticInitialisation": rivals.MimeticInitialisation,
 }
 QUICK = {"Fused", "Grouped", "Alibi", "Bare", "llama", "glm4", "LocAteR", "SoftCap", "DoRA on Fused"}
 

@@ -11,7 +11,7 @@ import hand_written as own
 from locater import Live, heads
 from locater.models.registry import is_in_tables
 from locater.stabilisers import EntropyBonus, LocAteR, QKClip, QKDecay, QKNorm, SigmaReparam, SoftCap, ZLoss
-from locater_lab.rivals import AlphaDecay, MimeticInitialisation, SpectralInitialisation, SpectralNorm
+from locater_lab.rivals import SpectralInitialisation, SpectralNorm
 from stabiliser_models import ernie, gpt2, llama
 
 TOKENS = own.TOKENS
@@ -33,7 +33,6 @@ KINDS = {
 STABILISERS = {
     "locater": lambda model, optimizer, how: LocAteR(model, strength=1e-2, optimizer=optimizer, **how),
     "qk-decay": lambda model, optimizer, how: QKDecay(model, decay=1.0, optimizer=optimizer, **how),
-    "alpha-decay": lambda model, optimizer, how: AlphaDecay(model, optimizer=optimizer),
     "qk-clip": lambda model, optimizer, how: QKClip(model, threshold=1e-3, **how),
     "qk-norm": lambda model, optimizer, how: QKNorm(model, **how),
     "soft-cap": lambda model, optimizer, how: SoftCap(model, cap=0.01, **how),
@@ -102,7 +101,6 @@ WRITING = {
     "clip": lambda model, how: QKClip(model, threshold=1.0, **how),
     "decay": lambda model, how: QKDecay(model, decay=1.0, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), **how),
     "initialise": lambda model, how: SpectralInitialisation(model, xi=0.5, eta=0.3, **how),
-    "initialise ": lambda model, how: MimeticInitialisation(model, **how),
 }
 
 
@@ -110,7 +108,7 @@ WRITING = {
 def test_what_writes_into_weights_refuses_computed_ones(what):
     """It would write into a copy, and nothing would come of it."""
     model, how = grown("fused", adapted=True)
-    with pytest.raises(ValueError, match=f"plain parameters to {what.strip()}, got computed weights in"):
+    with pytest.raises(ValueError, match=f"plain parameters to {what}, got computed weights in"):
         WRITING[what](model, how)
     QKClip(model, threshold=1.0, log_only=True, **how).detach()
 

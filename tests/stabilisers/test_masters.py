@@ -13,7 +13,6 @@ from locater.monitor import RollBack
 from locater.monitor.actions import Event, OwnLoop
 from locater.monitor.report import Report
 from locater.stabilisers import LocAteR, Projected, QKClip, QKDecay
-from locater_lab.rivals import AlphaDecay
 from master_weights import SEEN, Hidden, InState, plain
 from stabiliser_models import TOKENS, gpt2, llama
 
@@ -62,7 +61,6 @@ ARMS = {
     "LocAteR": (norms, lambda model, optimizer: LocAteR(model, strength=1.0, optimizer=optimizer)),
     "LocAteR, auto": (norms, lambda model, optimizer: LocAteR(model, strength="auto", optimizer=optimizer)),
     "QKDecay": (norms, lambda model, optimizer: QKDecay(model, decay=8.0, optimizer=optimizer)),
-    "AlphaDecay": (norms, lambda model, optimizer: AlphaDecay(model, decay=8.0, optimizer=optimizer)),
     "Projected": (traces, lambda model, optimizer: LocAteR(model, strength=0.0, mean=Projected())),
     "Projected, decoupled": (
         traces,

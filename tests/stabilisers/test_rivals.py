@@ -27,7 +27,7 @@ from locater.stabilisers import (
     Stabiliser,
     ZLoss,
 )
-from locater_lab.rivals import MimeticInitialisation, SpectralInitialisation, SpectralNorm
+from locater_lab.rivals import SpectralInitialisation, SpectralNorm
 from stabiliser_models import MODELS, TOKENS, Encoder, OwnAttention, gpt2, llama, outputs
 
 RIVALS = {
@@ -325,33 +325,6 @@ def test_decay_in_the_loss_and_decoupled_agree_for_plain_descent(name):
         torch.testing.assert_close(one, two)
     with pytest.raises(Refusal, match="owns"):
         QKDecay(other, decay=0.5, optimizer=torch.optim.SGD(gpt2().parameters(), lr=0.1)).step()
-
-
-def test_mimetic_heads_look_like_the_identity():
-    model = llama(num_key_value_heads=4).double()
-    MimeticInitialisation(model, identity=0.7, noise=0.0)
-    for layer in open_live(model).layers():
-        for head in layer.heads:
-            w = (head.key.weight.mT @ head.query.weight).detach()
-            values = torch.linalg.eigvalsh((w + w.mT) / 2)
-            torch.testing.assert_close(values[-8:], torch.full((8,), 0.7).double(), rtol=1e-5, atol=0)
-    with_noise = llama(num_key_value_heads=4).double()
-    MimeticInitialisation(with_noise, generator=torch.Generator().manual_seed(3))
-    heads = [head for layer in open_live(with_noise).layers() for head in layer.heads]
-    assert all(float(moments(head.query.weight, head.key.weight).xi.detach()) > 0.3 for head in heads)
-
-
-def test_mimetic_factors_are_the_best_of_their_rank():
-    from locater_lab.rivals import factors, noisy_identity
-
-    wanted = noisy_identity(1, 12, 0.7, 0.7).double()
-    query, key = factors(wanted, 5)
-    left, values, right = torch.linalg.svd(wanted[0])
-    torch.testing.assert_close(key.mT @ query[0], (left[:, :5] * values[:5]) @ right[:5])
-    value, output = nn.Linear(12, 12, bias=False).double(), nn.Linear(12, 12, bias=False).double()
-    MimeticInitialisation(llama(), values=[(value, output)])
-    product = (output.weight @ value.weight).detach()
-    assert float(torch.trace(product)) / 12 == pytest.approx(-0.4, abs=0.2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "torch"])

@@ -1,4 +1,4 @@
-"""`strength="auto"`: the share that it states, found in any loop, kept over a stop; and AlphaDecay."""
+"""`strength="auto"`: the share that it states, found in any loop, kept over a stop."""
 
 import math
 
@@ -8,7 +8,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from locater.stabilisers import Auto, LocAteR
 from locater.stabilisers.strength import SHARE, STEPS
-from locater_lab.rivals import AlphaDecay, tail_index
 
 pytestmark = pytest.mark.quick
 
@@ -191,43 +190,6 @@ def test_detached_it_leaves_no_ear_behind():
     model = make()
     LocAteR(model, strength="auto").detach()
     assert all(not one._post_accumulate_grad_hooks for one in model.parameters())
-
-
-def test_the_tail_index_is_hills():
-    torch.manual_seed(0)
-    weight = torch.randn(20, 33)
-    values = torch.linalg.svdvals(weight.double()).square().flip(0)  # ascending
-    tail = values[10:]
-    assert tail_index(weight) == pytest.approx(1 + 10 / float((tail / tail[0]).log().sum()), rel=1e-5)
-    assert tail_index(weight.mT) == pytest.approx(tail_index(weight))
-    pareto = torch.rand(1000, dtype=torch.float64) ** (-1 / 1.5)  # a tail of density x^(−2.5)
-    assert tail_index(torch.diag(pareto.sqrt())) == pytest.approx(2.5, abs=0.15)
-
-
-def test_alpha_decay_takes_more_off_lighter_tails_and_resumes():
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = AlphaDecay(model, optimizer=optimizer, decay=0.5, lowest=0.5, highest=2.0, every=2)
-    weights = [module.weight for _, module, _ in own.places]
-    assert len(weights) == 8 and not any(weight is model.transformer.wte.weight for weight in weights)
-    indices = torch.tensor([tail_index(weight.detach()) for weight in weights])
-    before = [weight.detach().clone() for weight in weights]
-    own.step()
-    shares = [float((1 - (weight / old).mean()) / 0.05) for weight, old in zip(weights, before, strict=True)]
-    order = sorted(range(8), key=lambda n: indices[n])
-    assert shares[order[0]] == pytest.approx(0.5, abs=1e-3) and shares[order[-1]] == pytest.approx(2.0, abs=1e-3)
-    assert [shares[n] for n in order] == sorted(shares)
-    other = AlphaDecay(model, optimizer=optimizer, decay=0.5, lowest=0.5, highest=2.0, every=2)
-    with torch.no_grad():
-        weights[0].copy_(torch.randn_like(weights[0]))
-    other.load_state_dict(own.state_dict())
-    assert other.shares() == own.shares() and other.steps == 1
-    own.step()
-    assert own.shares() == other.shares()  # not measured yet
-    own.step()
-    assert own.shares() != other.shares()
-    with pytest.raises(ValueError, match="at most once in a step"):
-        AlphaDecay(model, optimizer=optimizer, every=0)
 
 
 def chosen(*, by_closure: bool, late: bool) -> float:

@@ -4,7 +4,6 @@ The fields of the config's dataclasses are options by `--set NAME=VALUE`, each d
 """
 
 import shlex
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +16,7 @@ from locater.cli.output import FittedTable, aside, console_for, table
 from locater.errors import BadArguments
 from locater.records import Json
 
-from ..fields import WALK
 from ..train.config import PRESETS, Config, make_config
-from ..train.shape import Shape
 
 if TYPE_CHECKING:
     from ..train.run import Outcome
@@ -62,7 +59,7 @@ DataPlace = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="A text file or folder, wikitext-2, embedded (Python's documentation), auto, or random-walk.",
+        help="A text file or folder, wikitext-2, embedded (Python's documentation), or auto.",
     ),
 ]
 
@@ -131,9 +128,7 @@ def _chosen(preset: str | None, file: Path | None, flags: Json) -> Config:
     from ..train.config_file import read_file
 
     named, values = (None, {}) if file is None else read_file(file)
-    config = make_config(preset or named or DEFAULT, **(values | flags))
-    _check_walk(config, flags)
-    return config
+    return make_config(preset or named or DEFAULT, **(values | flags))
 
 
 def _print(config: Config | None, resume: Path | None) -> None:
@@ -148,17 +143,6 @@ def _print(config: Config | None, resume: Path | None) -> None:
     print(to_yaml(config), end="")
 
 
-def _check_walk(config: Config, given: Json) -> None:
-    """The theory's own model has a width and a length, no kernel, and nothing else to choose."""
-    if config.data.data != WALK:
-        return
-    if ignored := sorted(given.keys() & {one.name for one in fields(Shape)} - {"context"}):
-        named = ", ".join(ignored)
-        raise BadArguments(f"--data {WALK} trains one head of walk_width and context: leave out {named}")
-    if config.stabiliser.method.in_forward:
-        raise BadArguments(f"--data {WALK} calls no attention kernel for stabiliser={config.stabiliser.name} to act on")
-
-
 def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
     """Print the outcome, and the next commands."""
     from locater.records import write_json
@@ -171,8 +155,6 @@ def _report(console: Console, outcome: "Outcome", json: Path | None) -> None:
             console.print(f"validation {name} {row[name]:.4f} (step {row['step']})")
     if row.get("heads"):
         console.print(_heads(row["heads"]))
-    if "propagation" in row:
-        console.print(_propagation(row["propagation"]))
     model = shlex.quote(str(outcome.folder / "model"))
     console.print(escape(f"model: {model} (locater scan {model})"), soft_wrap=True)
     if not outcome.is_done:
@@ -192,18 +174,3 @@ def _heads(rows: list[Json]) -> FittedTable:
         ]
         body.append([f"{row['layer']}.{row['head']}", *(f"{number:.3f}" for number in numbers), row["regime"]])
     return table(["head", *columns, "regime"], body, words=["regime"])
-
-
-def _propagation(found: dict[str, list[float]]) -> FittedTable:
-    """Some positions of the walk: how often a gradient passed, and what the theory says."""
-    length = len(found["measured"])
-    positions = sorted({round(1 + (length - 1) * n / 7) for n in range(8)})
-    body = [
-        [
-            str(t),
-            f"{found['measured'][t - 1]:.3f} ± {found['standard_error'][t - 1]:.3f}",
-            *(f"{found[name][t - 1]:.3f}" for name in ("exact", "closed")),
-        ]
-        for t in positions
-    ]
-    return table(["t", "gradient passes", "exact ρ", "closed ρ"], body)

@@ -1,1 +1,1 @@
-"""Text to tokens to batches that are a pure function of the step; and the random walk of the theory."""
+"""Text to tokens to batches that are a pure function of the step."""

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from locater.errors import refusal
@@ -86,29 +86,3 @@ class WindowBatches:
         windows = numpy.stack([tokens[start : start + self.length + 1] for start in starts]).astype(numpy.int64)
         found = torch.from_numpy(windows)
         return found[:, :-1], found[:, 1:]
-
-
-@dataclass(frozen=True)
-class Walks:
-    """Gaussian random walks x_t = ε_1 + … + ε_t with white steps; the target is x_{T+1}."""
-
-    width: int
-    length: int
-    seed: int
-    num_training: int = 10_000  # endless: an epoch is only a unit
-    num_validation: int = 512
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self.length
-
-    def training(self, first: int, count: int) -> tuple[Float[Tensor, "count length d"], Float[Tensor, "count d"]]:
-        shape = (self.length + 1, self.width)
-        steps = [
-            draws(self.seed, number).standard_normal(shape, numpy.float32) for number in range(first, first + count)
-        ]
-        walks = torch.from_numpy(numpy.stack(steps)).cumsum(1)
-        return walks[:, :-1], walks[:, -1]
-
-    def validation(self, first: int, count: int) -> tuple[Float[Tensor, "count length d"], Float[Tensor, "count d"]]:
-        return self.training(FAR + first, count)

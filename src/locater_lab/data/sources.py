@@ -15,9 +15,9 @@ import numpy
 from locater.errors import Refusal, failed, refusal
 from locater.records import cache_folder, write
 
-from ..fields import WALK, DataOptions
+from ..fields import DataOptions
 from . import vocabulary
-from .batches import Batches, Walks, WindowBatches
+from .batches import Batches, WindowBatches
 from .text import WIKITEXT, Corpus, download, held_out, read_corpus, read_text
 from .vocabulary import BytePairs, Vocabulary, Words
 
@@ -39,7 +39,7 @@ class TokenData:
 
 @dataclass(frozen=True)
 class Data:
-    """Batches, the tokens behind them (none for walks), and the options with `auto` decided."""
+    """Batches, the tokens behind them (none for made-up texts), and the options with `auto` decided."""
 
     options: DataOptions
     batches: Batches
@@ -47,13 +47,12 @@ class Data:
 
     @property
     def identity(self) -> str:
-        return self.tokens.identity if self.tokens else WALK
+        assert self.tokens is not None
+        return self.tokens.identity
 
 
 def open_data(options: DataOptions, *, length: int, seed: int, say: Say = lambda sentence: None) -> Data:
     """Read and tokenise. `say` hears what the user should know, such as a fall-back."""
-    if options.data == WALK:
-        return Data(options, Walks(options.walk_width, length, seed), None)
     options, corpus = _corpus(options, say)
     tokens = tokenise(corpus, options)
     return Data(options, WindowBatches(tokens.train, tokens.valid, length, seed), tokens)

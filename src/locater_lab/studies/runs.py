@@ -48,7 +48,7 @@ QUANTITIES = {
         "tr W²/λ²", _over_heads(lambda head: head["trace_of_square"] / head["temperature"] ** 2)
     ),
 }
-# What arms are ordered by: the first of these that any has; a random walk has no perplexity.
+# What arms are ordered by: the first of these that any has.
 SCORES = ("perplexity", "loss")
 STRETCHES = 32  # of a training curve: more are noise
 Place = tuple[int, int]  # of a head: its layer, its number

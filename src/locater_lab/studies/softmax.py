@@ -46,11 +46,8 @@ def measure(point: Point, place: Path) -> Json:
     true = true_profile(matrix, length=length, num_walks=walks, generator=generator)
     return {
         "distance": float(distance.mean),
-        "distance_error": float(distance.standard_error),
         "regime": regimes.classify(clipped),
         "softmax_regime": regimes.classify(true),
-        "late": float(lateness(clipped)),
-        "softmax_late": float(lateness(true)),
     }
 
 
@@ -61,13 +58,6 @@ def true_profile(matrix: torch.Tensor, *, length: int, num_walks: int, generator
     p = logits.softmax(-1)
     uniform = (1 - 1 / length) / length
     return (p * (1 - p) >= TAKES_PART * uniform).double().mean(0)
-
-
-def lateness(profile: torch.Tensor) -> torch.Tensor:
-    """Centre of the profile's mass: 0 at the first token, 1 at the last, ½ for a uniform one and for none at all."""
-    positions = torch.linspace(0, 1, len(profile), dtype=profile.dtype)
-    total = profile.sum()
-    return (profile * positions).sum() / total if total > 0 else torch.tensor(0.5)
 
 
 SCALES: dict[str, Callable[[Json], float]] = {

@@ -97,21 +97,6 @@ def spearman_estimate(x: Sequence[float], y: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(value, low, high, p, len(x))
 
 
-def wilson(count: float, total: float) -> tuple[float, float]:
-    """The interval of a share (Wilson 1927).
-
-    >>> [round(end, 2) for end in wilson(9, 10)]
-    [0.6, 0.98]
-    """
-    if not total:
-        return 0.0, 1.0
-    from scipy.stats import norm
-
-    z, share = float(norm.ppf((1 + LEVEL) / 2)), count / total
-    middle, half = share + z**2 / (2 * total), z * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    return (middle - half) / (1 + z**2 / total), (middle + half) / (1 + z**2 / total)
-
-
 def holm(estimates: Mapping[str, MeanEstimate]) -> dict[str, MeanEstimate]:
     """Each with p adjusted for how many were compared (Holm 1979), beside the interval as it was.
 

@@ -54,7 +54,7 @@ def result_of_run(folder: Path, *, is_done: bool = True) -> Json:
         try:
             found[name] = quantity.read(last)
         except (KeyError, ArithmeticError):
-            continue  # a random walk has no perplexity, an exploded head no spectrum
+            continue  # an exploded head has no spectrum
     weights = folder / run.MODEL
     return found | ({"directions": directions(load(weights))} if weights.exists() else {})
 

@@ -7,7 +7,6 @@ ids needs a margin beyond its rule, which the other models choose; a model is ju
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from locater.behaviour import VOCABULARY, MeanAttention, Word
 from locater.records import Json
@@ -26,16 +25,14 @@ UNSAID = {
     "repeats (induction)": f"mass after the earlier copy ≥ {UNSAID_LIMIT:g}, random ids twice",
     "repeats, in text": f"the same ≥ {UNSAID_LIMIT:g}, text twice",
 }
-HOT, COLD = 5.0, 20.0  # times the median of η/λ, and its fraction, beyond which a scan once warned
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One head: its attention on two halves of a text and on random ids, and its η/λ over the model's median."""
+    """One head: its attention on two halves of a text and on random ids."""
 
     halves: tuple[MeanAttention, MeanAttention]
     ids: MeanAttention
-    scale: float
 
     @property
     def text(self) -> MeanAttention:
@@ -72,14 +69,12 @@ def _counts(judged: Judged) -> tuple[int, int, int, int]:
 
 def read_words(document: Json) -> dict[str, list[Measured]]:
     """The kept rows of runs/studies/words.json, model by model."""
-    models = {}
-    for name, kept in document["models"].items():
-        usual = median(row[6] for row in kept["heads"])
-        models[name] = [
-            Measured((MeanAttention(*row[3]), MeanAttention(*row[4])), MeanAttention(*row[5]), row[6] / usual)
-            for row in kept["heads"]
+    return {
+        name: [
+            Measured((MeanAttention(*row[3]), MeanAttention(*row[4])), MeanAttention(*row[5])) for row in kept["heads"]
         ]
-    return models
+        for name, kept in document["models"].items()
+    }
 
 
 def judge(word: Word, heads: Sequence[Measured], source: str, *, margin: float = 0.0) -> Judged:
@@ -139,7 +134,7 @@ def words_page(document: Json) -> str:
     """The tables of docs/evidence.md."""
     models = read_words(document)
     by_model = [models_table(models, source) for source in SOURCES]
-    return "\n\n".join([words_table(models), *by_model, base_line(models), warnings_table(models)])
+    return "\n\n".join([words_table(models), *by_model, base_line(models)])
 
 
 def words_table(models: Models) -> str:
@@ -219,19 +214,3 @@ def _with_interval(judged: Mapping[str, Judged]) -> str:
 
 def _share(judged: Judged) -> str:
     return f"{judged.right} of {judged.said}" if judged.said else "–"
-
-
-def warnings_table(models: Models) -> str:
-    """Heads that a scan once warned of by their scale, and for how many the warning was right."""
-    words = {word.name: word for word in VOCABULARY}
-    kinds = {
-        f"η/λ above {HOT:g} times the median": (lambda scale: scale > HOT, words["one token"]),
-        f"η/λ below a {COLD:.0f}th of the median": (lambda scale: scale * COLD < 1, words["broad"]),
-    }
-    lines = ["| warning that is gone | right if the head is | heads | right | base rate |", "|---|---|---|---|---|"]
-    every = [head for heads in models.values() for head in heads]
-    for name, (is_met, word) in kinds.items():
-        warned = [head for head in every if is_met(head.scale)]
-        right, holds = (sum(word.holds(head.text) for head in heads) for heads in (warned, every))
-        lines.append(f"| {name} | {word.name} | {len(warned)} | {right} | {holds / len(every):.0%} |")
-    return "\n".join(lines)

@@ -200,8 +200,11 @@ GROUPS: dict[str, type] = {
 }
 
 
+GONE = ("model_type", "walk_width")  # of older configs: nothing depends on them
+
+
 def _group(kind: type, values: Json) -> Any:
-    return kind(**{name: value for name, value in values.items() if name != "model_type"})
+    return kind(**{name: value for name, value in values.items() if name not in GONE})
 
 
 PRESETS = {

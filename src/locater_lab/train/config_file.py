@@ -15,7 +15,7 @@ from locater.records import Json
 
 from ..fields import choices_of
 from .checksums import SEAL
-from .config import GROUPS, PRESETS, Config
+from .config import GONE, GROUPS, PRESETS, Config
 from .methods import METHODS, WORDS, written
 
 HEADING = "# locater train --config FILE reads this; what is left out is the preset's, --set goes before the file.\n"
@@ -94,7 +94,7 @@ def read_file(path: Path) -> tuple[str | None, Json]:
         found: Json = {}
         for name, value in document.items():
             values = value if name in GROUPS and isinstance(value, dict) else {name: value}
-            found |= {known_field(str(one)): each for one, each in values.items() if one != "model_type"}
+            found |= {known_field(str(one)): each for one, each in values.items() if one not in GONE}
         return preset, {name: typed(name, value) for name, value in found.items()}
 
 

@@ -18,9 +18,9 @@ from ..data import vocabulary
 from ..data.vocabulary import Vocabulary
 from .config import StabiliserOptions
 from .methods import written
-from .model import LanguageModel, WalkModel
+from .model import LanguageModel
 from .parts import attach
-from .shape import Shape, WalkShape
+from .shape import Shape
 
 # Of a stabiliser that goes with the model: without it the weights would compute something else.
 NAME, OPTIONS = "stabiliser", "stabiliser_options"
@@ -62,16 +62,12 @@ def model_settings(model: nn.Module, stabiliser: StabiliserOptions | None = None
     return document
 
 
-def load(folder: Path) -> LanguageModel | WalkModel:
+def load(folder: Path) -> LanguageModel:
     """Load what `export` wrote, or a checkpoint of a run, ready for inference, with the stabiliser that stays."""
     with as_written(folder / "config.json"):
         document = read_json(folder / "config.json")
         stays = StabiliserOptions(stabiliser=document.pop(NAME, ""), stabiliser_options=document.pop(OPTIONS, ""))
-        if document["positions"] == "none":
-            del document["model_type"]
-            model: LanguageModel | WalkModel = WalkModel(WalkShape(**document))
-        else:
-            model = LanguageModel(Shape.from_dict(document))
+        model = LanguageModel(Shape.from_dict(document))
         attach(model, stays)
     with checkpoints.open(folder) as stored:
         missing, unexpected = model.load_state_dict({name: stored.read(name) for name in stored.names}, strict=False)

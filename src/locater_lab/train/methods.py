@@ -143,25 +143,6 @@ METHODS: dict[str, Method] = {
         {"decay": Setting(float, "Share of a weight taken off, times the learning rate.")},
         takes_optimizer=True,
     ),
-    "alpha-decay": Method(
-        "AlphaDecay",
-        "Weight decay of linear layers by the tail of their spectrum; give weight_decay=0.",
-        {
-            "decay": Setting(float, "Share of a weight taken off, times the learning rate."),
-            "lowest": Setting(float, "What multiplies it for the heaviest tail."),
-            "highest": Setting(float, "What multiplies it for the lightest tail."),
-            "every": Setting(int, "Steps between two looks at the spectra."),
-        },
-        takes_optimizer=True,
-    ),
-    "mimetic-initialisation": Method(
-        "MimeticInitialisation",
-        "Start from W ≈ noise·Z + identity·I.",
-        {
-            "identity": Setting(float, "Share of the identity."),
-            "noise": Setting(float, "Share of the noise Z, of variance 1/d."),
-        },
-    ),
     "spectral-initialisation": Method(
         "SpectralInitialisation",
         "Start every head from a chosen ξ and η.",

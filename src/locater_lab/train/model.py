@@ -1,4 +1,4 @@
-"""A small transformer language model, readable top to bottom, and the one-head predictor of the paper's theory.
+"""A small transformer language model, readable top to bottom.
 
 Attention goes through `scaled_dot_product_attention`, which is the slot that stabilisers and monitors attach to.
 """
@@ -14,9 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from locater.errors import refusal
-from locater.theory.monte_carlo import clipped_linear
 
-from .shape import Shape, WalkShape
+from .shape import Shape
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
@@ -252,44 +251,3 @@ class LanguageModel(nn.Module):
         if targets is None:
             return self.output(x)
         return linear_cross_entropy(x.flatten(0, 1), self.output.weight, targets.flatten())
-
-
-class WalkHead(nn.Module):
-    """One head that looks at the whole walk from its last point, through the clipped linear softmax."""
-
-    def __init__(self, shape: WalkShape) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(shape.d_model, shape.d_model, bias=False) for _ in range(3))
-
-    def logits(self, walk: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch tokens"]:
-        query = self.query(walk[:, -1:])
-        return (query @ self.key(walk).mT)[:, 0] / math.sqrt(query.shape[-1])
-
-    def forward(self, walk: Float[Tensor, "batch tokens d_model"]) -> Float[Tensor, "batch d_model"]:
-        attention = clipped_linear(self.logits(walk))
-        return self.value((attention[:, None] @ walk)[:, 0])
-
-
-class WalkLayer(nn.Module):
-    """Holds the head under the name that it has in a language model."""
-
-    def __init__(self, shape: WalkShape) -> None:
-        super().__init__()
-        self.attention = WalkHead(shape)
-
-
-class WalkModel(nn.Module):
-    """x_1 … x_T to a prediction of x_{T+1}, or with `targets` to the mean squared error per dimension."""
-
-    def __init__(self, shape: WalkShape) -> None:
-        super().__init__()
-        self.config = shape
-        self.layers = nn.ModuleList([WalkLayer(shape)])
-
-    def forward(
-        self, walk: Float[Tensor, "batch tokens d_model"], targets: Float[Tensor, "batch d_model"] | None = None
-    ) -> Float[Tensor, "..."]:
-        layer = self.layers[0]
-        assert isinstance(layer, WalkLayer)
-        predicted = layer.attention(walk)
-        return predicted if targets is None else functional.mse_loss(predicted, targets)

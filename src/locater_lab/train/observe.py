@@ -1,11 +1,9 @@
-"""Observations of a validation besides the loss: each head's spectrum and attention, and the similarity of tokens;
-on random walks, how often a gradient passes token t, against ρ_t.
-"""
+"""Observations of a validation besides the loss: each head's spectrum and attention, and the similarity of tokens."""
 
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -19,13 +17,10 @@ from locater.models.live.tensors import unwrap
 from locater.projections import whole
 from locater.records import Json
 from locater.scanning.scan import scan
-from locater.theory import closed_form, exact
-from locater.theory.monte_carlo import clipped_linear
 
-from ..data.batches import Batches
 from ..data.sources import Data
 from .config import Config, StabiliserOptions
-from .model import LanguageModel, WalkHead, WalkModel
+from .model import LanguageModel
 from .parts import attach
 from .processes import Processes, reshard
 from .store import tensors_of
@@ -56,9 +51,6 @@ def validate(model: nn.Module, config: Config, data: Data, processes: Processes,
         row["heads"] = finite([{**head, **seen} for head, seen in zip(heads, observed, strict=True)])
         row["entropy"] = sum(head["normalised_entropy"] for head in observed) / len(observed)
         row["layers"] = layers
-    elif isinstance(plain, WalkModel):
-        row["heads"] = finite(spectra(plain, length=config.shape.context))
-        row["propagation"] = propagation(plain, data.batches)
     model.train(was_training)
     return row
 
@@ -91,14 +83,13 @@ def plain_copy(model: nn.Module, processes: Processes, stabiliser: StabiliserOpt
     if not processes.is_first:
         return None
     # FSDP has put a class of its own in front of ours.
-    copy = LanguageModel(module.config) if isinstance(module, LanguageModel) else WalkModel(module.config)  # type: ignore
+    copy = LanguageModel(module.config)  # type: ignore
     attach(copy, stabiliser)
     missing, unexpected = copy.load_state_dict(gathered, strict=False)
     assert set(missing) <= {"output.weight"} and not unexpected, "only a tied weight has no name of its own"
     return copy.train(module.training)
 
 
-WALKS_AT_ONCE = 256
 SPECTRUM = (
     "trace",
     "trace_of_square",
@@ -121,7 +112,7 @@ def spectra(model: nn.Module, *, length: int) -> list[Json]:
     return [{"layer": row.layer, "head": row.head} | {name: getattr(row, name) for name in SPECTRUM} for row in rows]
 
 
-def directions(model: LanguageModel | WalkModel) -> float:
+def directions(model: LanguageModel) -> float:
     """(Σσ²)²/Σσ⁴ of W's singular values, which counts them; the mean over heads."""
     counts = []
     for layer in model.layers:
@@ -173,36 +164,3 @@ def finite(rows: list[Json]) -> list[Json]:
         {name: value for name, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
         for row in rows
     ]
-
-
-@torch.enable_grad()
-def passes(logits: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-    """1 where the derivative of S(ω)_t by its own logit is not zero, by autograd through the clipped softmax."""
-    deviation = logits.detach().clone().requires_grad_()
-    found = clipped_linear(deviation)
-    total = torch.zeros_like(logits)
-    for t in range(logits.shape[1]):
-        (gradient,) = torch.autograd.grad(found[:, t].sum(), deviation, retain_graph=True)
-        total[:, t] = (gradient[:, t] != 0).to(total)
-    return total
-
-
-def propagation(model: WalkModel, batches: Batches, *, num_walks: int = 512) -> dict[str, list[float]]:
-    """Measured share per position with its standard error, and ρ_t by the closed form and exactly."""
-    layer = model.layers[0]
-    head = layer.attention
-    assert isinstance(head, WalkHead)
-    shares = []
-    with torch.no_grad():
-        for first in range(0, num_walks, WALKS_AT_ONCE):
-            walk, _ = batches.validation(first, min(WALKS_AT_ONCE, num_walks - first))
-            shares.append(passes(head.logits(walk.to(head.query.weight))))
-        measured = torch.cat(shares).mean(0)
-        weights = head.query.weight.detach().double().cpu(), head.key.weight.detach().double().cpu()
-        length = measured.shape[0]
-        return {
-            "measured": measured.tolist(),
-            "standard_error": (measured * (1 - measured) / num_walks).sqrt().tolist(),
-            "closed": closed_form.profile(*weights, length=length).tolist(),
-            "exact": exact.profile(*weights, length=length).tolist(),
-        }

@@ -16,7 +16,7 @@ from locater.stabilisers import Constant, Free, Initial, LocAteR, Penalised, Pro
 from ..data.sources import Data
 from .config import Config, OptimiserOptions, StabiliserOptions
 from .methods import LOCATER, NONE, class_of
-from .model import LanguageModel, WalkModel, WalkShape
+from .model import LanguageModel
 
 
 class MuonWithAdamW(Optimizer):
@@ -49,11 +49,10 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     return [one for one in layers.parameters() if one.requires_grad and one.dim() == 2]
 
 
-def make_model(config: Config, data: Data) -> LanguageModel | WalkModel:
+def make_model(config: Config, data: Data) -> LanguageModel:
     """The model for this data, initialised from the seed alone."""
     torch.manual_seed(config.loop.seed)
-    if data.tokens is None:
-        return WalkModel(WalkShape(d_model=config.data.walk_width, context=config.shape.context))
+    assert data.tokens is not None, "what is read has tokens"
     known, wanted = data.tokens.vocabulary.size, config.shape.vocab_size
     if wanted and known > wanted:
         remedy = f"raise it to {known}, leave it out, or use tokenizer=bpe with bpe_size={wanted}"

@@ -73,19 +73,6 @@ class Shape:
         return cls(**{name: value for name, value in values.items() if name != "model_type"})
 
 
-@dataclass(frozen=True)
-class WalkShape:
-    """The paper's theoretical model: one head on a walk of that width, without norms or positions."""
-
-    d_model: int = 16
-    context: int = 32
-    num_layers: int = 1
-    num_heads: int = 1
-    num_key_heads: int = 1
-    positions: str = "none"
-    model_type: str = field(default="locater", init=False)
-
-
 SHAPES = {
     # The paper's model, in fairseq's manner: post-LN, ReLU, sinusoidal positions, a scaled and tied embedding, and
     # queries, keys and values that start with Xavier's gain 1/√2.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from locater.attention import queries_and_keys
 from locater.attention.capture import inputs_of
-from locater.errors import Refusal, refusal
+from locater.errors import Refusal
 from locater.models import live, read_heads
 from locater.monitor import AttentionMonitor, Report, Scope
 from locater.monitor.report import SERIOUS
@@ -19,7 +19,6 @@ from locater.stabilisers import QKClip, Stabiliser
 
 from .config import Config
 from .methods import ATTACH_QK_CLIP, CHECKPOINT, ROLL_BACK, STOP, read_actions
-from .model import LanguageModel
 from .store import Store
 
 # e^±88 is where float32 overflows: beyond, a softmax holds nothing but its largest logit.
@@ -109,8 +108,6 @@ class TrainingWatch:
         self.clip: Stabiliser | None = None
         self.monitor: AttentionMonitor | None = None
         if loop.watch_every:
-            if not isinstance(trainer.module, LanguageModel):
-                raise refusal("a language model to watch", "a random walk", "leave out watch_every")
             self.monitor = AttentionMonitor(trainer.module, every=loop.watch_every, scope=Scope(budget=2**40))
             self.monitor.detach()  # until the run begins
 
