@@ -7,6 +7,7 @@ README's honest limit, and the advice at the top of docs/studies.md.
 these; nothing is claimed of fewer than three seeds.
 """
 
+import json
 import math
 import shutil
 import sys
@@ -232,6 +233,15 @@ def tuning(kept: Path = KEPT) -> str:
     return f"Rates at that length, on the seed that is not judged, loss (rate): {told}." if told else ""
 
 
+def floors(stage: str) -> list[str]:
+    """Losses of tables that were counted from the training text."""
+    if not (KEPT / "floors.json").exists():
+        return []
+    kept = json.loads((KEPT / "floors.json").read_text(encoding="utf-8"))[stage]
+    tables = f"{kept['unigram']:.3f} for single tokens, {kept['bigram']:.3f} for pairs"
+    return ["", f"Floors, of tables counted from the training text (`python runs/settled_floors.py DATA`): {tables}."]
+
+
 NOT_RUN = """Not run: twice the length. Between budgets `none` still falls, from {short:.3f} in 2,000 steps to
 {long:.3f} in 10,000, so 10,000 are no convergence. `python runs/settle.py DATA OUT --arms none,held --until A --steps
 20000` tunes and runs both at 20,000 (some 3 core-hours)."""
@@ -286,7 +296,7 @@ def _stage(stage: str, arms: Arms, rate: Mapping[str, float], how: str) -> list[
     open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
     lines = [answer(arms, how), "", *table(arms, rate), ""]
     lines += [part for said in (course(arms), localises(arms)) if said for part in (said, "")]
-    lines += [turns(arms)]
+    lines += [turns(arms), *floors(stage)]
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
 
 

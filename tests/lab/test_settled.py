@@ -6,12 +6,19 @@ import random
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from locater_lab.data.sources import Data, TokenData
+from locater_lab.fields import DataOptions
+from locater_lab.studies.floors import count_floors
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "runs"))
 import settled  # noqa: E402
+import settled_floors  # noqa: E402
 import settled_said  # noqa: E402
 
 STEPS = range(1000, 10_001, 1000)
@@ -190,6 +197,17 @@ def test_pages_and_readme_say_what_the_kept_rows_do():
     limit = settled_said.limit(*(settled.outcome(some, settled.how_tuned(stage, some)) for stage, some in arms.items()))
     assert limit in readme and "With whole words it leads: 0.9" in " ".join(limit.split()), "python runs/settled.py"
     assert settled.BOX + said_advice() + "\n\n" in studies, "write it anew: python runs/settled.py"
+
+
+def test_floors_are_those_of_the_studies_and_none_is_below_them():
+    train, valid = (torch.randint(9, (count,), generator=torch.Generator().manual_seed(count)) for count in (900, 90))
+    data = Data(DataOptions(), None, TokenData("", SimpleNamespace(size=9), train.numpy(), valid.numpy()))  # type: ignore
+    expected = count_floors(data, valid[:-1], valid[1:])
+    assert settled_floors.floors(train.numpy(), valid.numpy(), 9) == pytest.approx(expected)
+    kept = json.loads(settled_floors.KEPT.read_text())
+    for stage in "AB":
+        losses = [settled.last_loss(run) for run in settled.read(stage)["none"].values()]
+        assert max(losses) < kept[stage]["bigram"] - 0.05
 
 
 @pytest.mark.parametrize("stage", ["A", "B"])

@@ -61,10 +61,11 @@ def test_entropies_of_the_random_energy_law():
 
 
 def test_the_theorem_on_the_ladder():
-    kept = json.loads((ROOT / "runs" / "studies" / "theorem.json").read_text(encoding="utf-8"))["rows"]
+    kept = json.loads((ROOT / "runs" / "studies" / "theorem.json").read_text(encoding="utf-8"))["models"]
     page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8").partition("### The theorem on")[2]
-    table = [line for line in page.splitlines() if line.startswith("|")][2:5]
-    for line, row in zip(table, kept, strict=True):
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    assert len(kept) == 2 and all(one["command"] in page for one in kept)
+    for line, row in zip(lines[2:5] + lines[7:10], [row for one in kept for row in one["rows"]], strict=True):
         said = [tuple(map(float, cell.split("/"))) for cell in line.strip("|").split("|")[1:]]
         measured = [numbers for name, numbers in row.items() if name != "reading"]
         for (correlation, error), numbers in zip(said, measured, strict=True):

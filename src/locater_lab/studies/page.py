@@ -103,7 +103,8 @@ def documents(folder: Path) -> dict[str, Json]:
         path = folder / f"{name}.json"
         kept = read_json(path) if path.exists() else NOTHING
         rows: Sequence[Row] = kept["rows"]
-        found[name] = document(name, rows, num_points=kept["num_points"]) | {"quick": kept["quick"]}
+        also = {"quick": kept["quick"], "note": kept.get("note", "")}
+        found[name] = document(name, rows, num_points=kept["num_points"]) | also
     return found
 
 
@@ -180,6 +181,7 @@ def _made(name: str, found: Json) -> str:
     made = made if found["rows"] or found["floors"] else f"nothing kept yet; open, with `{command}`"
     time = found["time"]
     quick = f"; `--quick` took {time['processor_seconds']:.0f} s of one core" if time else ""
+    made += f" ({found['note']})" if found["note"] else ""
     return f"Rows: {made}. Budget: {found['budget']}{quick}. What would change our mind: {found['doubt']}"
 
 
