@@ -36,7 +36,6 @@ from locater_lab.studies.statistics import (
     seed_means,
     spearman_estimate,
     tally,
-    wilson,
 )
 from locater_lab.studies.study import STUDIES, Answer, document, find_study, flat
 from locater_lab.studies.synthetic import Spectrum, attend_densely, of_xi_and_eta, tokens
@@ -122,13 +121,6 @@ def test_what_a_third_number_explains_is_no_relation():
 
     assert abs(made(0.0)) < 0.2 and made(1.0) > 0.35
     assert math.isnan(partial_correlation(places, places, places))
-
-
-def test_wilson_is_scipys():
-    from scipy.stats import binomtest
-
-    interval = binomtest(27, 36).proportion_ci(0.95, method="wilson")
-    assert wilson(27, 36) == (pytest.approx(interval.low), pytest.approx(interval.high))
 
 
 def test_spearman_covers_what_it_says():
