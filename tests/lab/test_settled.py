@@ -6,12 +6,13 @@ import random
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from locater_lab.data.batches import WindowBatches
 from locater_lab.data.sources import Data, TokenData
+from locater_lab.data.vocabulary import Words
 from locater_lab.fields import DataOptions
 from locater_lab.studies.floors import count_floors
 
@@ -201,7 +202,8 @@ def test_pages_and_readme_say_what_the_kept_rows_do():
 
 def test_floors_are_those_of_the_studies_and_none_is_below_them():
     train, valid = (torch.randint(9, (count,), generator=torch.Generator().manual_seed(count)) for count in (900, 90))
-    data = Data(DataOptions(), None, TokenData("", SimpleNamespace(size=9), train.numpy(), valid.numpy()))  # type: ignore
+    parts = train.numpy(), valid.numpy()
+    data = Data(DataOptions(), WindowBatches(*parts, 8, 0), TokenData("", Words(tuple("abcdefghi")), *parts))
     expected = count_floors(data, valid[:-1], valid[1:])
     assert settled_floors.floors(train.numpy(), valid.numpy(), 9) == pytest.approx(expected)
     kept = json.loads(settled_floors.KEPT.read_text())
