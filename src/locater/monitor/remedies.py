@@ -214,6 +214,8 @@ class Attach(Action):
             if self.pending is not None:
                 self._attach(model, host)
                 return
+            if not _is_finite(model):  # nothing can be tried on such weights; at an alarm it is said
+                return
             with torch.random.fork_rng(devices=[]):
                 tried = self._make(model, host)
                 try:
@@ -257,7 +259,7 @@ class Attach(Action):
     def __call__(self, event: Event) -> None:
         if self.stabiliser is not None:
             return
-        if not all(bool(one.isfinite().all()) for one in event.model.parameters()):
+        if not _is_finite(event.model):
             if not self.was_told:
                 remedy = "go back to a checkpoint, or act by RollBack"
                 event.say(f"not attached {self.name}: the weights are not finite, and none mends that; {remedy}")
@@ -277,6 +279,10 @@ class Attach(Action):
 
     def load_state_dict(self, state: State) -> None:
         self.pending, self.was_told = state.get("stabiliser"), state.get("was_told", False)
+
+
+def _is_finite(model: nn.Module) -> bool:
+    return all(bool(one.isfinite().all()) for one in model.parameters())
 
 
 def _for_vectors(optimizers: Sequence[Optimizer]) -> Optimizer:
