@@ -253,6 +253,18 @@ def test_nothing_is_advised_that_would_refuse_this_layer(make, remedy):
     assert {alarm.remedy for alarm in report.alarms if alarm.kind == "logit explosion"} == {remedy}
 
 
+def test_under_autocast_what_stabilisers_find_is_advised():
+    model = hand_written.decoder(hand_written.Fused).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    limits = Thresholds(logit_explosion=1e-9)
+    with AttentionMonitor(model, every=1, thresholds=limits, on_alarm=RollBack(), optimizer=optimizer) as monitor:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(TOKENS % 40)
+        report = monitor.step()
+        QKNorm(model, sample=TOKENS % 40).detach()
+    assert {alarm.remedy for alarm in report.alarms if alarm.kind == "logit explosion"} == {"QKNorm"}
+
+
 def test_a_weight_that_is_computed_is_not_to_be_clipped():
     model = adapted()
     monitor = AttentionMonitor(model)

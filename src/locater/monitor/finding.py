@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from ..attention.calls import AttentionCall
@@ -31,7 +32,7 @@ class FoundHeads:
     def __init__(self, model: nn.Module, sample: Sample | None, *, is_wanted: bool) -> None:
         self.tensors = WholeTensors(model)
         self.rows: dict[str, AttentionModule] = {}
-        self.was_told, self.num_tries = False, 0
+        self.was_told, self.num_tries, self.was_cast = False, 0, False
         self.differences: dict[Place, str | None] = {}  # of layers whose heads were held against a call
         self.caps: dict[Place, float] = {}  # soft-caps that calls have and no table names
         self.finder = Finder(self.tensors) if is_wanted else None
@@ -63,6 +64,7 @@ class FoundHeads:
         """A call of a pass that is recorded."""
         if self.finder is None:
             return
+        self.was_cast |= torch.is_autocast_enabled(call.query.device.type)
         try:
             found = self.finder.explain(call)
         except Exception as reason:  # whatever it is, the call itself is looked at all the same
@@ -112,8 +114,8 @@ class FoundHeads:
         found = self.rows.get(site.query_name, site)
         try:
             rows = slices(found)
-        except Refusal:
-            return {*OF_OUTPUTS, *OF_WEIGHTS}
+        except Refusal:  # under autocast stabilisers, which look without it, may find what the pass does not show
+            return set() if self.was_cast else {*OF_OUTPUTS, *OF_WEIGHTS}
         parts = {part.parameter for head in rows.heads for part in (head.query, head.key)}
         computed = {"QKClip"} if not all(map(self.tensors.is_stored, parts)) else set()
         return computed | ({"QKNorm", *OF_WEIGHTS} if rows.is_normed else set())
