@@ -11,6 +11,7 @@ from kernel_stubs import OPERATORS, TORCH_PACKED, DotProductAttention, define, f
 from locater import Live
 from locater.attention import materialised
 from locater.attention.call_statistics import statistics_of_call
+from locater.attention.calls import call_of_softmax
 from locater.attention.interception import Interception
 from locater.attention.registered import KERNELS
 from locater.errors import Refusal
@@ -394,3 +395,22 @@ def test_qk_clip_and_the_monitor_both_see_the_last_resort():
         seen_by_clip = [found[f"qk/layer_{layer.layer:02}/head_{head:02}/max_logit"] for head in layer.heads]
         assert seen_by_clip == pytest.approx(layer.statistics["max_logit"], rel=1e-5)
     clip.detach()
+
+
+def test_logits_of_a_written_out_softmax_may_be_spread_over_processes():
+    """QK-Clip takes the largest of each process's own heads; the statistics are of all heads."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from locater.stabilisers.qk_clip import largest_logits
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        logits = torch.randn(2, 4, 8, 8)
+        spread = DTensor.from_local(logits, init_device_mesh("cpu", (1,)), [Shard(1)])
+        found, expected = (statistics_of_call(call_of_softmax(one)) for one in (spread, logits))
+        assert torch.equal(found.entropy, expected.entropy)
+        largest = largest_logits(call_of_softmax(spread))
+        assert isinstance(largest, DTensor) and torch.equal(largest.to_local(), logits.amax((0, 2, 3)))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -113,8 +113,11 @@ class AttentionCall:
         return logits.masked_fill(~self.admitted(rows), -torch.inf)
 
     def final(self, rows: slice = slice(None)) -> Float[Tensor, "*batch heads queries keys"]:
-        """The logits as the softmax gets them, −∞ where masked."""
-        return self.masked(self.raw(rows), rows)
+        """The logits as the softmax gets them, −∞ where masked; those of a written-out one may be spread (DTensor)."""
+        if self.logits is None:
+            return self.masked(self.raw(rows), rows)
+        logits = widen(self.logits[..., rows, :])
+        return logits.masked_fill(~admits(logits), -torch.inf)
 
     def _hard(self, rows: slice) -> Bool[Tensor, "..."]:
         """Compute the pairs admitted by everything but the mask of every pair."""
