@@ -91,6 +91,25 @@ class Scaled(Separate):
         return q * SIZE**-0.5, k
 
 
+class Longer(Separate):
+    """Turned by a rotation that also makes longer, as YaRN's does."""
+
+    def between(self, q, k):
+        return 1.13 * turn(q), 1.13 * turn(k)
+
+
+class Conv1D(nn.Module):
+    """A product as transformers' GPT-2 stores it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3 * WIDTH) * WIDTH**-0.5)
+        self.bias = nn.Parameter(torch.randn(3 * WIDTH))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+
+
 class Normed(Separate):
     """QK-norm by a module with a gain, then rotary positions."""
 
@@ -138,6 +157,14 @@ class Fused(nn.Module):
 
     def forward(self, x):
         return self.out(join(functional.scaled_dot_product_attention(*self.cut(self.qkv(x)), is_causal=True)))
+
+
+class Transposed(Fused):
+    """Stored as (in, out), with a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = Conv1D()
 
 
 class PerHead(Fused):
@@ -216,8 +243,74 @@ class WrittenOut(Separate):
 
     def forward(self, x):
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        logits = torch.einsum("bhqd,bhkd->bhqk", q, k) * SIZE**-0.5
-        return self.out(join(torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), v)))
+        self.weights = self.logits(*self.between(q, k)).softmax(-1)[..., : k.shape[2]]
+        return self.out(join(torch.einsum("bhqk,bhkd->bhqd", self.weights, v)))
+
+    def logits(self, q, k):
+        return torch.einsum("bhqd,bhkd->bhqk", q, k) * SIZE**-0.5
+
+
+class TokensFirst(WrittenOut):
+    """The keys' heads behind their tokens, the products as the sum has them."""
+
+    def logits(self, q, k):
+        return torch.einsum("bkhd, bhqd -> bhqk", k.transpose(1, 2), q) * 0.3
+
+
+class CausalByHand(WrittenOut):
+    """Turned, masked by a large number, and the largest logit taken off."""
+
+    def between(self, q, k):
+        return turn(q), turn(k)
+
+    def logits(self, q, k):
+        logits = q @ k.transpose(2, 3) / SIZE**0.5
+        logits = logits + torch.full(logits.shape[2:], -1e9).triu(1)
+        return logits - logits.amax(-1, keepdim=True)
+
+
+class CappedByHand(WrittenOut):
+    """A soft-cap of 2 over three times the products."""
+
+    def logits(self, q, k):
+        return 2 * torch.tanh(3 * (q @ k.mT) / 2)
+
+
+class SunkByHand(WrittenOut):
+    """A key that is no token, with a learned logit for each head; the largest logit taken off."""
+
+    def __init__(self):
+        super().__init__()
+        self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
+
+    def logits(self, q, k):
+        logits = q @ k.mT * SIZE**-0.5
+        sinks = self.sinks.view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sinks], -1)
+        return logits - logits.amax(-1, keepdim=True)
+
+
+class ConstantSink(SunkByHand):
+    """The same with numbers that are no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        del self.sinks
+        self.sinks = torch.linspace(-1, 1, HEADS)
+
+
+class FlatCap(WrittenOut):
+    """A soft-cap so far away that the logits do not tell it."""
+
+    def logits(self, q, k):
+        return 1e6 * torch.tanh(q @ k.mT / 1e6)
+
+
+class BiasedLogits(WrittenOut):
+    """A number for every pair, which no head has."""
+
+    def logits(self, q, k):
+        return q @ k.mT + torch.linspace(-1, 1, q.shape[2] * k.shape[2]).view(q.shape[2], k.shape[2]).cos()
 
 
 class Curved(Separate):

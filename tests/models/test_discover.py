@@ -23,8 +23,11 @@ pytestmark = pytest.mark.quick
 EXPLAINED = [
     own.Separate, own.Both, own.Grouped, own.Repeated, own.Rotary, own.Interleaved, own.Scaled, own.Normed,
     own.NormedByHand, own.Fused, own.PerHead, own.Backwards, own.Bare, own.Tied, own.Alibi, own.Window, own.Cross,
-    own.TurnedThenNormed,
+    own.TurnedThenNormed, own.Longer, own.Transposed,
 ]  # fmt: skip
+
+
+WRITTEN_OUT = [own.WrittenOut, own.TokensFirst, own.CausalByHand, own.CappedByHand, own.SunkByHand]
 
 
 @dataclass
@@ -78,6 +81,25 @@ def test_attention_from_the_heads_is_the_models_own(attention, norm, monkeypatch
             assert isinstance(head.query.input_norm.gain, torch.Tensor)
 
 
+@pytest.mark.parametrize("attention", WRITTEN_OUT)
+def test_attention_that_is_written_out_is_the_models_own(attention):
+    model = decoder(attention)
+    found = list(open_live(model, sample=TOKENS).layers())
+    inputs = []
+    for block in model.stack:
+        block.mixer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    with torch.no_grad():
+        model(TOKENS)
+    assert len(found) == 2 and not any(layer.refused for layer in found)
+    for layer, block, x in zip(found, model.stack, inputs, strict=True):
+        assert layer.heads[0].softcap == (2.0 if attention is own.CappedByHand else None)
+        assert (layer.heads[0].sink is None) == (attention is not own.SunkByHand)
+        for head in layer.heads:
+            torch.testing.assert_close(
+                head.attention(x, x).detach(), block.mixer.weights[:, head.index], atol=1e-5, rtol=0
+            )
+
+
 @pytest.mark.parametrize(
     ("attention", "block", "reach"),
     [
@@ -121,8 +143,10 @@ def test_qk_norm_is_read_with_its_gain():
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
-        (own.WrittenOut, "stack.0.mixer: expected attention through a kernel, got one written out"),
-        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* after `stack.0.mixer.q_proj`"),
+        (own.ConstantSink, "stack.0.mixer: expected a parameter of the attention with its sinks"),
+        (own.FlatCap, "stack.0.mixer: expected a softmax of products of queries and keys, scaled or capped"),
+        (own.BiasedLogits, "stack.0.mixer: expected a softmax of products of queries and keys, scaled or capped"),
+        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* behind `stack.0.mixer.q_proj`"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_by_name(attention, message):

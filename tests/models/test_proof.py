@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from locater.errors import Refusal
 from locater.models import Config, open_model
 from locater.models import proof as cache
 from locater.models.proof import prove, twin
+from locater.models.proof.evidence import Evidence
+from locater.models.proof.observe import observe_twin
 from locater.models.proof.survey import model_types, survey
 from locater.models.registry import FAMILIES
 from locater.prediction.numbers import Gatherer
 from locater.scanning.scan import scan
+from twins import differences
 
 SIZES = dict(
     vocab_size=99, hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6,
@@ -181,6 +185,28 @@ def test_statistics_and_prediction_count_the_sink_as_one_more_key(tmp_path):
         normalised = entropy[:, head.index, queries] / (queries + 2).log()
         assert gatherer.numbers().normalised_entropy == pytest.approx(float(normalised.mean()), abs=1e-5)
         assert gatherer.numbers().sink_mass == pytest.approx(float(theirs[:, head.index, queries, 0].mean()), abs=1e-5)
+
+
+def test_a_decoder_of_other_sizes_than_its_encoder_is_read_by_its_own(tmp_path):
+    """The twin's decoder has other numbers of heads and layers too: else the encoder's entries were taken for both."""
+    sizes = dict(vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=3, num_experts=2, expert_capacity=64)
+    sizes |= dict(encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48)
+    case = Case("nllb-moe", "NllbMoeConfig", "NllbMoeForConditionalGeneration", sizes)
+    model = case.build()
+    case.save(model, tmp_path)
+    with checkpoints.open(tmp_path) as checkpoint:
+        opened = open_model(Config(checkpoint.config), checkpoint)
+        layers = list(opened.layers())
+    assert str(opened.coverage).startswith("COMPLETE")
+    assert Counter((layer.block, len(layer.heads)) for layer in layers) == {
+        ("encoder", 4): 2,
+        ("decoder", 2): 3,
+        ("cross", 2): 3,
+    }
+    texts = torch.randint(5, 99, (2, 9))
+    with torch.no_grad():
+        evidence = Evidence(model, observe_twin(model, dict(input_ids=texts, decoder_input_ids=texts)))
+    assert list(differences(evidence, layers, is_complete=True)) == []
 
 
 def test_what_logits_do_not_show_is_named():

@@ -3,10 +3,13 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import missing, refusal
+
+Follow = Callable[[Any, tuple, dict[str, Any], Any], None]  # told of an operation: function, arguments, output
 
 
 class Hook:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any, TypeGuard
 
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from ..errors import Refusal, refusal
 from .arguments import is_share_of_tokens
 from .calls import SDPA, AttentionCall, attend
+from .capture import Follow
 from .compilation import run_compiled
 from .kernels import read_call
 from .registered import KERNELS, Functions, Kernel, check_output
@@ -28,11 +28,12 @@ class Interception(TorchFunctionMode):
 
     Nothing outside the calls is touched, so there is nothing to put back. The handler runs outside of the mode. With
     `written_out` it is handed softmax over a last dimension too, which it must tell apart by module and shape.
+    `follow` is told of every operation: function, arguments, output.
     """
 
-    def __init__(self, handle: Handler, *, written_out: bool = False) -> None:
+    def __init__(self, handle: Handler, *, written_out: bool = False, follow: Follow | None = None) -> None:
         super().__init__()
-        self.handle, self.written_out = handle, written_out
+        self.handle, self.written_out, self.follow = handle, written_out, follow
         self.functions, self.num_handed = Functions(), 0
 
     def __enter__(self) -> "Interception":
@@ -50,7 +51,10 @@ class Interception(TorchFunctionMode):
         kernel = KERNELS.get(func)
         if kernel is not None and kernel.is_last_resort:
             return self._last_resort(kernel, func, args, kwargs)
-        return self._hand_over(func, args, kwargs)
+        output = self._hand_over(func, args, kwargs)
+        if self.follow is not None:
+            self.follow(func, args, kwargs, output)
+        return output
 
     def _hand_over(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
@@ -96,20 +100,13 @@ class Interception(TorchFunctionMode):
         return output
 
     def _multi_head(self, *args: object, **kwargs: object) -> Any:
-        """torch's function with its kernel replaced in a copy: a mode does not reach into it by itself."""
+        """torch's function in a copy that does not ask modes to run it: this one sees what it does inside."""
         original = functional.multi_head_attention_forward
-        names = {
-            **original.__globals__,
-            "has_torch_function": lambda tensors: False,
-            "scaled_dot_product_attention": partial(self._by_name, functional.scaled_dot_product_attention),
-            "softmax": partial(self._by_name, functional.softmax),
-        }
+        names = {**original.__globals__, "has_torch_function": lambda tensors: False}
         copy = FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
         copy.__kwdefaults__ = original.__kwdefaults__
-        return copy(*args, **kwargs)
-
-    def _by_name(self, func: object, *args: object, **kwargs: object) -> Any:
-        return self._hand_over(func, args, kwargs)
+        with self:
+            return copy(*args, **kwargs)
 
 
 def _others() -> list[Interception]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..attention.calls import AttentionCall
+from ..attention.capture import Follow
 from ..errors import Refusal
 from ..head import Head
 from ..models import AttentionModule, read_heads, slices
@@ -48,13 +49,16 @@ class FoundHeads:
         self.finder = None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """For one pass: while it lasts, what leads to its calls is recorded, if it is not known yet."""
+    def recording(self) -> Iterator[Follow | None]:
+        """For one pass: while it lasts, what leads to its calls is recorded, if it is not known yet.
+
+        Yield what the pass's interception must tell of every operation.
+        """
         if (finder := self.finder) is None:
-            yield
+            yield None
             return
-        with finder.recording():
-            yield
+        with finder.recording() as follow:
+            yield follow
         finder.watch.clear()
         self.num_tries += bool(self.rows)
         is_found = all(found.reason is None for found in self.rows.values())

@@ -116,8 +116,8 @@ class Hooks:
         elif not any(passes) and not in_backward() and self.seen.is_due() and not self._is_left_out():
             run = WatchedPass.of(module, args, kwargs)
             run.modes.enter_context(Eagerly(within_compiled=in_compiled()))
-            run.modes.enter_context(self.seen.found.recording())
-            run.modes.enter_context(Interception(partial(self._call, run), written_out=True))
+            follow = run.modes.enter_context(self.seen.found.recording())
+            run.modes.enter_context(Interception(partial(self._call, run), written_out=True, follow=follow))
             self.num_observing += 1
             self.num_passes += 1
         passes.append(run)

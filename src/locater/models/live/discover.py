@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...attention.arguments import with_four_dimensions
 from ...attention.calls import AttentionCall
+from ...attention.capture import Follow
 from ...attention.compilation import Eagerly
 from ...attention.interception import Interception
 from ...errors import Refusal, missing, within
@@ -40,7 +40,9 @@ class Finder:
 
     def __init__(self, tensors: ModuleTensors) -> None:
         self.tensors, self.watch = tensors, PassRecord()
-        self.names = {id(module): name for name, module in named_modules(tensors.model).items()}
+        # The modules are held: one that is replaced during a pass (BigBird's) would leave its id to another.
+        self.modules = named_modules(tensors.model)
+        self.names = {id(module): name for name, module in self.modules.items()}
 
     def over(self, sample: Sample) -> list[tuple[str, AttentionModule]]:
         """Every attention of one pass over a batch, in the order of the calls, with the name of the calling module."""
@@ -51,10 +53,10 @@ class Finder:
     def run(self, sample: Sample, see: Callable[[AttentionCall], None]) -> None:
         """One recorded pass, in evaluation mode, without gradients and outside of compiled code."""
         model = called(self.tensors.given)
-        with Eagerly(), quietly(model), self.recording(), Interception(see, written_out=True):
+        with Eagerly(), quietly(model), self.recording() as follow, Interception(see, written_out=True, follow=follow):
             run_sample(model, sample)
 
-    def recording(self) -> AbstractContextManager[None]:
+    def recording(self) -> AbstractContextManager[Follow]:
         return recorded(self.tensors, self.watch)
 
     def explain(self, call: AttentionCall) -> AttentionModule | None:
@@ -73,7 +75,7 @@ class Finder:
         """The innermost of the model's modules that was running."""
         return next((self.names[id(module)] for module in call.modules if id(module) in self.names), "")
 
-    def explained(self, call: AttentionCall) -> AttentionModule:
+    def explained(self, call: AttentionCall, watch: PassRecord | None = None) -> AttentionModule:
         """The attention module of a call by what was recorded since the last one, or why it cannot be read."""
         name = self.name_of(call)
         try:
@@ -83,7 +85,7 @@ class Finder:
                 torch.no_grad(),
                 torch.autocast(call.query.device.type, enabled=False),
             ):
-                row = Search(with_four_dimensions(call), self.watch, self.tensors).row()
+                row = Search(call, watch or self.watch, self.tensors).row()
                 return replace(module_of_row(row, self.tensors), caller=name)
         except Refusal as reason:
             return refused_module("decoder", (name, name), str(reason))

@@ -5,7 +5,7 @@ Functions of tensors. Every answer is a hypothesis that reproduces all numbers g
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -40,10 +40,18 @@ def explain_plain(vectors: Vectors, source: Source, allowed: float) -> Iterator[
     A query or key may carry the logit's scale already, so a common factor is looked for.
     """
     size, rows = vectors.shape[-1], source.rows
-    for factor in (1.0, size**-0.5, size**-0.25):
+    for factor in (1.0, size**-0.5, size**-0.25, *_factors(vectors[:, 0, 0], rows[:, 0], allowed)):
         starts = _starts(vectors[:, 0] / factor, rows[:, 0], allowed)
         if starts is not None:
             yield Made(source, starts, cut_heads(rows, starts, size) * factor, factor=factor)
+
+
+def _factors(head: Float[Tensor, "batch d_head"], rows: Float[Tensor, "batch rows"], allowed: float) -> Iterator[float]:
+    """The factor of one head over a block of rows: YaRN makes what it turns a little longer."""
+    for block in rows.split(head.shape[-1], -1):
+        factor = float((head * block).sum() / block.square().sum()) if block.shape == head.shape else 0.0
+        if factor > 0 and alike(factor * block, head, allowed):
+            yield factor
 
 
 def cut_heads(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...], size: int) -> Vectors:
@@ -153,15 +161,16 @@ def batched(tensor: Tensor, batch: int, tokens: int) -> Iterator[Tensor]:
 
 def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> bool:
     """Tell whether the weight is stored as (in, out): by its shape, and by the numbers of two tokens."""
-    module = module_of_row(Attention("decoder", product.name, product.name), tensors)
-    weight, bias = module.weight(product.name).detach().float(), module.bias(product.name)
     x, y = (part.flatten(0, -2)[:2].float() for part in (product.x, product.y))
-    y = y if bias is None else y - bias.detach().float()
     for transposed in (False, True):
-        matrix = weight.T if transposed else weight
-        if matrix.shape == (y.shape[-1], x.shape[-1]) and alike(x @ matrix.T, y, allowed):
-            return transposed
-    raise refusal(f"`{product.name}` as W x + b, with the bias stored with the weight", "another map")
+        row = Attention("decoder", product.name, product.name, transposed=transposed)
+        module = module_of_row(row, tensors)
+        weight = module.weight(product.name).detach().float()
+        if weight.shape == (y.shape[-1], x.shape[-1]):
+            bias = module.bias(product.name)
+            if alike(x @ weight.T, y if bias is None else y - bias.detach().float(), allowed):
+                return transposed
+    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
 
 
 def norm_over(*sides: Made) -> Literal["head", "projection"]:
@@ -173,20 +182,17 @@ def norm_over(*sides: Made) -> Literal["head", "projection"]:
 
 def read_norm_of(norm: Normed, allowed: float) -> NormAt | None:
     """A module's norm as the tables write it; None where its numbers are not those of a norm that they know."""
-    stated = getattr(norm.module, "eps", getattr(norm.module, "variance_epsilon", None))
-    epsilons = (stated,) if isinstance(stated, float) else (*EPSILONS, torch.finfo(norm.x.dtype).eps)
-    x, y = norm.x.float(), norm.y.float()
-    found = explain_norm(norm.module, x, epsilons, ("rms", "layer"), lambda made: alike(made, y, allowed))
-    return None if found is None else replace(found, name=norm.name)
-
-
-def explain_norm(
-    module: object, x: Tensor, epsilons: Iterable[float], kinds: Iterable[Kind], fits: Callable[[Tensor], bool]
-) -> NormAt | None:
-    """The first kind of norm that makes of x what the module made of it, with the module's own gain and bias."""
-    parts = (getattr(module, name, None) for name in ("weight", "bias"))
+    names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+    stated = next((value for name in names if isinstance(value := getattr(norm.module, name, None), float)), None)
+    epsilons = (*EPSILONS, torch.finfo(norm.x.dtype).eps) if stated is None else (stated,)
+    parts = (getattr(norm.module, name, None) for name in ("weight", "bias"))
     gain, bias = (None if part is None else part.detach().float() for part in parts)
+    if gain is not None and gain.shape != norm.x.shape[-1:]:
+        return None
+    kinds: tuple[Kind, ...] = ("rms", "layer", "l2")
     for epsilon, plus_one, kind in itertools.product(epsilons, (False, True), kinds):
-        if fits(Norm(kind, None if gain is None else gain + plus_one, bias, epsilon)(x)):
-            return NormAt(kind, "", epsilon=epsilon, plus_one=plus_one, plain=gain is None, biased=bias is not None)
+        made = Norm(kind, None if gain is None else gain + plus_one, bias, epsilon)(norm.x.float())
+        if alike(made, norm.y.float(), allowed):
+            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=gain is None, biased=bias is not None)
+            return NormAt(kind, norm.name, **numbers)
     return None

@@ -67,7 +67,7 @@ class Gain:
     def norm(self, kind: Kind, epsilon: float) -> NormAt:
         """The norm with this gain, as the tables write it."""
         norm = NormAt(kind, self.name or "", epsilon=epsilon, plain=self.name is None)
-        return replace(norm, plus_one=self.plus_one, single=self.single)
+        return replace(norm, plus_one=self.plus_one, single=self.single, biased=self.bias is not None)
 
 
 def explain_normed(

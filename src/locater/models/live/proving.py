@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from ...attention.arguments import with_four_dimensions
 from ...attention.calls import AttentionCall
 from ...errors import Refusal, refusal
 from ...positions import Rotary
@@ -32,6 +33,7 @@ from .explain import (
 )
 from .head_norms import Gain, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
 from .masks import Reach, reach
+from .scores import of_scores
 from .tensors import ModuleTensors
 from .watch import PassRecord, Product, module_of
 
@@ -42,12 +44,7 @@ class Search:
     """One call, cut to its first tokens, and what may have made its vectors."""
 
     def __init__(self, call: AttentionCall, watch: PassRecord, tensors: ModuleTensors) -> None:
-        if call.logits is not None:
-            raise refusal(
-                "attention through a kernel",
-                "one written out, whose queries and keys are not seen",
-                "call scaled_dot_product_attention, or name the projections by heads=…",
-            )
+        call = with_four_dimensions(call if call.logits is None else of_scores(call, watch.scores))
         self.call, self.watch, self.tensors = call, watch, tensors
         self.allowed = tolerance(call.query.dtype)
         self.query, self.key = (part.transpose(1, 2)[:, :MOST_TOKENS].float() for part in (call.query, call.key))
@@ -238,7 +235,20 @@ class Search:
             softcap=self.call.softcap,
             lookback=None if is_cross else where.lookback,
             lookahead=None if is_cross else where.lookahead,
+            sink=self._sink(),
         )
+
+    def _sink(self) -> str | None:
+        """The parameter with the logits of a key that is no token; None for no such key."""
+        if self.call.sinks is None:
+            return None
+        sinks = self.call.sinks.detach().float().flatten()
+        for name, (module, attribute) in self.tensors.owners.items():
+            stored = module._parameters.get(attribute) if any(module is one for one in self.call.modules) else None
+            is_one = stored is not None and stored.numel() == len(sinks)
+            if is_one and alike(stored.detach().float().flatten(), sinks, self.allowed):
+                return module_of(name)
+        raise refusal("a parameter of the attention with its sinks", "other numbers")
 
     def _transposed(self, *products: Product) -> bool:
         """Tell whether the weights are stored as (in, out)."""

@@ -1,7 +1,7 @@
 """Record of one forward pass: which products with parameters and which norms come before attention."""
 
 import inspect
-import threading
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from ...attention.capture import Hook
+from ...attention.capture import Follow, Hook
 from .tensors import ModuleTensors, named_modules
 
 Sample = Tensor | Mapping[str, Any] | Sequence[Any]
 PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+TANH = (torch.tanh, Tensor.tanh, functional.tanh)
+OF_PAIRS = (*PRODUCTS[1:4], torch.bmm, Tensor.bmm)  # by which queries meet keys where attention is written out
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +40,22 @@ class Normed:
     y: Tensor
 
 
+@dataclass(eq=False)
+class Scores:
+    """A product of two computed tensors, which may be queries and keys."""
+
+    query: Tensor
+    key: Tensor
+    y: Tensor
+    is_capped: bool = False  # whether something of its size went through tanh since
+
+
 @dataclass
 class PassRecord:
     """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one."""
 
     products: list[Product] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
     norms: list[Normed] = field(default_factory=list)
     marks: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
 
@@ -68,14 +80,19 @@ class PassRecord:
         """The tensors are held, so that no other takes their id."""
         self.marks |= {id(one): (one, names) for one in tensors if isinstance(one, Tensor)}
 
+    def copy(self) -> "PassRecord":
+        """Copy it for a call that is explained later."""
+        return PassRecord([*self.products], [*self.scores], [*self.norms], {**self.marks})
+
     def next_call(self) -> None:
         """Begin the record of another attention."""
         self.products.clear()
+        self.scores.clear()
         self.marks.clear()
 
     def clear(self) -> None:
         """Forget the pass."""
-        self.products, self.norms, self.marks = [], [], {}
+        self.products, self.scores, self.norms, self.marks = [], [], [], {}
 
 
 def run_sample(model: nn.Module, sample: Sample) -> None:
@@ -121,14 +138,13 @@ def quietly(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recorded(tensors: ModuleTensors, watch: PassRecord) -> Iterator[None]:
-    """Hooks on everything that holds a weight, for as long as this lasts."""
+def recorded(tensors: ModuleTensors, watch: PassRecord) -> Iterator[Follow]:
+    """Hooks on everything that holds a weight, for as long as this lasts; yield what the interception must tell."""
     with ExitStack() as stack:
         for name, module in named_modules(tensors.model).items():
             if f"{name}.weight".lstrip(".") in tensors.names or _may_be_norm(module):
                 stack.callback(module.register_forward_hook(_hook(name, tensors, watch)).remove)
-        stack.enter_context(Recorder(tensors, watch))
-        yield
+        yield Recorder(tensors, watch).follow
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -149,27 +165,28 @@ def _hook(name: str, tensors: ModuleTensors, watch: PassRecord) -> Any:
     return hook
 
 
-class Recorder(TorchFunctionMode):
+class Recorder:
     """Products with a parameter that no module of its own applies, such as `x @ self.w_query`; and what goes where."""
 
     def __init__(self, tensors: ModuleTensors, watch: PassRecord) -> None:
-        super().__init__()
         self.watch, self.names = watch, {}
         for name, (module, attribute) in tensors.owners.items():
             stored = module._parameters.get(attribute)
             if stored is not None and (stored.dim() <= 2 or stored.numel() == max(stored.shape)):
                 self.names[stored.data_ptr()] = name
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
+    def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if func in PRODUCTS and len(args) > 1 and all(isinstance(part, Tensor) for part in args[:2]):
             name = self.names.get(args[1].data_ptr())
             if name is not None and args[1].dim() == 2:
                 self.watch.add(Product(module_of(name), args[0], output))
-        self._follow([*args, *(kwargs or {}).values()], output)
-        return output
+        if (scores := _scores(func, args, output)) is not None:
+            self.watch.scores.append(scores)
+        for one in self.watch.scores if func in TANH else ():
+            one.is_capped |= one.y.numel() == output.numel()
+        self._mark([*args, *kwargs.values()], output)
 
-    def _follow(self, given: list[Any], output: Any) -> None:
+    def _mark(self, given: list[Any], output: Any) -> None:
         # Without the names of what came in, a gain that is 1 at the start of a training could not be told from none.
         names = frozenset()
         for one in (part for whole in given for part in (whole if isinstance(whole, list | tuple) else [whole])):
@@ -179,6 +196,25 @@ class Recorder(TorchFunctionMode):
                 names |= self.watch.came_into(one)
         if names:
             self.watch.mark(output if isinstance(output, list | tuple) else [output], names)
+
+
+def _scores(func: Any, args: tuple, output: Any) -> Scores | None:
+    """A product over one dimension of two tensors with the same others before their tokens; None for any other."""
+    if func in OF_PAIRS and output.dim() > 2 and len(args) > 1:
+        return Scores(args[0], args[1].mT, output)
+    if func is not torch.einsum or len(args) != 3 or output.dim() < 3:
+        return None
+    names, _, result = args[0].replace(" ", "").partition("->")
+    if not result.isalpha() or not names.replace(",", "").isalpha():
+        return None
+    *before, row, column = result
+    for query, key in itertools.permutations(zip(names.split(","), args[1:], strict=False), 2):
+        (summed,) = {*query[0]} - {*result} if len({*query[0]} - {*result}) == 1 else " "
+        wanted = ((query, [*before, row, summed]), (key, [*before, column, summed]))
+        if all(sorted(part[0]) == sorted(order) for part, order in wanted):
+            sides = (part[1].permute(*map(part[0].index, order)) for part, order in wanted)
+            return Scores(*sides, output)
+    return None
 
 
 def module_of(name: str) -> str:

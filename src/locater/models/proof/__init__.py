@@ -193,7 +193,7 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
 
 
 # --------------------------------------------------------------------------------------------- proofs kept: a file each
-SEARCH = 8  # raise it when the search or the menu of recipes changes: older proofs are then made again
+SEARCH = 9  # raise it when the search or the menu of recipes changes: older proofs are then made again
 # Entries that say nothing of the attention, and differ between files of one model.
 IRRELEVANT = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "auto_map", "quantization_config",

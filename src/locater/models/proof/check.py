@@ -166,35 +166,19 @@ def _own(module: nn.Module) -> Iterator[str]:
 
 
 def is_plain(call: SoftmaxCall, evidence: Evidence) -> bool:
-    """Tell whether the average of values goes into the output projection as it is."""
-    for product in call.averages:
-        out = product[1] if isinstance(product, tuple) else product
-        if out.dim() == 3 and out.shape[0] % call.logits.shape[0] == 0:
-            out = out.unflatten(0, (call.logits.shape[0], -1))
-        if out.dim() != 4 or (isinstance(product, tuple) and not _is_of(product[0], call)):
-            continue
-        merged = out.transpose(1, 2).flatten(2)
-        if _is_taken(merged, call, evidence):
-            return True
-    return False
-
-
-def _is_of(left: Tensor, call: SoftmaxCall) -> bool:
-    weights = call.weights
-    if weights is None or left.numel() != weights.numel():
-        return weights is not None and left.dim() == weights.dim() and same(left, weights[..., : left.shape[-1]])
-    return same(left.reshape(weights.shape), weights)
-
-
-def _is_taken(merged: Tensor, call: SoftmaxCall, evidence: Evidence) -> bool:
-    """Tell whether some module under or next to the attention takes this tensor."""
-    near = call.module.rpartition(".")[0]
-    for name, inputs in evidence.seen.inputs.items():
-        if name.startswith(near) and isinstance(getattr(evidence.modules.get(name), "weight", None), Tensor):
-            for x in inputs:
-                if x is not None and x.numel() == merged.numel() and same(x.reshape(merged.shape), merged):
-                    return True
-    return isinstance(evidence.modules.get(call.module), nn.MultiheadAttention)
+    """Tell whether the average of values goes as it is into a module with a weight under or next to the attention."""
+    near, texts = call.module.rpartition(".")[0], call.logits.shape[0]
+    names = [name for name in evidence.seen.inputs if name.startswith(near)]
+    names = [name for name in names if isinstance(getattr(evidence.modules.get(name), "weight", None), Tensor)]
+    inputs = [x for name in names for x in evidence.seen.inputs[name] if x is not None]
+    for left, product in call.averages:
+        if product.dim() == 3 and product.shape[0] % texts == 0:
+            product = product.unflatten(0, (texts, -1))
+        if product.dim() == 4 and call.is_average(left):
+            merged = product.transpose(1, 2).flatten(2)
+            if any(x.numel() == merged.numel() and same(x.reshape(merged.shape), merged) for x in inputs):
+                return True
+    return bool(call.averages) and isinstance(evidence.modules.get(call.module), nn.MultiheadAttention)
 
 
 def later(values: JsonMapping) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...errors import Refusal
 from ...records import Json
 from ..config import Config, resolve
+from ..schema import Attention
 from ..tensors import Held
 from .observe import ObservedPass, SoftmaxCall
 
@@ -39,9 +40,18 @@ class Calls:
         """The attention module of the first layer."""
         return self.name(self.first)
 
-    @property
-    def num_heads(self) -> int:
-        return self.by_layer[self.first][0].logits.shape[1]
+    @cached_property
+    def rows(self) -> list[Attention]:
+        """Rows that the finder found, one for every layer; none where one is missing."""
+        found = [seen[0].found for seen in self.by_layer.values()]
+        return [] if self.reason else [module.row for module in found]
+
+    @cached_property
+    def reason(self) -> str | None:
+        """Reason for which a layer could not be explained."""
+        found = ((seen[0].module, seen[0].found.reason) for seen in self.by_layer.values())
+        named = ((name, reason.partition(";")[0]) for name, reason in found if reason is not None)
+        return next((reason.removeprefix(f"{name}: ") for name, reason in named), None)
 
     @cached_property
     def path(self) -> str | None:

@@ -13,7 +13,7 @@ Rule = Callable[[Config, int], Any]
 
 
 def _kind(config: Config, layer: int) -> str | None:
-    kinds = config.get("layer_types|layers_block_type")
+    kinds = config.get("layer_types")
     return None if kinds is None else kinds[layer]
 
 
@@ -27,98 +27,51 @@ LAYERS: dict[str, Rule] = {
     "sliding layers": _slides,
     "full layers": lambda config, layer: not _slides(config, layer),
     "no_rope_layers": lambda config, layer: bool(config["no_rope_layers"][layer]),
-    "sliding or chunked layers": lambda config, layer: _kind(config, layer) != "full_attention",
-    "layers with a rotary base": lambda config, layer: bool(
-        (config.get("rope_parameters") or {}).get(_kind(config, layer))
-    ),
-    "all but every no_rope_layer_interval-th": lambda config, layer: (
-        (layer + 1) % config["no_rope_layer_interval"] != 0
-    ),
-    "all but every global_attn_every_n_layers-th": lambda config, layer: (
-        (layer + 1) % config["global_attn_every_n_layers"] != 0
-    ),
 }
 
 
-def _d_head(config: Config) -> int:
-    return config.get("head_dim") or config["hidden_size|d_model"] // config["num_attention_heads"]
+def _entry_of_layer(key: str) -> Rule:
+    """Transformers' `per_layer_config` of one layer; its keys are numbers, written in one way or another."""
 
-
-def _power(key: str, power: float) -> Rule:
-    return lambda config, layer: config[key] ** power
-
-
-def own(config: Config, layer: int) -> JsonMapping:
-    """Read transformers' `per_layer_config` of one layer; its keys are numbers, written in one way or another."""
-    entries = config.get("per_layer_config") or {}
-    return next((entry for number, entry in entries.items() if int(number) == layer), {})
-
-
-def _setting_of_layer(key: str) -> Rule:
     def rule(config: Config, layer: int) -> Any:
-        return own(config, layer).get(key, config[key]) if config.get("per_layer_config") else None
+        entries = config.get("per_layer_config") or {}
+        own = next((entry for number, entry in entries.items() if int(number) == layer), {})
+        return own.get(key, config[key]) if entries else None
 
     return rule
 
 
 # Numbers of heads and of key heads: what the config says of single layers first, then its one number for all.
 HEADS: dict[str, Cell] = {
-    "num_attention_heads by layer": _setting_of_layer("num_attention_heads"),
+    "num_attention_heads by layer": _entry_of_layer("num_attention_heads"),
     "num_attention_heads_per_layer": lambda config, layer: config["num_attention_heads_per_layer"][layer],
     **{
         key: key
-        for key in (
-            "num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads",
-            "decoder_attention_heads", "encoder_num_heads", "num_attn_heads", "attention_heads",
-        )
+        for key in ("num_attention_heads", "num_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads")
     },
-}  # fmt: skip
+}
 KEY_HEADS: dict[str, Cell] = {
-    "num_key_value_heads by layer": _setting_of_layer("num_key_value_heads"),
-    **{
-        key: key
-        for key in (
-            "num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "num_query_groups",
-            "encoder_num_key_value_heads", "decoder_num_key_value_heads",
-        )
-    },
+    "num_key_value_heads by layer": _entry_of_layer("num_key_value_heads"),
+    **{key: key for key in ("num_key_value_heads", "encoder_num_key_value_heads", "decoder_num_key_value_heads")},
     "num_key_value_heads, twice on sliding layers": lambda config, layer: (
         config["num_key_value_heads"] * (2 if _slides(config, layer) else 1)
     ),
-}  # fmt: skip
+}
 
 
 # What queries times keys is multiplied by; None of the schema is 1/√d_head.
 SCALES: dict[str, Cell] = {
     "1/√d_head": None,
     "1": 1.0,
-    "1/√query_pre_attn_scalar": _power("query_pre_attn_scalar", -0.5),
+    "1/√query_pre_attn_scalar": lambda config, layer: config["query_pre_attn_scalar"] ** -0.5,
     "attention_multiplier": lambda config, layer: float(config["attention_multiplier"]),
-    "attention_scale": lambda config, layer: float(config["attention_scale|attention_scaling|attn_scale|scale_attn"]),
-    "1/√hidden_size": _power("hidden_size|d_model", -0.5),
-    "1/√(hidden_size/heads)": lambda config, layer: (
-        (config["hidden_size|d_model"] / config["num_attention_heads"]) ** -0.5
+    "1/(layer √d_head)": lambda config, layer: (
+        (config.get("head_dim") or config["hidden_size|d_model"] // config["num_attention_heads"]) ** -0.5 / (layer + 1)
     ),
-    "1/d_head": lambda config, layer: 1 / _d_head(config),
-    "key_multiplier/√d_head": lambda config, layer: config["key_multiplier"] * _d_head(config) ** -0.5,
-    "1/√(nope + rope)": lambda config, layer: (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5,
-    "1/(layer √d_head)": lambda config, layer: _d_head(config) ** -0.5 / (layer + 1),
-    "mup": lambda config, layer: config["attention_multiplier|mup_attn_multiplier"] / _d_head(config),
 }
 
 # The config's own word first: in a twin it may equal the width by the heads, in the model it need not.
-SIZES: dict[str, Cell] = {
-    "head_dim by layer": _setting_of_layer("head_dim"),
-    **{
-        key: key
-        for key in ("head_dim", "attention_head_size", "d_kv", "attention_head_dim", "qk_head_dim", "kv_channels")
-    },
-    "attention_hidden_size/heads": lambda config, layer: (
-        config["attention_hidden_size"] // config["num_attention_heads"]
-    ),
-    "nope + rope": lambda config, layer: config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
-    "width/heads": None,
-}
+SIZES: dict[str, Cell] = {"head_dim by layer": _entry_of_layer("head_dim"), "head_dim": "head_dim", "width/heads": None}
 
 
 def _window(key: str, which: str = "every layer", less: int = 1, part: int = 1) -> Rule:
@@ -139,14 +92,14 @@ WINDOWS: dict[str, Cell] = {
     "half of local_attention on sliding layers": _window("local_attention", "sliding layers", less=0, part=2),
     "half of sliding_window": _window("sliding_window", less=0, part=2),
 }
-CAPS = ("attn_logit_softcapping", "attention_logit_softcapping", "logit_softcap")
+CAPS = ("attn_logit_softcapping",)
 
 
 def _layer_type(config: Config, layer: int) -> JsonMapping:
     return config["rope_parameters"][_kind(config, layer)]
 
 
-FRACTIONS = ("", "partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
+FRACTIONS = ("", "partial_rotary_factor")
 
 
 def norm_cell(recipe: JsonMapping | None) -> Any:

@@ -1,30 +1,39 @@
-"""The search for a stack's row: first the rows of the tables, then those spelled from what the twin's modules show."""
+"""The row of a stack: one of the tables, or what the finder found in every layer, its numbers as entries of the config.
+
+Whatever is guessed from names here is only a candidate: `check` compares its logits with the model's own.
+"""
 
 import itertools
+import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
-from torch import nn
-
-from ..live.explain import explain_norm
-from ..module import find_stack
+from ...records import Json
+from ..config import Config
+from ..module import HeadShape, find_stack
 from ..registry import FAMILIES
-from .candidates import Recipe, projections, rotaries, rows_of_module, with_mask, with_scale
-from .check import Verdict, check_row, input_of
-from .evidence import Calls, is_norm, norm_behind, same
-from .recipes import LAYERS, row_of
+from ..schema import Attention, Layout, NormAt, Starts
+from ..slices import first_rows
+from .check import Verdict, check_row
+from .evidence import Calls
+from .recipes import CAPS, FRACTIONS, HEADS, KEY_HEADS, LAYERS, SCALES, SIZES, WINDOWS, row_of
+
+DEPTHS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth",
+    "num_decoder_layers", "encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers",
+)  # fmt: skip
+Recipe = Json
 
 
 def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
     """The first recipe that is proven, mask and all; else one proven but for its mask; else the nearest."""
     nearest = but_for_masks = None
     sink = _sink(calls)
-    for recipe in itertools.chain(of_tables(calls), spelled(calls)):
+    for recipe in itertools.chain(of_tables(calls), lifted(calls)):
         recipe = recipe | (_strip_prefixes(sink, recipe["prefixes"]) if sink else {})
-        verdict = check_row(
-            row_of(recipe), calls, hasty=True
-        )  # one head first: all of them for each candidate take minutes
+        # One head first: all of them for each candidate take minutes.
+        verdict = check_row(row_of(recipe), calls, hasty=True)
         if verdict.is_proven:
             recipe = recipe | _biases(calls, recipe)
             # Without the check of every layer and head, a recipe that fits the first head by chance would be taken.
@@ -35,7 +44,9 @@ def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
             but_for_masks = but_for_masks or (recipe, verdict)
         elif verdict.error and (nearest is None or verdict.error < nearest[1].error):
             nearest = recipe, verdict
-    return but_for_masks or nearest or ({}, Verdict(differs=_nothing(calls)))
+    return (
+        but_for_masks or nearest or ({}, Verdict(differs=calls.reason or "its sizes are in no entries of its config"))
+    )
 
 
 def _biases(calls: Calls, recipe: Recipe) -> Recipe:
@@ -67,15 +78,7 @@ def _sink(calls: Calls) -> Recipe:
     return dict(sink=evidence.pattern(f"{owner}.{own[0]}", layer), sink_only=only) if len(own) == 1 and only else {}
 
 
-def _nothing(calls: Calls) -> str:
-    """Explain why not even one candidate gave logits to compare."""
-    pair = next(projections(calls), None)
-    if pair is None:
-        return "no two projections in it have the rows of its heads"
-    names = " and ".join(dict.fromkeys(name.split("|")[0].rpartition(".")[2] for name in (pair["query"], pair["key"])))
-    return f"its logits are no scaled product of {names}, turned, normed or plain"
-
-
+# ------------------------------------------------------------------------------------------------ rows of the tables
 def of_tables(calls: Calls) -> Iterator[Recipe]:
     """Every row of the tables whose query is stored under this stack's modules."""
     for family in FAMILIES:
@@ -104,114 +107,148 @@ def _prefixes(calls: Calls, prefix: str, query: str) -> list[str]:
     return list(dict.fromkeys([*both, *(calls.evidence.other_form(one) for one in both)]))
 
 
-def spelled(calls: Calls) -> Iterator[Recipe]:
-    """Projections with their norms, then positions, then scale: each step keeps what the step before has settled."""
-    for base in projections(calls):
-        base = base | norms(calls, base) | dict(lookback="none", lookahead="both ways", softcap=None)
-        for rotary in rotaries(calls):
-            yield from (with_mask(calls, recipe) for recipe in with_scale(calls, base | dict(rotary=rotary)))
+# ----------------------------------------------------------------------------------------------- what the finder found
+def lifted(calls: Calls) -> Iterator[Recipe]:
+    """Yield recipes of what was found in each layer, one for each way in which entries may speak of the rotary part."""
+    rows = calls.rows
+    if not rows or (sizes := _sizes(calls, rows)) is None or (layout := _layout(rows[0])) is None:
+        return
+    one = rows[0]
+    names = dict(query=calls.pattern(one.query), key=calls.pattern(one.key), block=_block(calls, one))
+    base = names | sizes | layout | _norms(calls, rows) | _mask(calls, rows)
+    base |= dict(prefixes=[""], config=calls.path, transposed=one.transposed)
+    for rotary in _rotaries(calls, rows):
+        yield from (base | dict(rotary=rotary) | scale for scale in _scales(calls, rows))
 
 
-# ------------------------------------------------------------------------------------------------- the norms of a stack
-def norms(calls: Calls, base: Recipe) -> Recipe:
+def _sizes(calls: Calls, rows: Sequence[Attention]) -> Recipe | None:
+    """The config's entries that hold these numbers, layer by layer; None where one is in no entry."""
+    num_heads, num_key_heads, sizes = (
+        [getattr(row, cell) for row in rows] for cell in ("heads", "key_heads", "d_head")
+    )
+    heads, key_heads = calls.rule(HEADS, num_heads), calls.rule(KEY_HEADS, num_key_heads)
+    key_heads = 1 if key_heads is None and set(num_key_heads) == {1} and 1 not in num_heads else key_heads
+    layers = next((name for name in DEPTHS if calls.config.get(name) == calls.length), None)
+    if layers is None and list(calls.by_layer) != list(range(calls.length)):
+        layers = calls.length
+    if "{layer}" not in calls.place:
+        layers = 1
+    even = [row.d_model // row.heads for row in rows if row.d_model % row.heads == 0]
+    size = calls.rule(SIZES, sizes)  # that of the width by the heads is None in any layer
+    size = "width/heads" if size is None and even == sizes else size
+    if heads is None or size is None or (key_heads is None and num_key_heads != num_heads):
+        return None
+    return dict(heads=heads, key_heads=key_heads, d_head=size, layers=layers)
+
+
+def _layout(row: Attention) -> Recipe | None:
+    """The layout that puts heads where they were found."""
+    shape = HeadShape(row.heads, row.key_heads, row.d_head)
+    plain = [(None, False), (None, True)] if row.query != row.key else []
+    for fused, gated in [*plain, *((fused, False) for fused in get_args(Layout))]:
+        query, key = first_rows(fused, row.heads, shape, "query"), first_rows(fused, row.key_heads, shape, "key")
+        if row.fused in (Starts(tuple(start * (1 + gated) for start in query), tuple(key)), fused):
+            return dict(fused=fused, gated=gated)
+    return None
+
+
+def _block(calls: Calls, row: Attention) -> str:
+    if row.block == "cross":
+        return "cross"
+    seen = re.search(r"vision|visual|image|pixel", calls.place)
+    if seen or (row.lookahead != 0 and calls.evidence.model.main_input_name == "pixel_values"):
+        return "vision"
+    return row.block
+
+
+def _norms(calls: Calls, rows: Sequence[Attention]) -> Recipe:
     """The columns of all norms: before the projections, and of queries and keys."""
-    found = _inner(calls)
-    over = _norm_over(calls, base, found["query_norm"])
-    for side in ("query_norm", "key_norm"):
-        if found[side] is not None:
-            found[side] |= dict(only=_only(calls, found[side]["name"]))
-    across = base["block"] == "cross"
-    late = all(found[side] and _is_late(calls, found[side]) for side in ("query_norm", "key_norm"))
-    outer = dict(input_norm=_input_norm(calls, base["query"]), norm_over=over, turns_first=late)
-    return found | outer | dict(key_input_norm=_input_norm(calls, base["key"]) if across else None)
+    inner = {side: _inner_norm(calls, [getattr(row, side) for row in rows]) for side in ("query_norm", "key_norm")}
+    outer = {
+        side: _input_norm(calls, [getattr(row, side) for row in rows]) for side in ("input_norm", "key_input_norm")
+    }
+    over = next((row.norm_over for row in rows if row.query_norm or row.key_norm), "head")
+    return inner | outer | dict(norm_over=over, turns_first=any(row.turns_first for row in rows))
 
 
-def _inner(calls: Calls) -> dict[str, Any]:
-    """Norms inside the attention module, distinguished by their names; one for both counts twice."""
-    found: dict[str, Any] = dict(query_norm=None, key_norm=None)
-    for name, module in calls.evidence.modules.items():
-        inside = name.startswith(f"{calls.owner}.") and is_norm(name, module)
-        if not inside or (at := _norm_recipe(calls, name)) is None:
-            continue
-        short = name.removeprefix(f"{calls.owner}.")
-        shared = re.search(r"qk|query_key", short)
-        if shared or re.search(r"(^|[._])q|query", short):
-            found["query_norm"] = dict(at)
-        if shared or re.search(r"(^|[._])k|key", short):
-            found["key_norm"] = dict(at)
-    return found
+def _recipe(norm: NormAt) -> Recipe:
+    return {column: getattr(norm, column) for column in ("kind", "epsilon", "plus_one", "plain", "biased", "single")}
 
 
-def _norm_over(calls: Calls, base: Recipe, norm: Recipe | None) -> str:
-    """Over one head or over all: by the size of what the norm is given."""
-    if norm is None or base["fused"]:
-        return "head"
-    evidence = calls.evidence
-    given = evidence.seen.inputs[evidence.module_of(norm["name"], calls.first)][0]
-    rows, _ = rows_of_module(calls, evidence.module_of(base["query"], calls.first))
-    whole = given is not None and given.dim() == 3 and given.shape[-1] == rows
-    return "projection" if whole else "head"
-
-
-def _only(calls: Calls, pattern: str) -> str:
-    """The rule for layers in which the norm really ran."""
-    evidence = calls.evidence
-    ran = [bool(evidence.seen.inputs.get(evidence.module_of(pattern, layer))) for layer in calls.by_layer]
-    return calls.rule(LAYERS, ran) or "every layer"
-
-
-def _is_late(calls: Calls, norm: Recipe) -> bool:
-    """Behind the rotation: it takes vectors as long as a projection's, in their places, that are not these themselves.
-
-    Without gains the order makes no difference, and the usual one is taken.
-    """
-    evidence, owner = calls.evidence, calls.owner
-    inputs = evidence.seen.inputs.get(evidence.module_of(norm["name"], calls.first), ()) if not norm["plain"] else ()
-    given = next((x for x in inputs if x is not None and x.dim() == 4), None)
-    if given is None:
-        return False
-    for name, module in evidence.modules[owner].named_modules():
-        outputs = evidence.seen.outputs.get(f"{owner}.{name}", ()) if isinstance(module, nn.Linear) else ()
-        for made in (y for y in outputs if y is not None and y.numel() == given.numel()):
-            apart = made.reshape(len(made), -1, made.shape[-1] // given.shape[-1], given.shape[-1])
-            for one in (apart, apart.transpose(1, 2)):
-                if one.shape == given.shape and same(one.norm(dim=-1), given.norm(dim=-1), 1e-5):
-                    return not same(one, given, 1e-5)
-    return False
-
-
-def _norm_recipe(calls: Calls, name: str) -> Recipe | None:
-    """Kind, epsilon and gain of a norm, by its own input and output; None where no kind explains them."""
-    evidence = calls.evidence
-    module = evidence.modules[name]
-    given, made = (next(iter(side.get(name, ())), None) for side in (evidence.seen.inputs, evidence.seen.outputs))
-    if given is None or made is None or given.shape != made.shape:
+def _inner_norm(calls: Calls, norms: list[NormAt | None]) -> Recipe | None:
+    """The norm of queries or keys, and the layers that have it."""
+    layer, norm = next(((layer, one) for layer, one in zip(calls.by_layer, norms, strict=True) if one), (0, None))
+    if norm is None:
         return None
-    names = ("eps", "variance_epsilon", "epsilon", "norm_eps")
-    epsilon = next((value for key in names if isinstance(value := getattr(module, key, None), float)), 1e-6)
-    weight = getattr(module, "weight", None)
-    if weight is not None and weight.shape[-1] != given.shape[-1]:
-        return None
-    found = explain_norm(module, given, [epsilon], ("rms", "layer", "l2"), lambda own: same(own, made, 1e-5))
-    if found is None:
-        return None
-    numbers = ("kind", "epsilon", "plus_one", "plain", "biased")
-    return {column: getattr(found, column) for column in numbers} | dict(name=calls.pattern(name))
+    only = calls.rule(LAYERS, [one is not None for one in norms]) or "every layer"
+    return _recipe(norm) | dict(name=calls.evidence.pattern(norm.name, layer), only=only)
 
 
-def _input_norm(calls: Calls, pattern: str) -> Recipe | None:
+def _input_norm(calls: Calls, norms: list[NormAt | None]) -> Recipe | None:
     """The norm whose output the projection takes, in every layer: its own, or the last of the layer before."""
-    evidence = calls.evidence
-    by_layer = {n: norm_behind(evidence, input_of(evidence, evidence.module_of(pattern, n))) for n in calls.by_layer}
-    last = max(by_layer)
-    name = by_layer[last]
-    if name is None or (at := _norm_recipe(calls, name)) is None:
+    evidence, at = calls.evidence, norms[-1]
+    by_layer = {layer: norm and norm.name for layer, norm in zip(calls.by_layer, norms, strict=True)}
+    if at is None:
         return None
+    last = max(by_layer)
     for token, shift in (("{layer}", 0), ("{previous}", 1)):
-        short = evidence.with_number(name, last - shift, token)
+        short = evidence.with_number(at.name, last - shift, token)
         fits = {layer: short.format(layer=layer, previous=layer - 1) == own for layer, own in by_layer.items()}
         if token in short and all(fits[layer] for layer in by_layer if layer > 0):
             first = "" if fits.get(0, True) else by_layer[0] and evidence.file_module(by_layer[0])
-            return at | dict(name=evidence.pattern(name, last - shift, token), first=first)
-    same_for_all = all(own == name for own in by_layer.values())
-    return at | dict(name=evidence.file_module(name)) if same_for_all else None
+            return _recipe(at) | dict(name=evidence.pattern(at.name, last - shift, token), first=first)
+    same_for_all = all(own == at.name for own in by_layer.values())
+    return _recipe(at) | dict(name=evidence.file_module(at.name)) if same_for_all else None
+
+
+def _rotaries(calls: Calls, rows: Sequence[Attention]) -> Iterator[Recipe | None]:
+    """None where nothing turned; else what the config's entries allow."""
+    found = [row.rotary for row in rows]
+    if not any(found):
+        yield None
+        return
+    config, only = calls.config, calls.rule(LAYERS, [one is not None for one in found])
+    nested = any(isinstance(value, dict) for value in (config.get("rope_parameters") or {}).values())
+    interleaved = next(one.interleaved for one in found if one)
+    shared = dict(interleaved=interleaved, only=only, parameters="by layer type" if nested else "one")
+    for backward, part in itertools.product((False, True), _parts(config) if only else ()):
+        yield shared | part | (dict(backward=True) if backward else {})
+
+
+def _parts(config: Config) -> Iterator[Recipe]:
+    """Yield recipes for the rotated part of a head."""
+    yield from (dict(fraction=name) for name in FRACTIONS if not name or config.get(name) is not None)
+    if config.get("rotary_dim"):
+        yield dict(num_dims="rotary_dim")
+    yield from (dict(literal_fraction=part) for part in (0.5, 0.25))
+
+
+def _scales(calls: Calls, rows: Sequence[Attention]) -> Iterator[Recipe]:
+    """The rules for the scale that give its numbers, and the soft-cap's entry."""
+    # The twin's own number picks the rule: a rule that fits its sizes by chance would be wrong at the model's.
+    cap = next((name for name in CAPS if rows[0].softcap and _is(calls.config.get(name), rows[0].softcap)), None)
+    stated = {name: calls.values(cell) for name, cell in SCALES.items() if cell is not None}
+    stated["1/√d_head"] = [row.d_head**-0.5 for row in rows]
+    fitting = [name for name in SCALES if stated[name] and all(map(_is, stated[name], (row.scale for row in rows)))]
+    for name in fitting or [name for name in SCALES if stated[name]]:  # what turns may have a factor too (YaRN)
+        yield dict(scale=name, softcap=cap)
+
+
+def _is(stated: Any, number: Any) -> bool:
+    return isinstance(stated, int | float) and math.isclose(stated, number, rel_tol=1e-5)
+
+
+def _mask(calls: Calls, rows: Sequence[Attention]) -> Recipe:
+    """The rule for causality and window with the limits that were found; plain causality where none has them."""
+    reaches = [(row.lookback, row.lookahead) for row in rows]
+    tokens = [min(seen[0].own.shape[-2:]) for seen in calls.by_layer.values()]
+    for ahead, back in itertools.product(("causal", "both ways", "as far as back"), WINDOWS):
+        limits = calls.values(WINDOWS[back])
+        backs = [
+            None if limit is None or limit >= number - 1 else limit
+            for limit, number in zip(limits, tokens, strict=False)
+        ]
+        aheads = {"causal": [0] * len(rows), "both ways": [None] * len(rows), "as far as back": backs}[ahead]
+        if backs and list(zip(backs, aheads, strict=True)) == reaches:
+            return dict(lookback=back, lookahead=ahead)
+    return dict(lookback="none", lookahead="causal" if all(ahead == 0 for _, ahead in reaches) else "both ways")

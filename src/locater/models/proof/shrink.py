@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ...records import Json, JsonMapping
@@ -20,11 +20,14 @@ class Sizes:
     inner: int = 48
     least_layers: int = 2
     says_d_head: bool = False  # write it where the config leaves it open
+    is_even: bool = True  # else a decoder has fewer heads and more layers than its encoder
 
 
 # Tried in turn: some models demand that heads fill the width, or that all sizes of one kind agree.
 ATTEMPTS = (
+    Sizes(is_even=False),
     Sizes(),
+    Sizes(d_head=16, says_d_head=True, is_even=False),
     Sizes(d_head=16, says_d_head=True),
     Sizes(d_head=16, inner=64, least_layers=4),
     Sizes(d_head=16, key_heads=4, inner=64),
@@ -122,6 +125,9 @@ def _entry(key: str, value: object, values: Mapping, sizes: Sizes, num_layers: i
         return value if value < 3 else next(ids)
     if key in EXACT:
         return min(EXACT[key], value) if value > 0 else value
+    if not sizes.is_even and "decoder" in key:  # the encoder's entries would be taken for those of both
+        sizes = replace(sizes, heads=sizes.heads // 2, key_heads=sizes.key_heads // 2)
+        num_layers += 1
     for pattern, size in (
         (LAYERS, num_layers), (KEY_HEADS, sizes.key_heads), (HEAD_SIZE, sizes.d_head), (HEADS, sizes.heads),
         (INNER, sizes.inner), (EXPERTS, 4), (CHOSEN, 2), (WIDTH, sizes.width),
