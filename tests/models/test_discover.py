@@ -146,7 +146,7 @@ def test_qk_norm_is_read_with_its_gain():
         (own.ConstantSink, "stack.0.mixer: expected a parameter of the attention with its sinks"),
         (own.FlatCap, "stack.0.mixer: expected a softmax of products of queries and keys, scaled or capped"),
         (own.BiasedLogits, "stack.0.mixer: expected a softmax of products of queries and keys, scaled or capped"),
-        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* behind `stack.0.mixer.q_proj`"),
+        (own.Curved, "stack.0.mixer: expected queries that are rows of one product .* after `stack.0.mixer.q_proj`"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_by_name(attention, message):

@@ -170,7 +170,7 @@ def is_transposed(product: Product, tensors: ModuleTensors, allowed: float) -> b
             bias = module.bias(product.name)
             if alike(x @ weight.T, y if bias is None else y - bias.detach().float(), allowed):
                 return transposed
-    raise refusal(f"`{product.name}` as W x + b, with the bias stored beside the weight", "another map")
+    raise refusal(f"`{product.name}` as W x + b, with the bias stored with the weight", "another map")
 
 
 def norm_over(*sides: Made) -> Literal["head", "projection"]:
@@ -193,6 +193,6 @@ def read_norm_of(norm: Normed, allowed: float) -> NormAt | None:
     for epsilon, plus_one, kind in itertools.product(epsilons, (False, True), kinds):
         made = Norm(kind, None if gain is None else gain + plus_one, bias, epsilon)(norm.x.float())
         if alike(made, norm.y.float(), allowed):
-            numbers = dict(epsilon=epsilon, plus_one=plus_one, plain=gain is None, biased=bias is not None)
-            return NormAt(kind, norm.name, **numbers)
+            place = NormAt(kind, norm.name, epsilon=epsilon, plus_one=plus_one, plain=gain is None)
+            return replace(place, biased=bias is not None)
     return None

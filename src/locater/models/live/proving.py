@@ -245,8 +245,8 @@ class Search:
         sinks = self.call.sinks.detach().float().flatten()
         for name, (module, attribute) in self.tensors.owners.items():
             stored = module._parameters.get(attribute) if any(module is one for one in self.call.modules) else None
-            is_one = stored is not None and stored.numel() == len(sinks)
-            if is_one and alike(stored.detach().float().flatten(), sinks, self.allowed):
+            numbers = None if stored is None or stored.numel() != len(sinks) else stored.detach().float().flatten()
+            if numbers is not None and alike(numbers, sinks, self.allowed):
                 return module_of(name)
         raise refusal("a parameter of the attention with its sinks", "other numbers")
 

@@ -25,7 +25,7 @@ def of_scores(call: AttentionCall, products: Sequence[Scores]) -> AttentionCall:
         seen, theirs = admitted[..., :columns], logits[..., :columns].double()
         own = own.reshape(theirs.shape)
         sides = [_without_mean(side, seen) if _is_shifted(logits, admitted) else side for side in (own, theirs)]
-        found = next(_scales(*(side[seen] for side in sides), allowed, scores.is_capped), None)
+        found = next(_scales(sides[0][seen], sides[1][seen], allowed, scores.is_capped), None)
         if found is not None:
             scale, softcap = found
             query, key = scores.query.detach(), scores.key.detach()
@@ -39,7 +39,7 @@ def of_scores(call: AttentionCall, products: Sequence[Scores]) -> AttentionCall:
 
 
 def _sinks(logits: Tensor, shift: Tensor, seen: Tensor, allowed: float) -> Tensor | None:
-    """The logit of each head in a column behind the keys, shifted back as all others were; None for no column."""
+    """The logit of each head in a column after the keys, shifted back as all others were; None for no column."""
     if logits.shape[-1] == seen.shape[-1]:
         return None
     column = logits[..., -1] + shift.masked_fill(~seen, 0).sum(-1) / seen.sum(-1).clamp(min=1)

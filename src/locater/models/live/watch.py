@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -212,8 +213,8 @@ def _scores(func: Any, args: tuple, output: Any) -> Scores | None:
         (summed,) = {*query[0]} - {*result} if len({*query[0]} - {*result}) == 1 else " "
         wanted = ((query, [*before, row, summed]), (key, [*before, column, summed]))
         if all(sorted(part[0]) == sorted(order) for part, order in wanted):
-            sides = (part[1].permute(*map(part[0].index, order)) for part, order in wanted)
-            return Scores(*sides, output)
+            sides = [part[1].permute(*map(part[0].index, order)) for part, order in wanted]
+            return Scores(sides[0], sides[1], output)
     return None
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ...errors import Refusal
 from ...records import Json
 from ..config import Config, resolve
-from ..schema import Attention
 from ..tensors import Held
 from .observe import ObservedPass, SoftmaxCall
 
@@ -41,8 +40,8 @@ class Calls:
         return self.name(self.first)
 
     @cached_property
-    def rows(self) -> list[Attention]:
-        """Rows that the finder found, one for every layer; none where one is missing."""
+    def rows(self) -> list[Any]:
+        """Rows that the finder found, with plain numbers, one for every layer; none where one is missing."""
         found = [seen[0].found for seen in self.by_layer.values()]
         return [] if self.reason else [module.row for module in found]
 

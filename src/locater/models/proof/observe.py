@@ -106,10 +106,15 @@ Offers = Callable[[Any], Iterable[Mapping[str, Tensor]]]  # the inputs worth try
 def observe_twin(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lambda part: ()) -> ObservedPass:
     """One pass of the model, watched; then one of each model inside it that has not run, such as an image tower."""
     seen = ObservedPass(model, len(next(iter(inputs.values()))))
+
+    def follow_both(*done: Any) -> None:
+        follow(*done)
+        seen.follow(*done)
+
     with (
         seen.hooked(model),
         seen.finder.recording() as follow,
-        Interception(seen.see, written_out=True, follow=lambda *done: (follow(*done), seen.follow(*done))),
+        Interception(seen.see, written_out=True, follow=follow_both),
     ):
         model(**inputs)
         for name, part in model.named_modules():

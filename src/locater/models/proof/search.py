@@ -13,7 +13,7 @@ from ...records import Json
 from ..config import Config
 from ..module import HeadShape, find_stack
 from ..registry import FAMILIES
-from ..schema import Attention, Layout, NormAt, Starts
+from ..schema import Layout, NormAt, Starts
 from ..slices import first_rows
 from .check import Verdict, check_row
 from .evidence import Calls
@@ -121,7 +121,7 @@ def lifted(calls: Calls) -> Iterator[Recipe]:
         yield from (base | dict(rotary=rotary) | scale for scale in _scales(calls, rows))
 
 
-def _sizes(calls: Calls, rows: Sequence[Attention]) -> Recipe | None:
+def _sizes(calls: Calls, rows: Sequence[Any]) -> Recipe | None:
     """The config's entries that hold these numbers, layer by layer; None where one is in no entry."""
     num_heads, num_key_heads, sizes = (
         [getattr(row, cell) for row in rows] for cell in ("heads", "key_heads", "d_head")
@@ -141,7 +141,7 @@ def _sizes(calls: Calls, rows: Sequence[Attention]) -> Recipe | None:
     return dict(heads=heads, key_heads=key_heads, d_head=size, layers=layers)
 
 
-def _layout(row: Attention) -> Recipe | None:
+def _layout(row: Any) -> Recipe | None:
     """The layout that puts heads where they were found."""
     shape = HeadShape(row.heads, row.key_heads, row.d_head)
     plain = [(None, False), (None, True)] if row.query != row.key else []
@@ -152,7 +152,7 @@ def _layout(row: Attention) -> Recipe | None:
     return None
 
 
-def _block(calls: Calls, row: Attention) -> str:
+def _block(calls: Calls, row: Any) -> str:
     if row.block == "cross":
         return "cross"
     seen = re.search(r"vision|visual|image|pixel", calls.place)
@@ -161,7 +161,7 @@ def _block(calls: Calls, row: Attention) -> str:
     return row.block
 
 
-def _norms(calls: Calls, rows: Sequence[Attention]) -> Recipe:
+def _norms(calls: Calls, rows: Sequence[Any]) -> Recipe:
     """The columns of all norms: before the projections, and of queries and keys."""
     inner = {side: _inner_norm(calls, [getattr(row, side) for row in rows]) for side in ("query_norm", "key_norm")}
     outer = {
@@ -201,7 +201,7 @@ def _input_norm(calls: Calls, norms: list[NormAt | None]) -> Recipe | None:
     return _recipe(at) | dict(name=evidence.file_module(at.name)) if same_for_all else None
 
 
-def _rotaries(calls: Calls, rows: Sequence[Attention]) -> Iterator[Recipe | None]:
+def _rotaries(calls: Calls, rows: Sequence[Any]) -> Iterator[Recipe | None]:
     """None where nothing turned; else what the config's entries allow."""
     found = [row.rotary for row in rows]
     if not any(found):
@@ -223,7 +223,7 @@ def _parts(config: Config) -> Iterator[Recipe]:
     yield from (dict(literal_fraction=part) for part in (0.5, 0.25))
 
 
-def _scales(calls: Calls, rows: Sequence[Attention]) -> Iterator[Recipe]:
+def _scales(calls: Calls, rows: Sequence[Any]) -> Iterator[Recipe]:
     """The rules for the scale that give its numbers, and the soft-cap's entry."""
     # The twin's own number picks the rule: a rule that fits its sizes by chance would be wrong at the model's.
     cap = next((name for name in CAPS if rows[0].softcap and _is(calls.config.get(name), rows[0].softcap)), None)
@@ -238,7 +238,7 @@ def _is(stated: Any, number: Any) -> bool:
     return isinstance(stated, int | float) and math.isclose(stated, number, rel_tol=1e-5)
 
 
-def _mask(calls: Calls, rows: Sequence[Attention]) -> Recipe:
+def _mask(calls: Calls, rows: Sequence[Any]) -> Recipe:
     """The rule for causality and window with the limits that were found; plain causality where none has them."""
     reaches = [(row.lookback, row.lookahead) for row in rows]
     tokens = [min(seen[0].own.shape[-2:]) for seen in calls.by_layer.values()]
