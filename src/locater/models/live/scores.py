@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ...attention.calls import AttentionCall
+from ...attention.calls import SDPA, AttentionCall
 from ...attention.masks import admits
 from ...errors import refusal
 from .explain import alike, tolerance
@@ -29,8 +29,8 @@ def of_scores(call: AttentionCall, products: Sequence[Scores]) -> AttentionCall:
         if found is not None:
             scale, softcap = found
             query, key = scores.query.detach(), scores.key.detach()
-            parts = dict(query=query, key=key, value=key, attn_mask=seen, logits=None, scale=scale, softcap=softcap)
-            return call.changed(**parts, sinks=_sinks(logits, scale * own - theirs, seen, allowed))
+            parts = dict(query=query, key=key, value=key, attn_mask=seen, scale=scale, through=SDPA)
+            return call.changed(**parts, softcap=softcap, sinks=_sinks(logits, scale * own - theirs, seen, allowed))
     raise refusal(
         "a softmax of products of queries and keys, scaled or capped",
         "other logits",
