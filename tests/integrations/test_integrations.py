@@ -1,3 +1,4 @@
+import os
 import re
 import runpy
 from copy import deepcopy
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from launch import torchrun, uses_torchrun
 from locater.errors import Refusal
@@ -125,6 +126,18 @@ def test_the_trainer_of_transformers_lets_the_strength_choose_itself(tmp_path):
         stabiliser.step()
     assert callback.stabiliser.strength > 0
     assert callback.stabiliser.strength == pytest.approx(stabiliser.strength, rel=1e-4)
+
+
+def test_in_a_search_of_hyperparameters_the_state_lies_in_the_folder_of_its_trial(tmp_path):
+    callback = hf.StabiliserCallback(lambda model, optimizer: QKClip(model))
+    callback.stabiliser = LocAteR(llama(), strength=0.1)
+    trials = [tmp_path / f"run-{trial}" / "checkpoint-2" for trial in range(2)]
+    for age, folder in enumerate(trials):
+        folder.mkdir(parents=True)
+        os.utime(folder, (age, age))
+    state = TrainerState(global_step=2, is_hyper_param_search=True)
+    callback.on_save(TrainingArguments(str(tmp_path), report_to=[], use_cpu=True), state, TrainerControl())
+    assert [(folder / hf.FILE).exists() for folder in trials] == [False, True]
 
 
 def test_an_optimiser_without_hooks_is_refused():

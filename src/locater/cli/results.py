@@ -49,7 +49,7 @@ def _lines(task: str, steps: str, *, long: bool) -> Tell:
 
 
 def raise_refused(sentences: Sequence[str]) -> None:
-    """Exit 1 where something was not read, after all that was read has been shown."""
+    """Refuse with the first sentence and the number of the others, where anything was not read."""
     if sentences:
         first, *others = sentences
         raise Refusal(first + (f" (and {len(others)} more)" if others else ""))

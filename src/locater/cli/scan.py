@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FAIL_ON_MET = 3
 MOST_FAILURES = 5
 COLUMNS = ("estimated_near_mass", "trace_over_temperature", "eta_over_temperature", "xi", "localisation")
+SPARE = ("trace_over_temperature", "localisation")  # the first to go where a screen is narrow
 RANGE = "ξ range"
 MEASURE = "What heads do on text, measured: locater predict MODEL"
 MEDIANS = "medians of each layer's heads, and how many heads have each regime"
@@ -127,16 +128,16 @@ def _layer_table(rows: "tuple[HeadRow, ...]") -> FittedTable:
         body.append(
             [
                 f"{block} {layer}",
-                *(_median(name, of_layer) for name in COLUMNS[:4]),
+                *(_median(name, of_layer) for name in COLUMNS),
                 f"{min(ratios):.1f} … {max(ratios):.1f}",
-                _median("localisation", of_layer),
                 *(str(sum(row.regime == regime for row in of_layer) or "") for regime in present),
             ]
         )
-    near, trace, eta, xi, local = (quantity(name).heading for name in COLUMNS)
-    headings = ["layer", near, trace, eta, xi, RANGE, local, *(REGIME_WORDS[regime].short for regime in present)]
+    headings = ["layer", *(quantity(name).heading for name in COLUMNS), RANGE]
     rarest = [REGIME_WORDS[regime].short for regime, _ in reversed(counts.most_common())]
-    return fitted(headings, body, words=["layer"], spare=[RANGE, trace, local, *rarest], title=MEDIANS)
+    spare = [RANGE, *(quantity(name).heading for name in SPARE), *rarest]
+    headings += [REGIME_WORDS[regime].short for regime in present]
+    return fitted(headings, body, words=["layer"], spare=spare, title=MEDIANS)
 
 
 def _head_table(rows: "tuple[HeadRow, ...]") -> FittedTable:

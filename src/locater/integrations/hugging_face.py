@@ -73,8 +73,10 @@ class LocAteRCallback(StabiliserCallback):
 
 
 def _folder(args: Any, state: TrainerState) -> Path:
-    """Folder of the Trainer's checkpoint of the present step."""
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    """Folder of the Trainer's checkpoint of the present step; a search of hyperparameters has one folder a trial."""
+    folder, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    trials = folder.glob(f"*/{name}") if state.is_hyper_param_search else ()
+    return max(trials, key=lambda path: path.stat().st_mtime, default=folder / name)
 
 
 @dataclass

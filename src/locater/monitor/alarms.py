@@ -142,10 +142,10 @@ class Alarms:
             ]
             found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]
         if not any(alarm.kind in SERIOUS for alarm in found):  # what an explosion tells apart may be undone
-            self._learn()
+            self._note_awake()
         return self._mark(found)
 
-    def _learn(self) -> None:
+    def _note_awake(self) -> None:
         """Note the heads that tell keys apart."""
         limit = self.thresholds.dead_uniform
         for layer in self.layers if limit is not None else ():

@@ -75,7 +75,7 @@ class WatchedPass:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> "WatchedPass":
-        """A pass that begins. It is classified now: within, recomputation of activations may switch gradients off."""
+        """A pass that begins. Its mode is told now, since recomputation of activations may switch gradients off."""
         given = arguments(module, args, kwargs)
         mode: Mode = "evaluation" if not module.training else "training" if torch.is_grad_enabled() else "no_grad"
         return cls(given, has_cached_keys(given), mode)

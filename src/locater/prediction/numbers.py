@@ -94,7 +94,8 @@ class Gatherer:
         """The same of every other text, and of those between; None of a single text."""
         return None if len(self.found) < 2 else (self.numbers(slice(0, None, 2)), self.numbers(slice(1, None, 2)))
 
-    def numbers(self, part: slice = slice(None)) -> Numbers:  # noqa: B008
-        mean = torch.stack(self.found[part]).mean(0).tolist()
+    def numbers(self, texts: slice = slice(None)) -> Numbers:  # noqa: B008
+        """Means over some of the texts, all of them by default."""
+        mean = torch.stack(self.found[texts]).mean(0).tolist()
         num_bins = len(self.bins)
         return Numbers(*mean[:4], profile=tuple(mean[4 : 4 + num_bins]), logits=tuple(mean[4 + num_bins :]))

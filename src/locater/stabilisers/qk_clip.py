@@ -98,6 +98,7 @@ class QKClip(Looker):
 
     @torch.no_grad()
     def step(self) -> None:
+        """Clip the heads whose largest logit passed the threshold since the last step that was due."""
         self.check_found("a step")
         self.writes.check()
         if self.is_due():

@@ -61,7 +61,7 @@ def profile(
     covariance: Covariance = 1.0,
     tolerance: float = 1e-6,
 ) -> Float[Tensor, "*batch {length}"]:
-    """ρ_1 … ρ_T of every head, for any d_h and any asymmetry.
+    """The propagation probabilities ρ_1 … ρ_T of every head, for any d_h and any asymmetry.
 
     Per evaluated t the eigenvalues of one 2d_h×2d_h symmetric matrix, O(d_h³), in float64. With a tolerance of 0
     every t is evaluated (absolute error near 1e-12); else as few as the tolerance lets the interpolant have.

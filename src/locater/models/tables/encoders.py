@@ -152,6 +152,7 @@ def modernbert_kind(config: Config, layer: int) -> str:
 
 
 def modernbert_rope(config: Config, layer: int) -> Mapping[str, object]:
+    """Entries of a layer's positions: sliding layers have a base of their own; what the config says by layer wins."""
     kind = modernbert_kind(config, layer)
     entries = {"rope_type": "default", **config.get(f"rope_parameters.{kind}", {}), **config.get("rope_scaling", {})}
     everywhere = config.get("global_rope_theta", 160_000.0)

@@ -60,7 +60,7 @@ class Slots:
 
 
 def modules_of(pairs: Iterable[Pair]) -> dict[nn.Module, str]:
-    """The attention modules, each with the name of its pairs."""
+    """Name each attention module by its pairs; refuse one that computes pairs of two names."""
     named: dict[nn.Module, str] = {}
     for pair in pairs:
         first = named.setdefault(pair.query.weight.attention, pair.name)
