@@ -147,7 +147,7 @@ class _Asked(dict[str, Any]):
 
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
     """The telling entries of a config, nested ones by their path, that no row asks for."""
-    asked: set[str] = set()
+    asked = set(family.initial)
     listening = Config(_Asked(config.values, asked))
     if family.partial is not None:
         ask(family.partial, listening)

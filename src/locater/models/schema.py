@@ -141,6 +141,7 @@ class Family:
     signature: str | None = None  # how a layer-0 tensor's name ends by which files without a model type are known
     inside: str = ""  # what all names in a block of such a file match, from behind its number
     needs: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()  # how names end that it has; `.x`: in every block
+    initial: tuple[str, ...] = ()  # entries of the config that speak of initial weights alone
 
 
 class _Biases(TypedDict):

@@ -206,5 +206,5 @@ FAMILIES = (
         r"|((cross_)?attn_ln|mlp_ln|mlp\.\d)\.(weight|bias)",
         needs=("encoder.positional_embedding", "decoder.positional_embedding", ".attn.query.bias", ".attn_ln.bias"),
     ),
-    Family("locater", ("locater",), (OWN,)),
+    Family("locater", ("locater",), (OWN,), initial=("qkv_gain",)),
 )
