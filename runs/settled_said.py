@@ -93,12 +93,26 @@ def _claim(found: Outcome) -> str:
 
 
 def limit(found: Outcome, words: Outcome | None = None) -> str:
-    """The README's paragraph around it."""
+    """The README's paragraph around it: plain words first, then the numbers."""
     text = (
-        f"{LIMIT}In [a small model](docs/reproduction.md) LocAteR ends at {SMALL_RATIO} of the perplexity, as QK-norm "
-        f"does. {claim(found, words)} If a run diverges now: `RollBack`, QK-Clip or QK-norm."
+        f"{LIMIT}{_plainly(found)} As [ratios](docs/reproduction.md): {SMALL_RATIO} in the small "
+        f"model. {claim(found, words)} If a run diverges now: `RollBack(0.2)`."
     )
     return _filled(text, COLUMNS)
+
+
+def _plainly(found: Outcome) -> str:
+    """The gain in per cent, with its baseline and no letter of the theory."""
+    less = 100 * (1 - float(SMALL_RATIO.split()[0]))
+    small = f"In a small model LocAteR ends {less:.0f} % lower in perplexity than training without it, as QK-norm does."
+    if not found.word:
+        return small
+    ratio = found.ends[found.best]
+    percent = 100 * (math.exp(ratio.estimate.value) - 1)
+    ends = f"ends {abs(percent):.1f} % {'lower' if percent < 0 else 'higher'}"
+    chance = "" if ratio.word else ", which may be chance"
+    early = ", and it leads early" if found.word in (EARLY, NOT_SURE) else ""
+    return f"{small} On WikiText-2 it {ends}{chance}{early}."
 
 
 SMALL = "[in a small model](reproduction.md#where-attention-matters)"
