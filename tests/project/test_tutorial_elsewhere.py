@@ -49,15 +49,16 @@ def test_what_the_page_promises_happens(seed, batch, num_threads):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        watched, held = typed(seed, batch)
+        watched, rolled, held = typed(seed, batch)
     finally:
         torch.set_num_threads(before)
-    print(watched, held, sep="\n")
+    print(watched, rolled, held, sep="\n")
     steps, losses, largest = figures(watched)
     assert steps == [0, 50, 100, 150] and watched.splitlines()[1] == "no alarm in 2 layers"
     assert largest[0] < LIMIT < min(largest[1:]), "it explodes, and stays so"
     told = re.sub(r"\s+", " ", watched)
     assert "logit explosion: decoder layer" in told and "try RollBack: the last good state with a lower" in told
+    assert max(figures(rolled)[2]) < largest[-1], "going back holds the logits"
     _, held_losses, small = figures(held)
     assert max(small) < LIMIT, "the logits stay small"
     if batch is counting:  # of another text the page promises nothing of the loss
