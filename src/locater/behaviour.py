@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .errors import counted
-from .quantities import NEAR, quantity
+from .quantities import NEAR
 from .reference import unusual
 
 # A head's place: block, layer, head.
@@ -76,6 +76,16 @@ class Word(NamedTuple):
         verb, _, rest = self.plural.partition(" ")
         return f"{verb}s {rest}".replace("themselves", "itself")
 
+    def clause(self, heads: str, number: int, *, probably: str = "") -> str:
+        """Say of some heads that the word holds.
+
+        >>> VOCABULARY[0].clause("2 of 9 heads", 2), VOCABULARY[1].clause("1 of 9 heads", 1)
+        ('2 of 9 heads rest on the first token', 'in 1 of 9 heads tokens look mostly at themselves')
+        """
+        if self.name == "itself":  # it is a token that looks at itself, not a head
+            return f"in {heads}{'' if 'head' in heads else ' of them'} tokens look mostly at themselves"
+        return f"{heads} {probably}{self.singular if number == 1 else self.plural}"
+
     def stricter(self, margin: float) -> "Word":
         return self._replace(limit=self.limit + (-margin if self.is_low else margin))
 
@@ -85,13 +95,34 @@ class Word(NamedTuple):
         return is_met and not (self.is_apart and attention.first >= RESTS)
 
     @property
+    def condition(self) -> str:
+        """The rule in plain words, for readers of a page.
+
+        >>> VOCABULARY[-1].condition
+        'share of the rest on the 16 nearest tokens at most 0.3 (on random ids 0.25)'
+        """
+        apart = "; less than half on the first token" if self.is_apart else ""
+        stricter = f" (on random ids {self.stricter(self.margin).limit:g})" if self.margin else ""
+        return f"{MEANINGS[self.number]} at {'most' if self.is_low else 'least'} {self.limit:g}{stricter}{apart}"
+
+    @property
     def rule(self) -> str:
         """The rule in words, for documentation."""
         sign = "≤" if self.is_low else "≥"
         return f"{self.number} {sign} {self.limit:g}" + (f", first < {RESTS:g}" if self.is_apart else "")
 
 
-RANDOM_IDS = "random ids"  # the name of the text where there is none
+# Every word's number; "the rest" is the attention that is not on the first token.
+MEANINGS = {
+    "first": "share of the attention on the first token",
+    "itself": "share of the rest on the token itself",
+    "adjacent": "share of the rest at distance 1",
+    "entropy": "entropy over log n",
+    "near": f"share of the rest on the {NEAR} nearest tokens",
+}
+EMBEDDED, RANDOM_IDS = "embedded text", "random ids"  # names of what is read where no text is given
+NO_WORD = "none"  # the name in tables where no word holds
+FIT_NONE, FITS_NONE = "fit none of these words", "fits none of these words"
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RARE = "too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
@@ -149,6 +180,11 @@ def describe_heads(places: Sequence[Place], attentions: Sequence[MeanAttention],
             f" ({brackets})" if brackets else ""
         )
         counts.append(Told(f"{sentence}.", tuple(heads)))
+    spoken_of = {n for heads in members.values() for n in heads}
+    others = tuple(n for n in range(len(places)) if n not in spoken_of)
+    if counts and others:
+        fits = FITS_NONE if len(others) == 1 else FIT_NONE
+        counts.append(Told(f"{len(others):,} of {len(places):,} heads {fits}.", others))
     return [*counts, *_unusual(places, members, text), *_look_first(places, attentions, members)]
 
 
@@ -175,8 +211,9 @@ def _count(number: int, total: int, word: Word, *, probably: str = "") -> str:
     >>> _count(1, 1, VOCABULARY[0]), _count(3, 3, VOCABULARY[0])
     ('The only head rests on the first token', 'All 3 heads rest on the first token')
     """
-    several = f"{number:,} of {total:,} heads" if number < total else f"All {total:,} heads"
-    return f"{several if total > 1 else 'The only head'} {probably}{word.singular if number == 1 else word.plural}"
+    several = f"{number:,} of {total:,} heads" if number < total else f"all {total:,} heads"
+    clause = word.clause(several if total > 1 else "the only head", number, probably=probably)
+    return clause[0].upper() + clause[1:]
 
 
 def in_layers(places: Sequence[Place], heads: Sequence[int]) -> str:
@@ -213,10 +250,16 @@ def _look_first(
             chosen[min(rest, key=lambda n: sign * getattr(attentions[n], word.number))] = word
     if not chosen:
         return []
-    named = [
-        f"{head_name(*places[n])}, which {word.singular} ({_value(attentions[n], word)})" for n, word in chosen.items()
-    ]
+    named = [f"{head_name(*places[n])}, {_why(attentions[n], word)}" for n, word in chosen.items()]
     return [Told(f"Look first at {'; '.join(named)}.", tuple(chosen))]
+
+
+def _why(attention: MeanAttention, word: Word) -> str:
+    """Say of one head what it is to be looked at for; the one token may be the first."""
+    if word.name == "itself":
+        return f"in which tokens look mostly at themselves ({_value(attention, word)})"
+    first = ", the first" if word.name == "one token" and attention.first >= MOST else ""
+    return f"which {word.singular}{first} ({_value(attention, word)})"
 
 
 def _value(attention: MeanAttention, word: Word) -> str:
@@ -280,23 +323,6 @@ def describe_theory(regimes: Iterable[str | None]) -> list[str]:
     named = ", ".join(f"{count:,} {regime}" for regime, count in counts.most_common())
     words = "These words describe a random walk, not what heads do."
     return [f"In the paper's theory: {named}. {words}"] if named else []
-
-
-def describe_accuracy(ranks: Mapping[str, float | None]) -> list[str]:
-    """State how well a prediction ranks the heads, beside what is said of them.
-
-    >>> describe_accuracy({"sink_mass": 0.987, "mean_distance": None})
-    ['Rank correlation (Spearman) of prediction and measurement: sink 0.99.']
-    """
-    known = [f"{quantity(name).heading} {rho:.2f}" for name, rho in ranks.items() if rho is not None]
-    return [f"Rank correlation (Spearman) of prediction and measurement: {', '.join(known)}."] if known else []
-
-
-def describe_halves(halves: Sequence[tuple[MeanAttention, MeanAttention]], *, text: str) -> list[str]:
-    """State how many of the words that one half of the windows says hold on the other half."""
-    said = [(word, other) for one, two in halves for a, other in ((one, two), (two, one)) for word in words_of(a, text)]
-    share = sum(word.holds(other) for word, other in said) / max(1, len(said))
-    return [f"Of the words that one half of the windows says, {share:.0%} hold on the other."] if said else []
 
 
 def look_random(heads: Sequence[tuple[float, float, int]]) -> bool:

@@ -48,7 +48,7 @@ class Quantity:
         return f"{value:{self.digits}}"
 
     def to_json(self) -> Json:
-        return {name: value for name, value in asdict(self).items() if name not in ("short", "digits")}
+        return {name: value for name, value in asdict(self).items() if name != "short"}
 
 
 _ATTENTION = (

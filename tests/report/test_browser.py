@@ -319,9 +319,36 @@ def test_a_head_that_does_several_things_is_counted_and_found_with_each(browser,
     browser.run("locater.app.select(0)")
     assert browser.run("return document.querySelector('.say').textContent") == (
         "It rests on the first token, keeps to one token and looks mostly beyond the 16 nearest tokens (measured on "
-        "text). Of its attention that is not on the first token, 20 % falls on the 16 nearest tokens (on the text "
-        "measured)."
+        "text). Of the 10% of its attention that is not on the first token, 20% falls on the 16 nearest tokens (on the "
+        "text measured)."
     )
+
+
+NOWHERE_ELSE = AT_REST | dict(sink_mass=0.9999, normalised_entropy=0.00002)
+SIZES = dict(windows={"calibration": 24, "test": 8}, tokens={"calibration": 1536, "test": 512})
+
+
+def test_a_page_names_its_text_and_says_no_share_of_a_remnant(browser, tmp_path):
+    """What was measured, bounds for shares that are nearly none or all, and conditions by the headings."""
+    save_page(
+        [predicted([NOWHERE_ELSE, FAR, AT_REST | dict(near_mass_beyond_first=0.5)]) | SIZES], tmp_path / "page.html"
+    )
+    browser.open(tmp_path / "page.html")
+    said = browser.run("return document.querySelector('#opening').textContent")
+    assert "Measured on 512 tokens of my.txt (8 windows of 64), predicted from 1,536 others." in said
+    browser.run("locater.app.select(0)")
+    words = browser.run("return document.querySelector('.say').textContent")
+    assert "falls on" not in words and "Less than 1% of its attention is not on the first token" in words
+    shown = "return document.querySelector(`td[data-quantity=${arguments[0]}]`).textContent"
+    numbers = [browser.run(shown, f"measured_{name}") for name in ("normalised_entropy", "sink_mass", "mean_distance")]
+    assert numbers == ["<0.001", ">0.999", "90.0"]
+    type_filter(browser, "near_measured>0.3 H_measured<0.1")
+    assert browser.run("return document.getElementById('filter-says').textContent") == "1 of 3 heads"
+    assert "fits none of these words" not in browser.run("return document.body.innerText")
+    assert browser.run("return document.querySelector('.primer details details').open") is False
+    browser.run("document.querySelector('#hint a').click()")
+    meaning = browser.run("return document.querySelector('#colours').innerText")
+    assert "share of the rest on the 16 nearest tokens at most 0.3 (on random ids 0.25)" in meaning
 
 
 def test_on_a_phone_the_map_comes_before_the_sentences(browser, tmp_path):

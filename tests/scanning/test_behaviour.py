@@ -83,8 +83,11 @@ def test_sentences_count_heads_say_their_layers_and_where_to_look_first():
     found = made(*["broad"] * 6, "first token", "first token", "first token", "itself")
     sentences = [told.sentence for told in found.behaviour()]
     assert "3 of 10 heads rest on the first token, from layer 6 on (on the text measured)." in sentences
-    assert any(sentence.startswith("1 of 10 heads looks at itself, in layer 9 (too rare") for sentence in sentences)
-    assert sentences[-1].startswith("Look first at decoder 9.0, which looks at itself (")
+    assert any(
+        sentence.startswith("In 1 of 10 heads tokens look mostly at themselves, in layer 9 (too rare")
+        for sentence in sentences
+    )
+    assert sentences[-1].startswith("Look first at decoder 9.0, in which tokens look mostly at themselves (")
     assert all(sentence in found.summary() for sentence in sentences)
     assert found.to_json()["behaviour"] == sentences
     assert found.to_json()["heads"][9]["words"][0] == "itself"
@@ -145,6 +148,19 @@ def test_precision_counts_what_was_planted():
     assert words.interval(words.left_out(word, mixed, "random ids")) == (1.0, 1.0)
 
 
+def test_heads_without_a_word_are_counted_and_a_one_token_that_is_the_first_is_named():
+    resting, plain = MeanAttention(0.5, 0.0, 0.99, 0.0, 0.0), MeanAttention(0.5, 0.5, 0.0, 0.0, 0.0)
+    told = describe_heads([("decoder", n, 0) for n in range(4)], [resting, plain, plain, plain], text="x")
+    (without,) = [one for one in told if "none" in one.sentence]
+    assert without.sentence == "3 of 4 heads fit none of these words." and without.heads == (1, 2, 3)
+    elsewhere = resting._replace(first=0.6)
+    named = [
+        describe_heads([("decoder", n, 0) for n in range(3)], [one, plain, plain._replace(first=0.6)], text="x")[-1]
+        for one in (resting, elsewhere)
+    ]
+    assert ["keeps to one token, the first (entropy" in one.sentence for one in named] == [True, False]
+
+
 def test_no_reader_is_sent_to_a_head_that_is_like_all_others():
     attentions = [MeanAttention(0.9, 0.5, 0.0, 0.1, 0.1)] * 4
     told = describe_heads([("decoder", n, 0) for n in range(4)], attentions, text="x")
@@ -184,7 +200,9 @@ def test_words_are_held_against_the_other_half_of_the_windows():
     rows = [HeadPrediction("decoder", 0, n, near, near, halves) for n, halves in enumerate([(near, near), (near, far)])]
     found = Prediction("model", "text", LENGTH, 1, 2, tuple(rows))  # what is far there is broad too
     assert (
-        found.accuracy()[0] == "Of the words that one half of the windows says, 40% hold on the other."
+        found.accuracy()[0]
+        == "The text measured was split in two: 40% of these words, said of heads on one half, came "
+        "out the same on the other."
     )  # far is broad too
     assert all(sentence in found.summary() for sentence in found.accuracy())
 

@@ -70,9 +70,9 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     tokens = found.tokens
     console.print(f"[bold]{escape(shown(found.source))}[/bold], {counted(len(found.heads), 'head')}", soft_wrap=True)
     console.print(
-        f"text: {escape(shown(found.text))}; predicted from {tokens['calibration']} tokens "
+        f"text: {escape(shown(found.text))}; predicted from {tokens['calibration']:,} tokens "
         f"({found.calibration_windows} windows of {found.length}),\n"
-        f"measured on {tokens['test']} others ({found.test_windows} windows)",
+        f"measured on {tokens['test']:,} others ({found.test_windows} windows)",
         soft_wrap=True,
     )
     if found.loss is not None:

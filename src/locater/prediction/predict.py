@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..behaviour import EMBEDDED, RANDOM_IDS
 from ..budget import door
 from ..errors import callers_own, refusal
 from ..models import AttentionModule, read_heads, wanted_layers
@@ -44,7 +45,6 @@ __all__ = ["Effort", "HeadPrediction", "Prediction", "Terms", "Text", "Tokens", 
 
 Progress = Callable[[int, int], None]  # steps done, and in all
 Step = Callable[[int], None]  # told how many steps were done
-EMBEDDED, RANDOM_IDS = "embedded text", "random ids"
 RANDOM = "random"  # instead of the name of a file
 MOST_LOGITS = 2**27  # numbers of an output layer that are held at once
 

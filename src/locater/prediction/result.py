@@ -11,8 +11,6 @@ from ..behaviour import (
     MeanAttention,
     Place,
     Told,
-    describe_accuracy,
-    describe_halves,
     describe_heads,
     head_name,
     numbers_of,
@@ -22,6 +20,7 @@ from ..errors import counted
 from ..quantities import NEAR, quantity
 from ..records import Json, data_frame
 from ..report.shown import Shown
+from ..report.stories import describe_accuracy, describe_halves
 from .numbers import NAMES, Numbers, distance_bins, first_query
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Prediction(Shown):
         """Say how far to trust the words, by the halves of the windows, and the prediction, by the ranks of heads."""
         halves = [head.halves for head in self.heads if head.halves is not None]
         pairs = [(_attention(one), _attention(other)) for one, other in halves]
-        return [*describe_halves(pairs, text=self.text), *describe_accuracy(self.spearman)]
+        return [*describe_halves(pairs, text=self.text), *describe_accuracy(self.spearman, self.calibration_error)]
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -161,8 +160,8 @@ class Prediction(Shown):
         """The heads in plain words, the accuracy of the prediction, and the heads that are predicted worst."""
         tokens = self.tokens
         lines = [
-            f"{self.source}: {counted(len(self.heads), 'head')} predicted from {tokens['calibration']} tokens, "
-            f"measured on {tokens['test']} others ({self.test_windows} windows of {self.length})"
+            f"{self.source}: {counted(len(self.heads), 'head')} predicted from {tokens['calibration']:,} tokens, "
+            f"measured on {tokens['test']:,} others ({self.test_windows} windows of {self.length})"
         ]
         if self.loss is not None:
             lines.append(f"loss on the measured windows: {self.loss:.2f} nats per token")

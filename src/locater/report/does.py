@@ -4,13 +4,23 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from ..behaviour import ESTIMATED, RANDOM_IDS, VOCABULARY, MeanAttention, looks, words_of
+from ..behaviour import (
+    ESTIMATED,
+    FIT_NONE,
+    FITS_NONE,
+    NO_WORD,
+    RANDOM_IDS,
+    VOCABULARY,
+    MeanAttention,
+    looks,
+    words_of,
+)
 from ..errors import counted
 from .views import Document, View
 
 MEASURED = ("near_mass_beyond_first", "normalised_entropy", "sink_mass")
 MEASURED_SIDES = ("measured_", "")  # of a column's name, the best evidence first
-UNCLEAR = "unclear"
+MOST_WORDS = 3  # in the page's first sentence
 # Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
 COLOURS = ("#3b3b3b", "#CC79A7", "#E69F00", "#D55E00", "#e8dfc4", "#0072B2", "#7fc8b0", "#56B4E9", "#8a6100")
 LETTERS = {"first token": "1", "itself": "i", "adjacent": "a", "one token": "o", "broad": "b", "near": "n", "far": "f"}
@@ -29,10 +39,12 @@ class Does(NamedTuple):
 def legend() -> list[Document]:
     """Name, letter, colour and meaning of every word, as the page needs them."""
     entries = [
-        {"name": word.name, "letter": LETTERS.get(word.name, word.name[0]), "colour": colour, "meaning": word.singular}
+        {"name": word.name, "letter": LETTERS.get(word.name, word.name[0]), "colour": colour, "meaning": word.singular,
+         "rule": word.condition}
         for word, colour in zip(VOCABULARY, COLOURS, strict=False)
-    ]
-    return [*entries, {"name": UNCLEAR, "letter": "·", "colour": "#b9b3a4", "meaning": "fits none of these words"}]
+    ]  # fmt: skip
+    none = {"name": NO_WORD, "letter": "·", "colour": "#b9b3a4", "meaning": FITS_NONE, "rule": "no rule is met"}
+    return [*entries, none]
 
 
 def does(view: View) -> Does:
@@ -45,12 +57,12 @@ def does(view: View) -> Does:
     near = view.columns.get("estimated_near_mass")
     if near is None or not any(record.get("estimated_near_mass_interval") for record in view.records):
         return Does([[None] * len(view.heads) for _ in view.frames], "")
-    words = [[None if mass is None else (looks(mass) or UNCLEAR,) for mass in frame] for frame in near]
+    words = [[None if mass is None else (looks(mass) or NO_WORD,) for mass in frame] for frame in near]
     return Does(words, ESTIMATED)
 
 
 def _words(attention: MeanAttention, text: str) -> Words:
-    return tuple(word.name for word in words_of(attention, text)) or (UNCLEAR,)
+    return tuple(word.name for word in words_of(attention, text)) or (NO_WORD,)
 
 
 def attentions_of(view: View, frame: int) -> list[MeanAttention | None]:
@@ -85,16 +97,18 @@ def head_verdict(view: View) -> str:
     """One sentence on what the heads of a model do: the commonest words, and the evidence."""
     found = does(view)
     counts = Counter(word for words in found.words[-1] for word in words or ())
-    unclear = counts.pop(UNCLEAR, 0)
+    without = counts.pop(NO_WORD, 0)
     unknown = sum(words is None for words in found.words[-1])
     layers = len({key[:2] for key in view.heads})
     opening = f"{counted(len(view.heads), 'head')} in {counted(layers, 'layer')}"
     if not counts:
         return f"{opening}."
-    phrases = {word.name: (word.singular, word.plural) for word in VOCABULARY}
+    words = {word.name: word for word in VOCABULARY}
     probably = "probably " if found.source == ESTIMATED else ""
-    named = [f"{number:,} {probably}{phrases[name][number > 1]}" for name, number in counts.most_common(3)]
-    named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} unclear"] if unclear else []
+    common = counts.most_common(MOST_WORDS)
+    named = [words[name].clause(f"{number:,}", number, probably=probably) for name, number in common]
+    fits = (FITS_NONE if without == 1 else FIT_NONE).replace("these", "the" if len(counts) > MOST_WORDS else "these")
+    named += [f"{without:,} {fits}"] if without else []
     named += [f"of {unknown:,} nothing is known"] if unknown else []
     listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
     overlap = "; a head may do several" if any(len(words or ()) > 1 for words in found.words[-1]) else ""

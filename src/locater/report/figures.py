@@ -173,8 +173,8 @@ def prediction(document: Json) -> "Figure":
     figure.colorbar(points, ax=axes, label="layer", fraction=0.03)
     tokens = document["tokens"]
     figure.suptitle(
-        f"{counted(len(document['heads']), 'head')}, predicted from {tokens['calibration']} tokens, "
-        f"measured on {tokens['test']} others",
+        f"{counted(len(document['heads']), 'head')}, predicted from {tokens['calibration']:,} tokens, "
+        f"measured on {tokens['test']:,} others",
         fontsize=11,
     )
     return figure

@@ -163,7 +163,8 @@ def _panels(view: View, record: Json) -> "Iterator[Callable[[Axes], None]]":
     logits = {name: (view.distances or range(len(y)), y) for name, y in (record.get("expected_logits") or {}).items()}
     logits |= {name: (middles, y) for name, y in (record.get("logit_profile") or {}).items()}
     if logits:
-        yield lambda panel: _over_distance(panel, logits, "Expected logit over distance", "logit ω")
+        heading = "Logit over distance" if record.get("logit_profile") else "Expected logit over distance"
+        yield lambda panel: _over_distance(panel, logits, heading, "logit ω, before softmax")
     if attention := {name: (middles, y) for name, y in (record.get("attention_profile") or {}).items()}:
         title = "Attention over distance, without the first token"
         yield lambda panel: _over_distance(panel, attention, title, "share of attention")

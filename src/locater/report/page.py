@@ -25,6 +25,7 @@ from .views import MOST_CHARACTERS, Document, View, all_shown, last_part, views_
 TITLE = "Self-attention Networks Localize When QK-eigenspectrum Concentrates"
 PAPER = f'<a href="https://arxiv.org/abs/2402.02098" rel="noreferrer">Bao, Hataya, Karakida: {TITLE}, ICML 2024</a>'
 SCRIPTS = ("data", "elements", "palette", "theory", "chart", "save", "map", "head", "table", "curves", "page")
+CLICK = '<p class="small hint">Click a sentence to see its heads on the map.</p>'
 NONE = 255
 ALIGNMENT = 8
 HALF_RANGE = 32_767
@@ -99,15 +100,29 @@ def page(
     parts = {
         "title": html.escape(title),
         "verdict": f'<p class="verdict">{html.escape(said)}</p>' if said else "",
+        "basis": "".join(f'<p class="basis">{html.escape(one)}</p>' for one in _bases(views)),
         "note": f'<p class="note">{html.escape(shown(note))}</p>\n' if note else "",
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
+        "click": CLICK if any(one.heads for one in sentences) else "",
         "made": definitions(all_shown(facts or {}) | _sources(views)),
         "glossary": definitions(GLOSSARY),
-        "primer": asset("primer.html") if views else "",
+        "primer": _primer(views) if views else "",
         "paper": PAPER,
         "data": pack.text(data),
     }
     return assemble(asset("page.html"), [asset(f"{name}.js") for name in SCRIPTS], parts)
+
+
+def _primer(views: list[View]) -> str:
+    """The explanation, whose theory is open where the page has numbers of W."""
+    has_spectra = any(name in view.columns for view in views for name in ("xi", "eta"))
+    return asset("primer.html").replace("{{theory}}", " open" if has_spectra else "")
+
+
+def _bases(views: list[View]) -> list[str]:
+    """List the texts that views rest on, each with its model's name where there are several."""
+    several = len(views) > 1
+    return [f"{view.name}: {view.basis}" if several else view.basis for view in views if view.basis]
 
 
 def assemble(template: str, scripts: Sequence[str], parts: dict[str, str]) -> str:
@@ -144,7 +159,7 @@ def _title(views: list[View], others: list[Document]) -> str:
 def _sentence(number: int, sentence: Sentence) -> str:
     text = html.escape(sentence.text)
     if sentence.heads:
-        text = f'<button type="button" class="link" data-sentence="{number}">{text}</button>'
+        text = f'<button type="button" class="link" title="Show these heads" data-sentence="{number}">{text}</button>'
     return f'<li class="{sentence.tone}">{text}</li>'
 
 

@@ -1,11 +1,13 @@
-"""Sentences on runs, studies and a monitor's reports; reports as steps, heads in rows, alarms with their step."""
+"""Sentences on a prediction's accuracy, runs, studies and a monitor's reports; reports as steps with their alarms."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from ..behaviour import EMBEDDED, RANDOM_IDS, MeanAttention, words_of
 from ..errors import counted
+from ..quantities import quantity
 from ..records import Json
 
 MONITOR = "locater.monitor/1"
@@ -137,6 +139,48 @@ def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
     return (
         f"What was tried {helped}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
     )
+
+
+PLAINLY = {
+    "near_mass_beyond_first": "share on near tokens",
+    "sink_mass": "share on the first token",
+    "mean_distance": "mean distance",
+}
+
+
+def describe_accuracy(ranks: Mapping[str, float | None], errors: Mapping[str, float]) -> list[str]:
+    """State how well a prediction ranks the heads and how far it is off, beside what is said of them.
+
+    >>> describe_accuracy({"sink_mass": 0.987, "mean_distance": None}, {"sink_mass": 0.0342})[0].partition(": ")[2]
+    'share on the first token 0.987 (mean error 0.034).'
+    """
+    known = []
+    for name, rho in ranks.items():
+        error = f" (mean error {errors[name]:.2g}{' tokens' * (name == 'mean_distance')})" if name in errors else ""
+        known += [] if rho is None else [f"{PLAINLY.get(name, quantity(name).heading)} {rho:.3f}{error}"]
+    opening = "How alike prediction and measurement order the heads (rank correlation, 1 at best)"
+    return [f"{opening}: {', '.join(known)}."] if known else []
+
+
+def describe_windows(text: str, length: int, windows: Mapping[str, int], tokens: Mapping[str, int]) -> str:
+    """Name the text and how much of it was measured, and predicted from.
+
+    >>> sizes = {"calibration": 24, "test": 8}, {"calibration": 6144, "test": 2048}
+    >>> describe_windows("embedded text", 256, *sizes)
+    'Measured on 2,048 tokens of the embedded text (8 windows of 256), predicted from 6,144 others.'
+    """
+    named = f"the {text}" if text == EMBEDDED else text
+    measured = f"{tokens['test']:,} tokens of {named} ({counted(windows['test'], 'window')} of {length:,})"
+    return f"Measured on {measured}, predicted from {tokens['calibration']:,} others."
+
+
+def describe_halves(halves: Sequence[tuple[MeanAttention, MeanAttention]], *, text: str) -> list[str]:
+    """State how many of the words that one half of the windows says hold on the other half."""
+    said = [(word, other) for one, two in halves for a, other in ((one, two), (two, one)) for word in words_of(a, text)]
+    share = sum(word.holds(other) for word, other in said) / max(1, len(said))
+    whole = "The random ids were" if text == RANDOM_IDS else "The text measured was"
+    came = f"{share:.0%} of these words, said of heads on one half, came out the same on the other"
+    return [f"{whole} split in two: {came}."] if said else []
 
 
 def describe_study(document: Json) -> Iterable[Sentence]:

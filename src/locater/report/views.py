@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..behaviour import describe_accuracy
 from ..errors import refusal, shown
 from ..records import Json
-from .stories import MONITOR, steps_of
+from .stories import MONITOR, describe_accuracy, describe_windows, steps_of
 
 Key = tuple[str, int, int]
 MOST_CHARACTERS = 300  # of a string that others wrote
@@ -37,6 +36,7 @@ class View:
     story: list[str] = field(default_factory=list)  # of a monitor's log, told in sentences
     course: dict[str, list[list[float]]] = field(default_factory=dict)  # pairs of step and value, by name
     accuracy: list[str] = field(default_factory=list)  # sentences on how far to trust words and prediction
+    basis: str = ""  # the text and how much of it was measured, as a sentence
     is_pair: bool = False  # two models side by side
     length: int | None = None
     bins: list[list[int]] | None = None
@@ -127,7 +127,7 @@ def _add_columns(old: View, new: View) -> None:
     for record, key in zip(old.records, old.heads, strict=True):
         if key in at:
             record.update({k: v for k, v in new.records[at[key]].items() if k not in record})
-    old.bins, old.accuracy = old.bins or new.bins, old.accuracy or new.accuracy
+    old.bins, old.accuracy, old.basis = old.bins or new.bins, old.accuracy or new.accuracy, old.basis or new.basis
     old.facts |= {name: value for name, value in new.facts.items() if name not in old.facts}
 
 
@@ -194,9 +194,17 @@ def _read_predict(document: Document) -> View:
         regimes=[[None] * len(records)],
         records=records,
         refused=list(document.get("left_out", ())),
-        accuracy=document.get("accuracy") or describe_accuracy(document.get("spearman", {})),
+        accuracy=document.get("accuracy") or _accuracy(document),
+        basis=describe_windows(*(document[name] for name in READ)) if all(name in document for name in READ) else "",
         bins=document["distance_bins"],
     )
+
+
+READ = ("text", "window", "windows", "tokens")
+
+
+def _accuracy(document: Document) -> list[str]:
+    return describe_accuracy(document.get("spearman", {}), document.get("calibration_error", {}))
 
 
 def _read_steps(document: Document) -> View:

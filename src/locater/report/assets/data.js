@@ -77,6 +77,16 @@ function quantile(sorted, share) {
   return sorted[below] + (place - below) * (sorted[above] - sorted[below]);
 }
 
+// A quantity's number at the decimals that a terminal gives it; of a share that is nearly none or all, the bound.
+function numberOf({ scale, digits }, value) {
+  const decimals = Number(/^\.(\d)f$/.exec(digits)?.[1] ?? NaN);
+  if (!Number.isFinite(value) || Number.isNaN(decimals)) return shownNumber(value);
+  const least = 10 ** -decimals;
+  if (scale === "share" && value > 0 && value < least) return `<${least}`;
+  if (scale === "share" && value < 1 && value > 1 - least) return `>${(1 - least).toFixed(decimals)}`;
+  return value.toFixed(decimals).replace("-", "−");
+}
+
 // Three significant digits.
 function shownNumber(value) {
   if (!Number.isFinite(value)) return "–";

@@ -15,18 +15,23 @@ function drawHead(app, place) {
   place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures);
 }
 
+const SMALLEST_REST = 0.01; // of attention that is not on the first token
+
 function sentenceOn(app) {
   const { view, frame, selected } = app;
   const parts = [];
   const does = view.wordsOf("does", frame, selected).map((code) => app.data.behaviours[code]);
   const estimated = view.source.startsWith("estimated");
-  if (does.length) parts.push(`It ${estimated && does[0].name !== "unclear" ? "probably " : ""}${listed(does.map((word) => word.meaning))} (${view.source}).`);
+  if (does.length) parts.push(`It ${estimated && does[0].name !== "none" ? "probably " : ""}${listed(does.map((word) => word.meaning))} (${view.source}).`);
   for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate"]]) {
     const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
     const near = name && view.value(name, frame, selected);
     if (!Number.isFinite(near)) continue;
-    const whole = name.endsWith("_beyond_first") || side === "estimated_" ? "its attention that is not on the first token" : "its attention";
-    parts.push(`Of ${whole}, ${Math.round(near * 100)} % falls on the 16 nearest tokens (${source}).`);
+    const beyond = name.endsWith("_beyond_first") || side === "estimated_";
+    const first = beyond && side !== "estimated_" && view.columns[`${side}sink_mass`] ? view.value(`${side}sink_mass`, frame, selected) : NaN;
+    const percent = Math.round((1 - first) * 100); // of little that remains a share says nothing
+    if (1 - first < SMALLEST_REST) parts.push(`Less than 1% of its attention is not on the first token (${source}).`);
+    else parts.push(`Of ${beyond ? `${percent < 100 ? `the ${percent}% of ` : ""}its attention that is not on the first token` : "its attention"}, ${Math.round(near * 100)}% falls on the 16 nearest tokens (${source}).`);
     break;
   }
   const regime = app.data.regimes[view.wordOf("regime", frame, selected)];
@@ -48,7 +53,7 @@ function numbersOf(app) {
     if (!Number.isFinite(value)) continue;
     const sorted = app.sorted(quantity.name);
     body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
-      html("td", { "data-quantity": quantity.name }, shownNumber(value)), html("td", {}, ...(sorted.length > 1 ? [strip(sorted, value), html("small", {}, rankOf(sorted, value))] : []))));
+      html("td", { "data-quantity": quantity.name }, numberOf(quantity, value)), html("td", {}, ...(sorted.length > 1 ? [strip(sorted, value), html("small", {}, rankOf(sorted, value))] : []))));
   }
   const head = html("thead", {}, html("tr", {}, html("th", { scope: "col" }, "number"), html("th", { scope: "col" }, "this head"), html("th", { scope: "col" }, view.count > 1 ? "among all heads" : "")));
   return html("table", { class: "numbers" }, head, body);
@@ -70,7 +75,7 @@ function bothNumbers(app) {
 function rankOf(sorted, value) {
   if (value === sorted.at(-1)) return value === sorted[0] ? "all alike" : "highest";
   const below = sorted.filter((one) => one < value).length;
-  return below ? `above ${Math.min(99, Math.round((100 * below) / sorted.length))} %` : "lowest";
+  return below ? `above ${Math.min(99, Math.round((100 * below) / sorted.length))}% of heads` : "lowest";
 }
 
 function strip(sorted, value) {
@@ -149,7 +154,10 @@ function logitFigure(app, box) {
   });
   if (!series.length) return null;
   const furthest = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
-  return figure("Expected logit over distance", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
+  const title = Object.keys(view.logit_profile ?? {}).length ? "Logit over distance" : "Expected logit over distance";
+  const drawn = figure(title, series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
+  drawn.append(html("p", { class: "small hint" }, "Logit: the attention score before the softmax."));
+  return drawn;
 }
 
 function attentionFigure(app, box) {

@@ -2,7 +2,7 @@
 
 const CELL = { least: 3, legible: 18, wide: 72, high: 36, highest: 64 };
 const ROOM = { usual: 640, most: 1000 };
-const MARGIN = { left: 46, top: 20 };
+const MARGIN = { left: 46, top: 34 };
 const TITLE_ROOM = 26;
 
 // Where each head stands: rows are the layers of every block, in order.
@@ -122,6 +122,7 @@ class HeadMap {
       pen.fillText(column, MARGIN.left + (column + 0.5) * this.width, MARGIN.top - 8);
     pen.textAlign = "left";
     pen.fillText("layer", 0, MARGIN.top - 8);
+    pen.fillText("head", MARGIN.left, MARGIN.top - 23);
   }
 
   drawCells(pen) {
@@ -176,6 +177,7 @@ class HeadMap {
     const drawn = svg("g", { transform: `translate(0 ${TITLE_ROOM})` });
     for (let column = 0; column < this.layout.columns; column += Math.max(1, Math.ceil(22 / this.width)))
       drawn.append(text(column, MARGIN.left + (column + 0.5) * this.width, MARGIN.top - 6, { ...label, "text-anchor": "middle" }));
+    drawn.append(text("layer", 4, MARGIN.top - 6, label), text("head", MARGIN.left, MARGIN.top - 21, label));
     const every = Math.max(1, Math.ceil(12 / this.height));
     this.layout.labels.forEach((words, row) => row % every || drawn.append(text(words, 4, MARGIN.top + (row + 0.75) * this.height, label)));
     for (let head = 0; head < this.app.view.count; head++) {
@@ -196,7 +198,7 @@ function wordLegend(app) {
     if (!count) return;
     const swatch = html("span", { class: "swatch", "aria-hidden": "true" }, word.letter.trim());
     Object.assign(swatch.style, { background: word.colour, color: inkOn(word.colour) });
-    list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
+    list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, title: word.rule ?? null, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
       onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${word.meaning}`));
   });
   const unknown = app.headsWith((words) => !words.length).length;

@@ -78,7 +78,7 @@ class App {
 
   describe(head) {
     if (this.words) return `${this.view.title(head)}: ${this.view.wordsOf(this.quantity.name, this.frame, head).map((code) => this.words[code].meaning).join(", ") || "not known"}`;
-    return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? "changed by" : "="} ${shownNumber(this.value(head))}`;
+    return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? `changed by ${shownNumber(this.value(head))}` : `= ${numberOf(this.quantity, this.value(head))}`}`;
   }
 
   select(head) {
@@ -151,9 +151,7 @@ class App {
     this.map.draw();
     const both = document.getElementById("map-section");
     both.classList.toggle("stacked", this.map.layout.rows * CELL.high < MOST_SHORT);
-    both.classList.add("measuring");
     this.map.fill(both.firstElementChild, both.lastElementChild);
-    both.classList.remove("measuring");
   }
 
   drawStatus() {
@@ -163,9 +161,11 @@ class App {
 
   drawControls() {
     const parts = [modelChoice(this), this.view.count > 1 && quantityChoice(this), frameSlider(this), boundSlider(this)];
-    const marks = this.words ? " A colour in the list below, or m, marks all heads of its word." : "";
+    const marks = this.words ? " A click on a word above marks all its heads; the key m marks those of the open head's word." : "";
     const several = this.quantity.name === "does" ? " A head that does several things has the colour of the first in the list, and is counted with each." : "";
-    document.getElementById("hint").textContent = `Point at a cell for its number; click or use the arrow keys to open a head; Escape shows all again.${marks}${several}`;
+    const hint = document.getElementById("hint");
+    hint.textContent = `Point at a cell for its number; click or use the arrow keys to open a head; Escape shows all again.${marks}${several} `;
+    if (this.words) hint.append(html("a", { href: "#words-title", onclick: () => { document.querySelector("#colours details").open = true; } }, "What the words mean"));
     if (this.marked) parts.push(html("button", { type: "button", onclick: () => { this.bound = null; this.mark(null, ""); } }, "show all"));
     const place = document.getElementById("map-controls");
     const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
@@ -225,7 +225,7 @@ function drawColours(app, place) {
     for (const word of words) {
       const swatch = html("span", { class: "swatch", "aria-hidden": "true" });
       swatch.style.background = word.colour;
-      list.append(html("dt", {}, swatch, `${word.name} (${word.letter.trim() || "blank"})`), html("dd", {}, said + word.meaning));
+      list.append(html("dt", {}, swatch, `${word.name} (${word.letter.trim() || "blank"})`), html("dd", {}, said + word.meaning + (word.rule ? `: ${word.rule}` : "")));
     }
   for (const quantity of app.data.quantities)
     list.append(html("dt", {}, quantity.symbol), html("dd", {}, `${quantity.words}; low: ${quantity.low}; high: ${quantity.high}. It rests on ${quantity.basis}.`));

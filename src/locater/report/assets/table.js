@@ -3,14 +3,14 @@
 const ROW = 28;
 const SPARE = 12;
 const PRINTED = 60;
-const CONDITION = /^(\w+)(<=|>=|!=|=|<|>)(.+)$/;
+const CONDITION = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.+)$/;
 const TESTS = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b, "!=": (a, b) => a !== b };
 
 class HeadTable {
   constructor(app, controls, place) {
     this.app = app;
     this.order = { name: "title", down: false };
-    this.filter = html("input", { type: "search", id: "filter", placeholder: filterExample(app), "aria-describedby": "filter-says", oninput: () => this.refresh() });
+    this.filter = html("input", { type: "search", id: "filter", placeholder: filterExample(app), size: filterExample(app).length + 4, "aria-describedby": "filter-says", oninput: () => this.refresh() });
     this.says = html("span", { id: "filter-says", role: "status" });
     controls.replaceChildren(html("label", {}, "filter ", this.filter), this.says);
     this.body = html("tbody", {});
@@ -25,7 +25,7 @@ class HeadTable {
     const cells = [{ name: "title", heading: "head", of: (head) => this.app.view.title(head) }];
     if (this.app.view.has("does")) cells.push({ name: "does", heading: "what it does", of: (head) => this.app.namesOf("does", head).join(", ") });
     for (const quantity of this.app.shownQuantities())
-      cells.push({ name: quantity.name, heading: quantity.symbol, words: quantity.words, of: (head) => this.app.view.value(quantity.name, this.app.frame, head) });
+      cells.push({ name: quantity.name, heading: quantity.symbol, words: quantity.words, quantity, of: (head) => this.app.view.value(quantity.name, this.app.frame, head) });
     if (this.app.view.has("regime")) cells.push({ name: "regime", heading: "regime", of: (head) => this.app.namesOf("regime", head).join() });
     return cells;
   }
@@ -52,7 +52,8 @@ class HeadTable {
   number(name, head) {
     const { view, frame } = this.app;
     if (name === "layer" || name === "head") return view[name][head];
-    return view.columns[name] ? view.value(name, frame, head) : undefined;
+    const column = view.columns[name] ? name : this.app.shownQuantities().find((one) => asCondition(one) === name)?.name;
+    return column && view.value(column, frame, head);
   }
 
   refresh() {
@@ -96,7 +97,7 @@ class HeadTable {
       const row = html("tr", { "aria-selected": String(head === this.app.selected), "data-head": head, onclick: () => this.app.select(head) });
       for (const column of columns) {
         const value = column.of(head);
-        row.append(html("td", {}, typeof value === "number" ? shownNumber(value) : value));
+        row.append(html("td", {}, typeof value === "number" ? numberOf(column.quantity, value) : value));
       }
       return row;
     });
@@ -115,8 +116,13 @@ class HeadTable {
   }
 }
 
+// A column's heading in a condition, where blanks part conditions.
+function asCondition(quantity) {
+  return quantity.symbol.replaceAll(" ", "_");
+}
+
 // Conditions that this page's heads can meet.
 function filterExample(app) {
   const number = app.shownQuantities()[0];
-  return [app.view.has("does") ? "does=near" : "", number ? `${number.name}>0.5` : "", "layer=3"].filter(Boolean).join(" ");
+  return [app.view.has("does") ? "does=near" : "", number ? `${asCondition(number)}>0.5` : "", "layer=3"].filter(Boolean).join(" ");
 }
