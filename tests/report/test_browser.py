@@ -342,6 +342,11 @@ def test_a_page_names_its_text_and_says_no_share_of_a_remnant(browser, tmp_path)
     shown = "return document.querySelector(`td[data-quantity=${arguments[0]}]`).textContent"
     numbers = [browser.run(shown, f"measured_{name}") for name in ("normalised_entropy", "sink_mass", "mean_distance")]
     assert numbers == ["<0.001", ">0.999", "90.0"]
+    for share, words in ((0.001, "less than 1% falls"), (0.999, "more than 99% falls"), (1, " 100% falls")):
+        save_page([predicted([FAR | dict(near_mass_beyond_first=share)])], tmp_path / "one.html")
+        browser.open(tmp_path / "one.html")
+        assert words in browser.run("return document.querySelector('.say').textContent")
+    browser.open(tmp_path / "page.html")
     type_filter(browser, "near_measured>0.3 H_measured<0.1")
     assert browser.run("return document.getElementById('filter-says').textContent") == "1 of 3 heads"
     assert "fits none of these words" not in browser.run("return document.body.innerText")

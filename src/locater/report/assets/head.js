@@ -15,6 +15,13 @@ function drawHead(app, place) {
   place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures);
 }
 
+// A share that is nearly none or all by its bound.
+function percentOf(share) {
+  const percent = Math.round(share * 100);
+  if (percent === 0 && share > 0) return "less than 1%";
+  return percent === 100 && share < 1 ? "more than 99%" : `${percent}%`;
+}
+
 const SMALLEST_REST = 0.01; // of attention that is not on the first token
 
 function sentenceOn(app) {
@@ -31,7 +38,7 @@ function sentenceOn(app) {
     const first = beyond && side !== "estimated_" && view.columns[`${side}sink_mass`] ? view.value(`${side}sink_mass`, frame, selected) : NaN;
     const percent = Math.round((1 - first) * 100); // of little that remains a share says nothing
     if (1 - first < SMALLEST_REST) parts.push(`Less than 1% of its attention is not on the first token (${source}).`);
-    else parts.push(`Of ${beyond ? `${percent < 100 ? `the ${percent}% of ` : ""}its attention that is not on the first token` : "its attention"}, ${Math.round(near * 100)}% falls on the 16 nearest tokens (${source}).`);
+    else parts.push(`Of ${beyond ? `${percent < 100 ? `the ${percent}% of ` : ""}its attention that is not on the first token` : "its attention"}, ${percentOf(near)} falls on the 16 nearest tokens (${source}).`);
     break;
   }
   const regime = app.data.regimes[view.wordOf("regime", frame, selected)];
@@ -66,7 +73,7 @@ function bothNumbers(app) {
   for (const quantity of app.shownQuantities()) {
     const pair = [0, 1].map((frame) => view.value(quantity.name, frame, selected));
     if (pair.every(Number.isFinite)) body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
-      ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, shownNumber(value))), html("td", {}, `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`)));
+      ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, numberOf(quantity, value))), html("td", {}, `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`)));
   }
   const heading = (name) => html("th", { scope: "col", title: name }, shortName(name));
   return html("table", { class: "numbers pair" }, html("thead", {}, html("tr", {}, ...["number", ...view.frames, "difference"].map(heading))), body);

@@ -10,7 +10,7 @@ class HeadTable {
   constructor(app, controls, place) {
     this.app = app;
     this.order = { name: "title", down: false };
-    this.filter = html("input", { type: "search", id: "filter", placeholder: filterExample(app), size: filterExample(app).length + 4, "aria-describedby": "filter-says", oninput: () => this.refresh() });
+    this.filter = html("input", { type: "search", id: "filter", placeholder: filterExample(app), size: Math.max(24, filterExample(app).length + 4), "aria-describedby": "filter-says", oninput: () => this.refresh() });
     this.says = html("span", { id: "filter-says", role: "status" });
     controls.replaceChildren(html("label", {}, "filter ", this.filter), this.says);
     this.body = html("tbody", {});
@@ -124,5 +124,5 @@ function asCondition(quantity) {
 // Conditions that this page's heads can meet.
 function filterExample(app) {
   const number = app.shownQuantities()[0];
-  return [app.view.has("does") ? "does=near" : "", number ? `${asCondition(number)}>0.5` : "", "layer=3"].filter(Boolean).join(" ");
+  return [app.view.has("does") ? "does=near" : "", number ? `${/^[\w ]+$/.test(number.symbol) ? asCondition(number) : number.name}>0.5` : "", "layer=3"].filter(Boolean).join(" ");
 }
