@@ -10,10 +10,10 @@ from ...attention.calls import SDPA, AttentionCall
 from ...attention.masks import admits
 from ...errors import refusal
 from .explain import alike, tolerance
-from .watch import Scores
+from .watch import QueryKeyProduct
 
 
-def of_scores(call: AttentionCall, products: Sequence[Scores]) -> AttentionCall:
+def of_scores(call: AttentionCall, products: Sequence[QueryKeyProduct]) -> AttentionCall:
     """The call as a kernel would get it; refused where no product of two tensors gives its logits."""
     assert call.logits is not None
     logits = call.logits.detach()

@@ -42,7 +42,7 @@ class Normed:
 
 
 @dataclass(eq=False)
-class Scores:
+class QueryKeyProduct:
     """A product of two computed tensors, which may be queries and keys."""
 
     query: Tensor
@@ -56,7 +56,7 @@ class PassRecord:
     """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one."""
 
     products: list[Product] = field(default_factory=list)
-    scores: list[Scores] = field(default_factory=list)
+    scores: list[QueryKeyProduct] = field(default_factory=list)
     norms: list[Normed] = field(default_factory=list)
     marks: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
 
@@ -199,10 +199,10 @@ class Recorder:
             self.watch.mark(output if isinstance(output, list | tuple) else [output], names)
 
 
-def _scores(func: Any, args: tuple, output: Any) -> Scores | None:
+def _scores(func: Any, args: tuple, output: Any) -> QueryKeyProduct | None:
     """A product over one dimension of two tensors with the same others before their tokens; None for any other."""
     if func in OF_PAIRS and output.dim() > 2 and len(args) > 1:
-        return Scores(args[0], args[1].mT, output)
+        return QueryKeyProduct(args[0], args[1].mT, output)
     if func is not torch.einsum or len(args) != 3 or output.dim() < 3:
         return None
     names, _, result = args[0].replace(" ", "").partition("->")
@@ -214,7 +214,7 @@ def _scores(func: Any, args: tuple, output: Any) -> Scores | None:
         wanted = ((query, [*before, row, summed]), (key, [*before, column, summed]))
         if all(sorted(part[0]) == sorted(order) for part, order in wanted):
             sides = [part[1].permute(*map(part[0].index, order)) for part, order in wanted]
-            return Scores(sides[0], sides[1], output)
+            return QueryKeyProduct(sides[0], sides[1], output)
     return None
 
 
