@@ -300,6 +300,8 @@ def describe_estimates(
         told.append(
             Told(f"Of {counted(len(unclear), 'head')} the estimate tells neither near nor far{rest}.", tuple(unclear))
         )
+    elif known and len(known) < len(places):
+        told.append(Told(f"Of {counted(len(places) - len(known), 'head')} there is no estimate.", ()))
     told += [Told(RECORD, ())] if len(unclear) < len(known) else []
     surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once
