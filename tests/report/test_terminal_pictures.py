@@ -7,6 +7,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from locater.errors import Refusal
 from locater.report.terminal import SHADES, HeatMap
 
 pytestmark = pytest.mark.quick
@@ -67,3 +68,9 @@ def test_the_means_of_layers_are_a_line_beneath(encoding, course):
 
 def test_two_layers_have_no_course():
     assert "means" not in drawn(heat(2, 3))
+
+
+def test_a_spoiled_number_of_a_head_is_refused_before_a_map_is_made():
+    heads = [{"layer": 0, "head": head, "entropy": 0.5} for head in (0, 10**9)]
+    with pytest.raises(Refusal, match="numbers of heads below 65,536"):
+        HeatMap.of_heads(heads, "entropy", whose="run", span=(0.0, 1.0))

@@ -1,12 +1,13 @@
 """Curves, sparklines and heat maps drawn with characters, for a terminal of any width."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
+from ..errors import bad_value
 from ..quantities import quantity
 from ..records import JsonMapping
 from .views import all_shown, views_of
@@ -16,6 +17,7 @@ SHADES = ".:-=+*#%@"
 PLAIN = str.maketrans(EIGHTHS[1:], SHADES[:-1])
 COURSE = "means by layer: "
 LABEL = 4  # columns for the number of a layer
+MOST_HEADS = 65_536  # of a layer; a spoiled number would ask for a map of that width
 MOST_LAYERS = 64
 SCALE = 9  # steps of the scale beneath
 # From dark to bright, and from orange over grey to blue: distinguishable without red and green.
@@ -60,6 +62,14 @@ def sparkline(values: Sequence[float], *, width: int = 8) -> str:
     return "".join(EIGHTHS[1 + round(7 * (value - low) / (high - low))] for value in means)
 
 
+def _width(numbers: Iterable[int]) -> int:
+    """Columns of a map whose heads have these numbers."""
+    width = 1 + max(numbers)
+    if width > MOST_HEADS:
+        raise bad_value(f"numbers of heads below {MOST_HEADS:,}", f"{width - 1:,}")
+    return width
+
+
 @dataclass(frozen=True)
 class HeatMap:
     """Layers downwards, heads to the right, on a terminal: half blocks in colour, else shades; nothing in a pipe."""
@@ -75,7 +85,7 @@ class HeatMap:
         """One quantity of a document's last frame."""
         view = views_of([all_shown(document)])[0]
         layers = list(dict.fromkeys(key[:2] for key in view.heads))
-        cells: list[list[float | None]] = [[None] * (max(key[2] for key in view.heads) + 1) for _ in layers]
+        cells: list[list[float | None]] = [[None] * _width(key[2] for key in view.heads) for _ in layers]
         for key, value in zip(view.heads, view.columns[name][-1], strict=True):
             cells[layers.index(key[:2])][key[2]] = value
         of = quantity(name)
@@ -86,7 +96,7 @@ class HeatMap:
     def of_heads(cls, heads: Sequence[JsonMapping], name: str, *, whose: str, span: tuple[float, float]) -> "HeatMap":
         """One quantity of heads that say their layer and number."""
         known = {(head["layer"], head["head"]): head[name] for head in heads}
-        layers, width = sorted({layer for layer, _ in known}), 1 + max(number for _, number in known)
+        layers, width = sorted({layer for layer, _ in known}), _width(number for _, number in known)
         cells = [[known.get((layer, number)) for number in range(width)] for layer in layers]
         of = quantity(name)
         title = f"{whose}: {of.symbol}, {of.words} (layers ↓, heads →)"
