@@ -4,10 +4,11 @@
 
 A: 2,048 byte pairs of WikiText-2, 10,000 steps, cosine to 2 % of the rate, five seeds. B: words, dropout 0.1, four
 epochs, `none` and the best arm of A, three seeds. All is tuned on seed 100, which is not judged: strengths in runs of
-2,000 steps, rates at A's own length, since the best rate of a short run is too high for a long one. Stop it at any time
-and start it again: ended runs are kept, the others continue to the bit. OUT/rows holds the metrics of ended runs, which
-runs/measured keeps. Processes that are given different arms share an OUT. Products are taken in bfloat16 (autocast),
-weights, moments, softmax and loss are float32: 1.6 times as fast on the processor that ran it.
+2,000 steps, rates at A's own length, since the best rate of a short run is too high for a long one. `--steps N` runs A
+at another length, as the stage A-N; with the kept rows of `tune` and `rates` in OUT/rows it takes their rates. Stop it
+at any time and start it again: ended runs are kept, the others continue to the bit. OUT/rows holds the metrics of ended
+runs, which runs/measured keeps. Processes that are given different arms share an OUT. Products are taken in bfloat16
+(autocast), weights, moments, softmax and loss are float32: 1.6 times as fast on the processor that ran it.
 """
 
 import argparse
@@ -52,6 +53,7 @@ class Runs:
     def __init__(self, data: Path, out: Path, *, quick: bool, steps: int | None = None) -> None:
         self.data, self.out, self.quick = data.resolve(), out, quick
         self.lengths = (QUICK_LENGTHS if quick else LENGTHS) | ({"A": steps} if steps else {})
+        self.stage = f"A-{steps}" if steps else "A"
 
     def loss(self, stage: str, name: str, options: Options) -> float:
         """The validation loss at the end of that run, which is trained first where it has not ended."""
@@ -132,7 +134,9 @@ def run_a(runs: Runs, tuned: dict[str, tuple[float, float]]) -> str:
     for seed in range(5):
         for arm, (rate, value) in tuned.items():
             options = BYTE_PAIRS | dict(learning_rate=rate, steps=steps, seed=seed, validate_every=1000)
-            losses[arm].append(runs.loss("A", f"{arm}-seed{seed}", options | arm_options(arm, value, int(steps))))
+            losses[arm].append(
+                runs.loss(runs.stage, f"{arm}-seed{seed}", options | arm_options(arm, value, int(steps)))
+            )
     return min((arm for arm in losses if arm != "none"), key=lambda arm: sum(losses[arm]))
 
 
@@ -167,7 +171,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--until", choices=["tune", "A", "B"], default="B")
     parser.add_argument("--arms", default=",".join(STRENGTHS), help="those that this process takes; B needs all")
-    parser.add_argument("--steps", type=int, help="of A, in an OUT of its own: rates are tuned at that length")
+    parser.add_argument("--steps", type=int, help="of A, in an OUT of its own, as the stage A-STEPS")
     parser.add_argument("--quick", action="store_true", help="a rehearsal in seconds")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

@@ -21,21 +21,31 @@ from locater_lab.studies.statistics import MeanEstimate, holm, paired, together
 from locater_lab.train.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
+import settled_said as said  # noqa: E402
 from settle import LENGTHS, WORD_RATES  # noqa: E402
-from settled_said import ARMS, EARLY, LIMIT, NOT_SURE, Outcome, Ratio, advice, limit  # noqa: E402
+from settled_said import ARMS, EARLY, NOT_SURE, TUNED, UNTUNED, Outcome, Ratio  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "measured" / "settle"
-STAGES = ("tune", "rates", "A", "B-rates", "B-tuned", "B")
+STAGES = ("tune", "rates", "A", "A-20000", "B-rates", "B-tuned", "B")
 PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", ROOT / "docs" / "studies.md"
 PICTURE = "reproduction_end.png"
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
 LOCATERS = ("held", "released")
-COSTS = {"tune": "strengths and rates at 2,000 steps", "rates": "rates at 10,000", "A": "A", "B": "B"}
+COSTS = {
+    "tune": "strengths and rates at 2,000 steps",
+    "rates": "rates at 10,000",
+    "A": "A",
+    "A-20000": "A at 20,000",
+    "B": "B",
+}
 COSTS |= {"B-rates": "rates of B", "B-tuned": "B at these"}
-SEEDS = {"A": 5, "B": 3}
-TUNED, UNTUNED = "each arm at its own best rate", "at one rate, not tuned"
-ENDS = {"A": int(LENGTHS["A"]), "B": 4079}  # four epochs of the words, whose last batch ends one step before the cosine
+SEEDS = {"A": 5, "A-20000": 3, "B": 3}
+ENDS = {
+    "A": int(LENGTHS["A"]),
+    "A-20000": 20_000,
+    "B": 4079,
+}  # four epochs of the words, whose last batch ends one step before the cosine
 LEVELS = (0.3, 0.8)  # of the run: the losses of `none` there are the ones that the others' steps are counted to
 SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
 SPECTRUM |= {"localisation": "L"}
@@ -57,6 +67,8 @@ def read(stage: str, kept: Path = KEPT) -> Arms:
 
 def how_tuned(stage: str, arms: Arms, kept: Path = KEPT) -> str:
     """Tell whether the rates of a stage were tuned: A's were, B's once every arm has each rate on the tuning seed."""
+    if stage == "A-20000":
+        return said.TUNED_SHORTER
     missing = [
         arm
         for arm in arms
@@ -242,22 +254,25 @@ def floors(stage: str) -> list[str]:
     return ["", f"Floors, of tables counted from the training text (`python runs/settled_floors.py DATA`): {tables}."]
 
 
-NOT_RUN = """Not run: twice the length. Between budgets `none` still falls, from {short:.3f} in 2,000 steps to
-{long:.3f} in 10,000, so 10,000 are no convergence. `python runs/settle.py DATA OUT --arms none,held --until A --steps
-20000` tunes and runs both at 20,000 (some 3 core-hours)."""
-WORDS_NOT_RUN = """
-Nor were rates of the words tuned: `python runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, chooses them
-among three on the tuning seed (six runs of 16 minutes), and judges an arm anew whose best is another."""
+BUDGETS = "Between budgets `none` still falls, {losses}: none of them is convergence."
+LONGER = """Twice the length (`python runs/settle.py DATA OUT --arms none,held --until A --steps 20000`, with the kept
+rows of `tune` and `rates` copied to OUT/rows), at the strengths and rates above:"""
+WORDS_NOT_RUN = """Not run: rates of the words were not tuned. `python runs/settle.py DATA OUT`, with the kept rows
+copied to OUT/rows, chooses them among three on the tuning seed (six runs of 16 minutes), and judges an arm anew whose
+best is another."""
 
 
-def not_run(kept: Path = KEPT) -> str:
-    """What was not afforded, with its command and what speaks for it."""
-    tuned, long = kept.glob("tune/none-*/metrics.jsonl"), read("A", kept).get("none", {})
-    losses = [[row["loss"] for row in read_metrics(path) if row["kind"] == "validation"][-1] for path in tuned]
-    if not losses or not long:
+def budgets(kept: Path = KEPT) -> str:
+    """The losses of `none` by the length of its schedule."""
+    tuned = [read_metrics(path) for path in kept.glob("tune/none-*/metrics.jsonl")]
+    ends = [[row["loss"] for row in rows if row["kind"] == "validation"][-1] for rows in tuned]
+    losses = {2000: min(ends, default=0.0)}
+    for stage in ("A", "A-20000"):
+        if runs := read(stage, kept).get("none"):
+            losses[ENDS[stage]] = fmean(map(last_loss, runs.values()))
+    if not losses[2000] or len(losses) == 1:
         return ""
-    told = NOT_RUN.format(short=min(losses), long=fmean(last_loss(run) for run in long.values()))
-    return told if how_tuned("B", read("B", kept), kept) == TUNED else told + WORDS_NOT_RUN
+    return BUDGETS.format(losses=together([f"{loss:.3f} in {steps:,} steps" for steps, loss in losses.items()]))
 
 
 def cost(kept: Path = KEPT) -> str:
@@ -280,12 +295,13 @@ def _hours(path: Path) -> float:
 def section(kept: Path = KEPT) -> str:
     """All of it, from the rows."""
     parts = [OPENING, "", "`python runs/settled.py`", ""]
-    for stage, title in (("A", "A. Byte pairs:"), ("B", f"B. {WORDS}")):
+    for stage, title in (("A", "A. Byte pairs:"), ("A-20000", LONGER), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
         rate = rates(stage, kept) | rates(f"{stage}-tuned", kept)
         told = _stage(stage, arms, rate, how_tuned(stage, arms, kept)) if arms else ["No run has ended yet."]
         parts += [title, "", *told, ""]
-    parts += [part for said in (tuning(kept), cost(kept), not_run(kept)) if said for part in (said, "")]
+    untuned = "" if how_tuned("B", read("B", kept), kept) == TUNED else WORDS_NOT_RUN
+    parts += [part for text in (tuning(kept), budgets(kept), cost(kept), untuned) if text for part in (text, "")]
     if read("A", kept):
         parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
     return "\n".join(parts)
@@ -295,7 +311,7 @@ def _stage(stage: str, arms: Arms, rate: Mapping[str, float], how: str) -> list[
     missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
     open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
     lines = [answer(arms, how), "", *table(arms, rate), ""]
-    lines += [part for said in (course(arms), localises(arms)) if said for part in (said, "")]
+    lines += [part for text in (course(arms), localises(arms)) if text for part in (text, "")]
     lines += [turns(arms), *floors(stage)]
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
 
@@ -328,13 +344,21 @@ def draw(arms: Arms) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["take"]:
         take(Path(sys.argv[2]))
-    arms, words = read("A"), read("B")
     exchange(PAGE, BEGIN, END, f"\n{section()}\n")
-    said = limit(outcome(arms), outcome(words, how_tuned("B", words)))
-    exchange(README, LIMIT, "\n\n", said.removeprefix(LIMIT))
-    exchange(STUDIES, BOX, "\n\n", advice(outcome(arms)))
-    if "none" in arms:
+    found = outcomes()
+    exchange(README, said.LIMIT, "\n\n", said.limit(**found).removeprefix(said.LIMIT))
+    exchange(STUDIES, BOX, "\n\n", said.advice(found["end"]))
+    if "none" in (arms := read("A")):
         draw(arms)
+
+
+def outcomes(kept: Path = KEPT) -> dict[str, Outcome]:
+    """By its name in what the README says, the outcome of each stage."""
+    found = {}
+    for name, stage in (("end", "A"), ("longer", "A-20000"), ("words", "B")):
+        arms = read(stage, kept)
+        found[name] = outcome(arms, how_tuned(stage, arms, kept))
+    return found
 
 
 def exchange(path: Path, begin: str, end: str, new: str) -> None:

@@ -11,6 +11,9 @@ ARMS = {"held": "κ held", "released": "κ released", "decay": "weight decay on 
 LIMIT = "**An honest limit.** "
 COLUMNS = 120
 SMALL_RATIO = "0.949 [0.918, 0.981]"  # of `held` in runs/candidates.py
+TUNED, UNTUNED = "each arm at its own best rate", "at one rate, not tuned"
+TUNED_SHORTER = "rates tuned at 10,000 steps"
+NOW = "If a run diverges now: `RollBack(0.2)`."
 
 
 class Ratio(NamedTuple):
@@ -67,52 +70,45 @@ class Outcome(NamedTuple):
     def best(self) -> str:
         return min(self.ends, key=lambda arm: self.ends[arm].estimate.value)
 
-    @property
-    def fastest(self) -> str:
-        return min(self.early, key=lambda arm: self.early[arm].estimate.value)
+
+NOTHING = Outcome()
 
 
-def claim(found: Outcome, words: Outcome | None = None) -> str:
-    """The README's sentence; `words` is the outcome with whole words."""
-    whole = words and words.word and words.ends[words.best]
-    seeds = f"{whole.estimate.count} seeds, {words.how}" if whole and words else ""
-    also = f" With whole words {whole.said}: {whole} ({seeds})." if whole else ""
-    return _claim(found) + also
+def limit(end: Outcome, longer: Outcome = NOTHING, words: Outcome = NOTHING) -> str:
+    """The README's paragraph on the gain: plain words first, then the ratios of perplexity.
+
+    `longer` is the outcome with twice the steps, `words` that with whole words.
+    """
+    numbers = [f"As [ratios](docs/reproduction.md): {SMALL_RATIO} in the small model."]
+    numbers += [_ratio(*told) for told in (("On WikiText-2", end), ("With twice the steps", longer)) if told[1].word]
+    numbers += [_ratio("With whole words", words)] if words.word else []
+    return _filled(" ".join([f"{LIMIT}{_plainly(end, longer)}", *numbers, NOW]), COLUMNS)
 
 
-def _claim(found: Outcome) -> str:
-    if not found.word:
-        return "Whether it still leads at the end of training is not settled."
+def _ratio(where: str, found: Outcome) -> str:
     ratio = found.ends[found.best]
-    how = f"{ARMS[found.best]} ({ratio.estimate.count} seeds{ratio.shown_p})"
-    end = f"At the end of training on WikiText-2 {ratio.said}: {ratio} with {how}."
-    if found.word not in (EARLY, NOT_SURE):
-        return end
-    only = "only early" if found.word == EARLY else "early"
-    return f"It leads {only}: {found.early[found.fastest]} of the steps. {end}"
+    how = "" if found.how == TUNED else f", {found.how}"
+    return f"{where}: {ratio} ({ratio.estimate.count} seeds{ratio.shown_p}{how})."
 
 
-def limit(found: Outcome, words: Outcome | None = None) -> str:
-    """The README's paragraph around it: plain words first, then the numbers."""
-    text = (
-        f"{LIMIT}{_plainly(found)} As [ratios](docs/reproduction.md): {SMALL_RATIO} in the small "
-        f"model. {claim(found, words)} If a run diverges now: `RollBack(0.2)`."
-    )
-    return _filled(text, COLUMNS)
-
-
-def _plainly(found: Outcome) -> str:
+def _plainly(end: Outcome, longer: Outcome) -> str:
     """The gain in per cent, with its baseline and no letter of the theory."""
     less = 100 * (1 - float(SMALL_RATIO.split()[0]))
     small = f"In a small model LocAteR ends {less:.0f} % lower in perplexity than training without it, as QK-norm does."
-    if not found.word:
-        return small
+    if not end.word:
+        return f"{small} Whether it still leads at the end of training on WikiText-2 is not settled."
+    early = {EARLY: ", and it leads only early", NOT_SURE: ", and it leads early"}.get(end.word, "")
+    told = f"{small} On WikiText-2 it {_ends(end)}{early}."
+    return f"{told} With twice the steps it {_ends(longer)}." if longer.word else told
+
+
+def _ends(found: Outcome) -> str:
     ratio = found.ends[found.best]
     percent = 100 * (math.exp(ratio.estimate.value) - 1)
-    ends = f"ends {abs(percent):.1f} % {'lower' if percent < 0 else 'higher'}"
+    if round(abs(percent), 1) == 0:
+        return "ends level"
     chance = "" if ratio.word else ", which may be chance"
-    early = ", and it leads early" if found.word in (EARLY, NOT_SURE) else ""
-    return f"{small} On WikiText-2 it {ends}{chance}{early}."
+    return f"ends {abs(percent):.1f} % {'lower' if percent < 0 else 'higher'}{chance}"
 
 
 SMALL = "[in a small model](reproduction.md#where-attention-matters)"
