@@ -25,7 +25,8 @@ from locater_lab.studies.words import reference, unsaid_table
 from locater_lab.studies.words import words_page as words_tables
 
 sys.path.insert(0, str(Path(__file__).parent))
-from settled import advice, outcome, read  # noqa: E402
+from settled import outcome, read  # noqa: E402
+from settled_said import advice  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "runs" / "studies", ROOT / "docs" / "studies.md"
