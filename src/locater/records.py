@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import failed, missing, refusal
+from .errors import failed, import_extra, refusal
 
 if TYPE_CHECKING:
     import pandas
@@ -104,11 +104,7 @@ def _is_alive(process: int) -> bool:
 
 def data_frame(rows: Sequence[JsonMapping]) -> "pandas.DataFrame":
     """Rows as a pandas DataFrame."""
-    try:
-        import pandas
-    except ImportError:
-        raise missing("pandas, for data frames", extra="report") from None
-    return pandas.DataFrame(rows)
+    return import_extra("pandas", "pandas, for data frames", extra="report").DataFrame(rows)
 
 
 def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:
@@ -129,13 +125,10 @@ def write_csv(rows: Sequence[JsonMapping], path: Path) -> None:
 
 def write_parquet(rows: Sequence[JsonMapping], path: Path) -> None:
     """A table as Parquet; needs pyarrow."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing("pyarrow, for Parquet", extra="report") from None
-    columns = pyarrow.Table.from_pylist([dict(row) for row in rows])
-    write(path, lambda temporary: pyarrow.parquet.write_table(columns, temporary))
+    arrow = import_extra("pyarrow", "pyarrow, for Parquet", extra="report")
+    parquet = import_extra("pyarrow.parquet", "pyarrow, for Parquet", extra="report")
+    columns = arrow.Table.from_pylist([dict(row) for row in rows])
+    write(path, lambda temporary: parquet.write_table(columns, temporary))
 
 
 def _umask() -> int:

@@ -11,7 +11,7 @@ from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
 from .output import FittedTable, console_for, load, parse_spans
 from .output import table as fitted
-from .results import raise_refused, save_html, save_rows
+from .results import raise_refused, save
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison
@@ -51,9 +51,7 @@ def compare(
     console.print()
     console.print(_table(found, most))
     console.print(HeatMap.of(found.to_json(), "moved"))
-    save_rows(found.to_json(), (movement.to_record() for movement in found.heads), json=json, table=table)
-    if html:
-        save_html([found.to_json()], html)
+    save(found.to_json(), json=json, html=html, table=table, rows=(movement.to_record() for movement in found.heads))
     raise_refused(found.refused)
 
 

@@ -11,6 +11,7 @@ from ..errors import counted, install
 from ..records import Json
 from .options import JsonPath
 from .output import console_for, table
+from .results import save
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
 EXTRAS = {
@@ -34,7 +35,6 @@ def doctor(
     """Show versions, devices and extras: what works here, and what to install for the rest."""
     from .. import __version__
     from ..errors import Refusal
-    from ..records import write_json
 
     core = {name: installed(name) for name in libraries()}
     document = {
@@ -47,8 +47,7 @@ def doctor(
         "extras": {extra: {name: installed(name) for name in libraries(extra)} for extra in EXTRAS},
     }
     show(document, console_for(json))
-    if json:
-        write_json(document, json)
+    save(document, json=json)
     if strict and (missing := [name for name, number in core.items() if number is None]):
         raise Refusal(f"expected every core library, {', '.join(missing)} missing; install with: pip install locater")
 

@@ -11,6 +11,7 @@ from rich.progress import Progress
 from ..errors import BadArguments, shown
 from .options import JsonPath, MarkdownPath
 from .output import console_for, table
+from .results import save
 
 if TYPE_CHECKING:
     from ..models.proof.survey import SurveyEntry
@@ -25,7 +26,7 @@ def families(
     """List the model types that are read: by a table row, by proof on a tiny twin, or refused and why."""
     from ..models.proof import version
     from ..models.proof.survey import count_kinds
-    from ..records import write, write_json
+    from ..records import write
 
     console = console_for(json)
     entries = _surveyed(types, update=update)
@@ -42,16 +43,8 @@ def families(
     if listed := [entry.listed for entry in entries if entry.listed]:
         known = f"{len(listed)} of them were tried with transformers {listed[0]}, by the table of this package."
         console.print(f"{known} A scan tries its own model's type; --update tries all.")
-    if json:
-        write_json(
-            {
-                "schema": "locater.families/1",
-                "transformers": version(),
-                "counts": numbers,
-                "families": [entry.to_json() for entry in entries],
-            },
-            json,
-        )
+    found = {"transformers": version(), "counts": numbers, "families": [entry.to_json() for entry in entries]}
+    save({"schema": "locater.families/1", **found}, json=json)
     if markdown:
         text = as_markdown(entries, numbers, version())
         write(markdown, lambda path: path.write_text(text, encoding="utf-8"))

@@ -14,7 +14,7 @@ from ..errors import BadArguments, counted, shown
 from ..quantities import quantity
 from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, load, parse_spans, table
-from .results import progress, save_html
+from .results import progress, save
 
 if TYPE_CHECKING:
     from ..prediction.predict import HeadPrediction, Prediction
@@ -59,9 +59,7 @@ def predict(
     with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
         found = run(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort, progress=tell)
     _print(console, found, heads=heads)
-    _save(found, json=json, plot=plot)
-    if html:
-        save_html([found.to_json()], html)
+    save(found.to_json(), json=json, html=html, plot=plot)
 
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
@@ -124,14 +122,3 @@ def _agreement(found: "Prediction") -> FittedTable:
         ranks = ("–" if rho is None else f"{rho:.3f}" for rho in (ranked[name], most[name]))
         body.append([quantity(name).heading, *ranks, f"{errors[name]:.3g}", quantity(name).words])
     return table(["number", "Spearman", "ceiling", "error", "meaning"], body, words=["number", "meaning"])
-
-
-def _save(found: "Prediction", *, json: Path | None, plot: Path | None) -> None:
-    from ..records import write_json
-
-    if json:
-        write_json(found.to_json(), json)
-    if plot:
-        from ..report import figures
-
-        figures.save(figures.prediction(found.to_json()), plot)

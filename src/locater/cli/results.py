@@ -55,14 +55,30 @@ def raise_refused(sentences: Sequence[str]) -> None:
         raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
 
 
-def save_rows(document: Json, rows: Iterable[Json], *, json: Path | None, table: Path | None) -> None:
-    """Write the document, and its rows as CSV or Parquet, by the name of the file."""
+def save(
+    document: Json,
+    *,
+    json: Path | None = None,
+    html: Path | None = None,
+    plot: Path | None = None,
+    table: Path | None = None,
+    rows: Iterable[Json] = (),
+) -> None:
+    """Write a result where it was asked for: the document, its page, its picture, its rows as CSV or Parquet."""
     from ..records import write_csv, write_json, write_parquet
 
+    if plot:
+        from ..report import figures
+        from ..report.head_figures import draw
+
+        figures.save(draw(document), plot)
+        console_for(json).print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)
     if table:
         (write_parquet if table.suffix == ".parquet" else write_csv)(list(rows), table)
+    if html:
+        save_html([document], html)
 
 
 def save_html(

@@ -17,7 +17,7 @@ from ..scanning import DEFAULT_LENGTH
 from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
 from .output import FittedTable, console_for, example, load, parse_spans, print_bullet
 from .output import table as fitted
-from .results import progress, raise_refused, save_html, save_rows
+from .results import progress, raise_refused, save
 
 if TYPE_CHECKING:
     from ..scanning.rows import Condition, HeadRow
@@ -87,9 +87,7 @@ def scan(
     with progress(f"scanning {stored.place}", steps="layers") as tell:
         found = run(stored, layers=chosen, length=length, raw="raw" in asked, details=details, progress=tell)
     _print(console, found, heads=heads)
-    save_rows(found.to_json(), (row.to_record() for row in found.heads), json=json, table=table)
-    if html:
-        save_html([found.to_json()], html)
+    save(found.to_json(), json=json, html=html, table=table, rows=(row.to_record() for row in found.heads))
     raise_refused(found.refused)
     _exit_on(console, conditions, found)
 

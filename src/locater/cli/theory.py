@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from ..budget import limited
 from ..errors import BadArguments, refusal
@@ -15,6 +14,7 @@ from ..quantities import REGIME_WORDS
 from ..records import Json
 from .options import JsonPath, PlotPath, Timeout
 from .output import FittedTable, aside, console_for, table
+from .results import save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,6 @@ def _covariance(given: str) -> "float | Tensor":
 
 
 def _show(document: Json, plot: Path | None, json: Path | None) -> None:
-    from ..records import write_json
     from ..report.terminal import draw
 
     console = console_for(json)
@@ -212,13 +211,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
         console.print()
         console.print(depth_sentence(document["depth"]), markup=False)
         console.print(depth_table(document["depth"]))
-    if plot:
-        from ..report import figures
-
-        figures.save(figures.draw_profile(document), plot)
-        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
-    if json:
-        write_json(document, json)
+    save(document, json=json, plot=plot)
 
 
 def _softmax_sentence(found: Json, length: int) -> str:

@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from ..errors import refusal
 from ..quantities import REGIME_WORDS
 from ..records import Json
 from .output import FittedTable, console_for, table
-from .results import progress
+from .results import progress, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +24,6 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     """Compute, print, and save what was asked for."""
     import torch
 
-    from ..records import write_json
     from ..theory.phase_diagram import phase_diagram
 
     console = console_for(json)
@@ -36,13 +33,7 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     console.print()
     console.print(_counts(document))
     console.print(_describe_independent(document), markup=False)
-    if plot:
-        from ..report import figures
-
-        figures.save(figures.draw_phase_diagram(document), plot)
-        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
-    if json:
-        write_json(document, json)
+    save(document, json=json, plot=plot)
 
 
 def _map(document: Json) -> str:

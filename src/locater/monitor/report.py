@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from ..attention import NAMES
-from ..errors import counted, missing
+from ..errors import counted
 from ..head import Block
 from ..models.coverage import spans
-from ..records import Json, head_key, layer_key
+from ..records import Json, data_frame, head_key, layer_key
 from ..report.shown import Shown
 from ..report.stories import SERIOUS as SERIOUS
 from .tally import (
@@ -200,11 +200,7 @@ class Report(Shown):
 
     def to_frame(self) -> "pandas.DataFrame":
         """A pandas DataFrame, a row per head: mode, block, layer, head, statistics and numbers of the weights."""
-        try:
-            import pandas
-        except ImportError:
-            raise missing("pandas, for data frames", extra="report") from None
-        return pandas.DataFrame(list(self._rows()))
+        return data_frame(list(self._rows()))
 
     def _rows(self) -> Iterator[Json]:
         for mode in MODES:

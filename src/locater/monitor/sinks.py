@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import missing
+from ..errors import import_extra, missing
 from .report import Alarm, LayerReport, Report
 
 COLUMNS = ("normalised_entropy", "max_logit", "sink_mass", "near_mass", "mean_distance", "participation")
@@ -44,10 +44,7 @@ class TensorBoard:
 
     def __init__(self, directory: str | Path | None = None, *, writer: Any = None):
         if writer is None:
-            try:
-                module = importlib.import_module("torch.utils.tensorboard")
-            except ImportError:
-                raise missing("the package tensorboard", extra="tensorboard") from None
+            module = import_extra("torch.utils.tensorboard", "the package tensorboard", extra="tensorboard")
             writer = module.SummaryWriter(log_dir=None if directory is None else str(directory))
         self.writer = writer
 

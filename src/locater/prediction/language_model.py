@@ -14,7 +14,7 @@ from .. import checkpoints
 from ..budget import Answer, timed
 from ..checkpoints.bytes import LocalBytes, LocalFolder, read_model_config
 from ..checkpoints.gguf.header import read_header
-from ..errors import Refusal, missing, refusal
+from ..errors import Refusal, import_extra, missing, refusal
 from ..models import Config
 from ..models.registry import find_family
 from ..plugins import plugins
@@ -147,11 +147,7 @@ def _place(source: str | PathLike[str]) -> tuple[str, Json]:
 
 
 def transformers_here() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise missing("transformers, for running models", extra="hf") from None
-    return transformers
+    return import_extra("transformers", "transformers, for running models", extra="hf")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import counted, missing, refusal
+from ..errors import counted, import_extra, refusal
 from ..quantities import LOCALIZED, REGIME_WORDS, quantity
 from ..records import Json, write
 
@@ -160,13 +160,13 @@ def _place(points: list[float], value: float) -> float:
     return above - 1 + (value - low) / (high - low)
 
 
-def prediction(document: Json) -> "Figure":
+def draw_prediction(document: Json) -> "Figure":
     """Four panels, predicted over measured, coloured by layer; on the diagonal the prediction is right."""
     figure, axes = canvas(4, size=(9.6, 8.4))
     figure.set_layout_engine("constrained")
     points = None
     for panel, (name, rho) in zip(axes, document["spearman"].items(), strict=True):
-        points = _draw_prediction(panel, document, name)
+        points = _scatter(panel, document, name)
         words = "" if rho is None else f", Spearman {rho:.2f}"
         panel.set_title(f"{quantity(name).words.capitalize()}{words}", loc="left", fontsize=10)
     assert points is not None, "there are numbers, so there is a panel"
@@ -180,7 +180,7 @@ def prediction(document: Json) -> "Figure":
     return figure
 
 
-def _draw_prediction(panel: "Axes", document: Json, name: str) -> "PathCollection":
+def _scatter(panel: "Axes", document: Json, name: str) -> "PathCollection":
     """Draw one quantity of all heads, predicted over measured."""
     heads = document["heads"]
     predicted, measured = ([head[side][name] for head in heads] for side in ("predicted", "measured"))
@@ -192,11 +192,7 @@ def _draw_prediction(panel: "Axes", document: Json, name: str) -> "PathCollectio
 
 def canvas(panels: int, *, size: tuple[float, float]) -> "tuple[Figure, list[Axes]]":
     """Empty axes, in two rows from four on, else side by side."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing("matplotlib, for pictures", extra="plot") from None
-    figure = Figure(figsize=size)
+    figure: Figure = import_extra("matplotlib.figure", "matplotlib, for pictures", extra="plot").Figure(figsize=size)
     grid = figure.subplots(2, (panels + 1) // 2) if panels >= 4 else figure.subplots(1, panels)
     axes = list(grid.flat) if panels > 1 else [grid]
     for panel in axes:

@@ -10,7 +10,18 @@ from ..errors import refusal
 from ..quantities import QUANTITIES, Quantity, is_shown, quantity
 from ..records import Json
 from .curves import curves, study_figure
-from .figures import COLOURS, canvas, draw_lines, draw_regimes, escape, save
+from .figures import (
+    COLOURS,
+    canvas,
+    draw_lines,
+    draw_phase_diagram,
+    draw_prediction,
+    draw_profile,
+    draw_regimes,
+    escape,
+    save,
+)
+from .reading import RUNS, STUDY
 from .views import Document, View, all_shown, views_of
 
 if TYPE_CHECKING:
@@ -24,6 +35,18 @@ NAMES = {
     **{"weights": "from the weights", "predicted": "predicted for the text", "measured": "measured on the text"},
 }
 DISTANCES = (0, 1, 4, 16, 64, 256, 1024, 4096)
+DRAWN: dict[str, Callable[[Document], "Figure"]] = {
+    "locater.theory/1": draw_profile,
+    "locater.phase-diagram/1": draw_phase_diagram,
+    "locater.predict/2": draw_prediction,
+    RUNS: curves,
+    STUDY: study_figure,
+}
+
+
+def draw(document: Document) -> "Figure":
+    """The one picture of a whole result, as `--plot` has it."""
+    return DRAWN[document["schema"]](document)
 
 
 def plot(
@@ -32,7 +55,7 @@ def plot(
     """The map of one quantity (ξ unless named), its curves over steps or checkpoints, or one head (layer, number)."""
     (view,) = views_of([all_shown(document)]) or [None]
     if view is None:
-        return curves(document)
+        return draw(document)
     if head is not None:
         return _head_figure(view, head)
     name = name or next((one for one in MAPS if one in view.columns), next(iter(view.columns)))
@@ -64,10 +87,8 @@ def _all(documents: Sequence[Document]) -> "Iterator[tuple[str, Figure]]":
         if any(regime for regime in view.regimes[-1]):
             yield f"{view.name}-regime", _map_figure(view, "regime")
     for document in map(all_shown, documents):
-        if document["schema"] == "locater.runs/1":
-            yield "runs", curves(document)
-        if document["schema"] == "locater.study/1" and document["rows"]:
-            yield f"study-{document.get('study', '')}", study_figure(document)
+        if document["schema"] == RUNS or (document["schema"] == STUDY and document["rows"]):
+            yield "runs" if document["schema"] == RUNS else f"study-{document.get('study', '')}", draw(document)
 
 
 def _layer_curves(view: View, name: str) -> "Figure":

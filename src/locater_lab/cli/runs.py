@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from locater.cli.options import HtmlPath, JsonPath, PlotPath
 from locater.cli.output import console_for, parse_spans, table
-from locater.cli.results import save_html
+from locater.cli.results import save
 from locater.errors import shown
 from locater.records import Json
 
@@ -35,24 +35,13 @@ def runs(
     html: HtmlPath = None,
 ) -> None:
     """Compare runs of `locater train`: perplexity, entropy and spectrum of each arm over its seeds."""
-    from locater.records import write_json
-
     from ..studies.runs import compare_runs
 
     console = console_for(json)
     some = arms.split(",") if arms else None
     document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
     _print(console, document, chosen=step is not None)
-    if plot:
-        from locater.report import figures
-        from locater.report.curves import curves
-
-        figures.save(curves(document), plot)
-        console.print(f"picture: {escape(str(plot))}", soft_wrap=True)
-    if json:
-        write_json(document, json)
-    if html:
-        save_html([document], html)
+    save(document, json=json, html=html, plot=plot)
 
 
 def _print(console: Console, document: Json, *, chosen: bool) -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from locater.budget import limited
 from locater.cli.options import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout
 from locater.cli.output import FittedTable, console_for, table
-from locater.cli.results import save_html
+from locater.cli.results import save
 from locater.errors import BadArguments, net
 from locater.records import Json
 
@@ -43,8 +43,6 @@ def study(
     html: HtmlPath = None,
 ) -> None:
     """Answer one of the open questions about localisation: a grid, its rows, a figure, and sentences made from them."""
-    from locater.records import write_json
-
     from ..studies.study import default_folder
     from ..studies.sweep import on_ray
 
@@ -62,10 +60,7 @@ def study(
     on_ray.check_cluster(on)
     measure = partial(measure_all, jobs=jobs, retry=retry, on=on)
     found = _measured(console, name, out, quick=quick, measure=measure)
-    if json:
-        write_json(found, json)
-    if html:
-        save_html([found], html)
+    save(found, json=json, html=html)
 
 
 def _questions() -> FittedTable:
