@@ -31,6 +31,7 @@ class Budget:
     layers: int = 10_000
     heads: int = 65_536
     patterns: int = 64  # of an adapter
+    settings: int = 100_000  # beside weights, each as often as it is written out
     deadline: float | None = None  # of the monotonic clock, for what comes through a network
 
     def check(

@@ -330,3 +330,32 @@ def test_two_factors_for_one_weight_are_refused(other, tmp_path):
     save_file(stored | {other(name): 2 * value for name, value in stored.items()}, path)
     with pytest.raises(Refusal, match="factors of each weight once|the weight it changes in the base"):
         checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")
+
+
+def test_an_adapter_beside_weights_is_not_passed_over(tmp_path):
+    """transformers reads such a folder as base and adapter; here both must be named."""
+    merged, name = save("llama", tmp_path), "model.layers.0.self_attn.q_proj.weight"
+    for file in (tmp_path / "adapter").iterdir():
+        file.rename(tmp_path / "base" / file.name)
+    with pytest.raises(Refusal, match="adapter_config.json beside model.safetensors"):
+        checkpoints.open(tmp_path / "base")
+    with checkpoints.open(tmp_path / "base", adapter=tmp_path / "base") as both:
+        torch.testing.assert_close(both.read(name), merged[name], rtol=1e-5, atol=1e-5)
+    with checkpoints.open(tmp_path / "base" / "model.safetensors") as alone:
+        assert not alone.read(name).allclose(merged[name])
+    save("llama", tmp_path / "further")
+    set_config(tmp_path / "further", base_model_name_or_path=str(tmp_path / "base"))
+    with pytest.raises(Refusal, match="a base without an adapter of its own"):
+        checkpoints.open(tmp_path / "further" / "adapter")
+
+
+@pytest.mark.parametrize(("stated", "asked"), [(None, "org/tiny"), ("v1", "org/tiny@v1")])
+def test_the_base_on_the_hub_is_of_the_revision_that_the_adapter_names(stated, asked, tmp_path, monkeypatch):
+    from locater.checkpoints.bytes import LocalFolder
+    from locater.checkpoints.locate import locate
+
+    save("llama", tmp_path)
+    set_config(tmp_path, base_model_name_or_path="org/tiny", revision=stated)
+    places = {asked: (LocalFolder(tmp_path / "base"), None)}
+    monkeypatch.setattr(checkpoints, "locate", lambda source: places.get(source) or locate(source))
+    assert checkpoints.open(tmp_path / "adapter").config["model_type"] == "llama"

@@ -162,3 +162,12 @@ def test_truncated(tmp_path, size):
     (tmp_path / "x.safetensors").write_bytes(data[:size])
     with pytest.raises(Refusal, match="truncated"):
         checkpoints.open(tmp_path / "x.safetensors")
+
+
+def test_a_whole_file_goes_before_an_index_as_in_transformers(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    weight_map = {"a": "model-00001-of-00001.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with checkpoints.open(tmp_path) as checkpoint:
+        assert checkpoint.read("a").equal(torch.ones(2))

@@ -81,6 +81,27 @@ def test_nanogpt_settings(tmp_path):
         assert checkpoint.config == arguments and list(checkpoint.names) == ["a"]
 
 
+def test_settings_beside_weights_keep_their_tables_and_lists(tmp_path):
+    """A stretch of the positions or a list of layers that is dropped would be a default, in silence."""
+    table = {"rope_scaling": {"type": "linear", "factor": 4.0}, "layer_types": ("full", "sliding"), "sizes": {2: [1]}}
+    settings = table | {"n_head": 3, "kind": torch.float16, "none": None}
+    settings["itself"] = settings
+    torch.save({"model": {"a": torch.ones(2)}, "config": settings}, tmp_path / "x.pt")
+    with checkpoints.open(tmp_path / "x.pt") as checkpoint:
+        config = checkpoint.config
+    assert {name: config[name] for name in ("rope_scaling", "n_head", "none")} == {
+        "rope_scaling": {"type": "linear", "factor": 4.0}, "n_head": 3, "none": None
+    }  # fmt: skip
+    assert config["layer_types"] == ["full", "sliding"] and config["sizes"] == {"2": [1]}
+    assert isinstance(config["kind"], str)
+    many: list = [1]
+    for _ in range(6):
+        many = [many] * 30
+    torch.save({"model": {"a": torch.ones(2)}, "config": {"many": many}}, tmp_path / "y.pt")
+    with pytest.raises(Refusal, match="settings"):
+        checkpoints.open(tmp_path / "y.pt")
+
+
 def test_state_dict_of_a_module(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
     torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")

@@ -31,6 +31,7 @@ FOREIGN = {
     "norm_eps": 0.3,
 }
 FOREIGN |= {"layer_norm_epsilon": 0.3, "rms_norm_eps": 0.3, "sliding_window_pattern": 3, "is_causal": False}
+FOREIGN["head_dim"] = 8  # not that of any case, which have 12, 16 or the like
 
 
 @cache

@@ -3,13 +3,25 @@
 import os
 from collections.abc import Callable, Mapping
 
-from ..errors import Refusal, refusal, within
+from ..errors import refusal, within
 from ..records import Json
 from .base import QUANTISATION, Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
 from .locate import is_hub_id, locate
 from .safetensors import SafetensorsFile
-from .sharded import ADAPTER, GGUF, INDEX, METADATA, SAFETENSORS, TORCH, choose, join_files, open_index
+from .sharded import (
+    ADAPTER,
+    GGUF,
+    INDEX,
+    METADATA,
+    SAFETENSORS,
+    TORCH,
+    choose,
+    found_in,
+    has_adapter,
+    join_files,
+    open_index,
+)
 
 __all__ = ["Checkpoint", "Entry", "open"]
 
@@ -27,7 +39,7 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
         return _open_plain(source, allow_pickle=allow_pickle)
     with within(os.fspath(adapter)):
         folder, _ = locate(adapter)
-    base = _open_plain(source, allow_pickle=allow_pickle)
+    base = _open_plain(source, allow_pickle=allow_pickle, is_base=True)
     with within(os.fspath(adapter)):
         return _adapted(base, folder, allow_pickle=False)
 
@@ -38,16 +50,12 @@ def _adapted(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Checkpo
     return open_adapter(base, folder, allow_pickle=allow_pickle)
 
 
-def _open_plain(source: Source, *, allow_pickle: bool) -> Checkpoint:
+def _open_plain(source: Source, *, allow_pickle: bool, is_base: bool = False) -> Checkpoint:
     with within(os.fspath(source)):
         folder, file = locate(source)
-        try:
-            files = [file] if file else choose(folder)
-        except Refusal:
-            if folder.find(ADAPTER) is None:
-                raise
+        if file is None and not is_base and has_adapter(folder):
             return _open_adapter_alone(folder, allow_pickle=allow_pickle)
-        return _dequantised(_open_files(folder, files, allow_pickle=allow_pickle))
+        return _dequantised(_open_files(folder, [file] if file else choose(folder), allow_pickle=allow_pickle))
 
 
 def _dequantised(store: Checkpoint) -> Checkpoint:
@@ -65,12 +73,19 @@ def _dequantised(store: Checkpoint) -> Checkpoint:
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     from .adapter import read_adapter_settings
 
-    name = (read_adapter_settings(folder) or {}).get("base_model_name_or_path")
+    if weights := found_in(folder):
+        remedy = f"name {weights[0][:80]} for these weights alone, or name the adapter too (--adapter)"
+        raise refusal("weights or an adapter, not both in one place", f"{ADAPTER} beside {weights[0][:80]}", remedy)
+    settings = read_adapter_settings(folder) or {}
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
         # An address here would be untrusted: it could lead to anything, by any protocol.
         expected = f"a directory or a hub id as the base in {ADAPTER}"
         raise refusal(expected, f"{name!r:.80}", "name base and adapter both")
-    base_folder, _ = locate(name)
+    # On the hub the base is what it was trained on, not what it has become.
+    base_folder, _ = locate(f"{name}@{revision}" if revision and not LocalFolder.is_one(name) else name)
+    if has_adapter(base_folder):
+        raise refusal("a base without an adapter of its own", f"{ADAPTER} in {name[:80]}", "name base and adapter both")
     # That pickles are allowed is said of the adapter, not of what it names.
     base = _open_files(base_folder, choose(base_folder), allow_pickle=False)
     return _adapted(_dequantised(base), folder, allow_pickle=allow_pickle)

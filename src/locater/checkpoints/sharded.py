@@ -29,8 +29,8 @@ FOREIGN = {
     ".tf_checkpoint": "TensorFlow",
 }
 
-# Tried by name where a place cannot list its files.
-USUAL = ("model.safetensors" + INDEX, "model.safetensors", "pytorch_model.bin" + INDEX, "pytorch_model.bin", METADATA)
+# Tried by name where a place cannot list its files, in the order of transformers: beside a whole file an index is old.
+USUAL = ("model.safetensors", "model.safetensors" + INDEX, "pytorch_model.bin", "pytorch_model.bin" + INDEX, METADATA)
 # What trainers leave beside the weights.
 OTHER = re.compile(r"^(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*|adapter_model)\.")
 PART = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)$")
@@ -87,24 +87,31 @@ def _open_shard(folder: Folder, file: str, open_shard: OpenShard, named: str = "
 
 
 def choose(folder: Folder) -> list[str]:
+    """The files to open together; refused where there are none."""
+    found = found_in(folder)
+    if not found:
+        _check_foreign(folder, folder.files())
+        what = f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})"
+        raise missing(what, _inside(folder) or "name the directory or file that holds them")
+    return found
+
+
+def found_in(folder: Folder) -> list[str]:
     """The files to open together: safetensors before a distributed checkpoint before pickles before GGUF.
 
     What frameworks leave beside a distributed checkpoint (`common.pt`) is no model.
     """
     files = folder.files()
     if not files:
-        found = [name for name in USUAL if folder.find(name) is not None][:1]
-    else:
-        distributed = [METADATA] * (METADATA in files)
-        groups = (
-            distributed if kind is None else _choose_kind(files, kind) for kind in (SAFETENSORS, None, TORCH, GGUF)
-        )
-        found = next((group for group in groups if group), [])
-    if not found:
-        _check_foreign(folder, files)
-        what = f"weights in {folder.place} ({', '.join('*' + suffix for suffix in WEIGHTS)} or {METADATA})"
-        raise missing(what, _inside(folder) or "name the directory or file that holds them")
-    return found
+        return [name for name in USUAL if folder.find(name) is not None][:1]
+    distributed = [METADATA] * (METADATA in files)
+    groups = (distributed if kind is None else _choose_kind(files, kind) for kind in (SAFETENSORS, None, TORCH, GGUF))
+    return next((group for group in groups if group), [])
+
+
+def has_adapter(folder: Folder) -> bool:
+    """Tell whether transformers would take the folder for an adapter, whatever else lies there."""
+    return folder.find(ADAPTER) is not None
 
 
 def _inside(folder: Folder) -> str:

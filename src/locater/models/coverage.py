@@ -157,8 +157,16 @@ def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> 
         asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
     words = TELLING if config.get("model_type") in family.model_types else UNDECLARED
     # An entry counts as asked for where a table around it was taken whole.
-    paths = telling(config.values, words=words)
+    paths = {*telling(config.values, words=words), *_other_sizes(config, stacks)}
     return sorted(path for path in paths if asked.isdisjoint({path, *outer_modules(path)}))
+
+
+def _other_sizes(config: Config, stacks: Sequence[Stack]) -> Iterator[str]:
+    """Yield `head_dim` where heads that turn have another size: transformers takes the turning rows from it alone."""
+    for module in (stack[0] for stack in stacks if stack[0].row.rotary is not None):
+        path = ".".join(filter(None, (module.row.config, "head_dim")))
+        if config.get(path) not in (None, module.shape.d_head):
+            yield path
 
 
 def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 from jaxtyping import Shaped
@@ -87,16 +88,26 @@ def _inside(tree: Any, kind: type) -> Any:
 
 
 def find_settings(tree: object) -> Json:
-    """Settings saved beside the weights, such as nanoGPT's `model_args`; only plain values."""
+    """Settings saved beside the weights, such as nanoGPT's `model_args`, with the tables and lists in them."""
     if not isinstance(tree, Mapping):
         return {}
-    for key in SETTINGS:
-        if isinstance(settings := tree.get(key), Mapping):
-            plain = (bool, int, float, str, type(None))
-            return {
-                name: value for name, value in settings.items() if isinstance(name, str) and isinstance(value, plain)
-            }
-    return {}
+    settings = next((tree[key] for key in SETTINGS if isinstance(tree.get(key), Mapping)), {})
+    return _plain(settings, count())
+
+
+def _plain(value: object, numbers: Iterator[int], depth: int = 0) -> Any:
+    """The value as JSON would have it; of an object its kind alone, so that a setting is never lost in silence.
+
+    A table may hold itself, or one table many times: what is written out is counted.
+    """
+    budget().check("settings", next(numbers))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth < DEPTH and isinstance(value, Mapping):
+        return {str(key): _plain(inner, numbers, depth + 1) for key, inner in value.items()}
+    if depth < DEPTH and isinstance(value, list | tuple):
+        return [_plain(inner, numbers, depth + 1) for inner in value]
+    return f"a {type(value).__name__}"
 
 
 def clean_names(tensors: dict[str, Leaf]) -> dict[str, Leaf]:
