@@ -13,7 +13,7 @@ COLUMNS = 120
 SMALL_RATIO = "0.949 [0.918, 0.981]"  # of `held` in runs/candidates.py
 TUNED, UNTUNED = "each arm at its own best rate", "at one rate, not tuned"
 TUNED_SHORTER = "rates tuned at 10,000 steps"
-NOW = "If a run diverges now: `RollBack(0.2)`."
+NOW = "In a run that diverges now use `RollBack(0.2)` instead."
 
 
 class Ratio(NamedTuple):

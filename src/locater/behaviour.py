@@ -120,9 +120,10 @@ MEANINGS = {
     "entropy": "entropy over log n",
     "near": f"share of the rest on the {NEAR} nearest tokens",
 }
-EMBEDDED, RANDOM_IDS = "embedded text", "random ids"  # names of what is read where no text is given
+EMBEDDED, RANDOM_IDS = "Python's docstrings", "random ids"  # names of what is read where no text is given
 NO_WORD = "none"  # the name in tables where no word holds
 FIT_NONE, FITS_NONE = "fit none of these words", "fits none of these words"
+UNCLEAR, TOO_CLOSE = "unclear", "too close to call"  # in tables and in words: an estimate between near and far
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RARE = "too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
@@ -296,12 +297,12 @@ def describe_estimates(
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
         without = len(places) - len(known)
-        rest = f"; of {without:,} there is no estimate" if without else ""
-        told.append(
-            Told(f"Of {counted(len(unclear), 'head')} the estimate tells neither near nor far{rest}.", tuple(unclear))
-        )
+        rest = f"; {without:,} {_have(without)} no estimate" if without else ""
+        are = "is" if len(unclear) == 1 else "are"
+        told.append(Told(f"{counted(len(unclear), 'head')} {are} {TOO_CLOSE}{rest}.", tuple(unclear)))
     elif known and len(known) < len(places):
-        told.append(Told(f"Of {counted(len(places) - len(known), 'head')} there is no estimate.", ()))
+        without = len(places) - len(known)
+        told.append(Told(f"{counted(without, 'head')} {_have(without)} no estimate.", ()))
     told += [Told(RECORD, ())] if len(unclear) < len(known) else []
     surest = sorted((n for n in known if n not in unclear), key=lambda n: -abs(known[n] - 0.5))
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once
@@ -310,9 +311,13 @@ def describe_estimates(
     return told + ([Told(f"Look first at {'; '.join(named)}.", tuple(chosen))] if named else [])
 
 
+def _have(number: int) -> str:
+    return "has" if number == 1 else "have"
+
+
 def _look_at(place: Place, word: Word, mass: float, interval: Interval) -> str:
-    low, high = interval
-    return f"{head_name(*place)}, which probably {word.singular} (near mass {mass:.2f}, {low:.2f} to {high:.2f})"
+    share, low, high = (1 - mass, 1 - interval[1], 1 - interval[0]) if word.is_low else (mass, *interval)
+    return f"{head_name(*place)}, which probably {word.singular} ({share:.0%}, likely {low:.0%} to {high:.0%})"
 
 
 def describe_theory(regimes: Iterable[str | None]) -> list[str]:

@@ -83,8 +83,9 @@ def _on_side(one: Quantity, side: str, basis: str) -> Quantity:
     """The same number as it was measured, predicted or estimated."""
     is_guess = side == "estimated"
     words = f"{one.words}{', first token excluded' * (is_guess and one.name == 'near_mass')}, {side}"
-    named = dict(name=f"{side}_{one.name}", symbol=f"{one.symbol} {side}", words=words, basis=basis)
-    return replace(one, **named, short=f"{one.heading}?" if is_guess else "", digits=".2f" if is_guess else one.digits)
+    symbol = f"{one.heading}?" if is_guess else f"{one.symbol} {side}"
+    named = dict(name=f"{side}_{one.name}", symbol=symbol, words=words, basis=basis)
+    return replace(one, **named, short="", digits=".2f" if is_guess else one.digits)
 
 
 QUANTITIES = {

@@ -286,7 +286,7 @@ def test_command_on_the_embedded_text_by_head(folder):
     result = CliRunner().invoke(app, ["predict", str(folder), *QUICKLY, "--heads", "--layers", "1", "--json", "-"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
-    assert document["text"] == "embedded text"
+    assert document["text"] == "Python's docstrings"
     assert [row["layer"] for row in document["heads"]] == [1] * 4
     assert "decoder 1.3" in result.stderr
 

@@ -73,9 +73,9 @@ def test_a_page_begins_with_what_heads_do():
     views = views_of([scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))])
     assert verdict(views) == (
         "4 heads in 1 layer: 2 probably look mostly at the 16 nearest tokens, 1 probably looks mostly beyond the 16 "
-        "nearest tokens and 1 fits none of these words (estimated from the weights)."
+        "nearest tokens and 1 is too close to call (estimated from the weights)."
     )
-    assert does(views[0]).words == [[("near",), ("far",), ("near",), ("none",)]]
+    assert does(views[0]).words == [[("near",), ("far",), ("near",), ("unclear",)]]
     seen = [dict(near_mass=0.9, normalised_entropy=0.05, sink_mass=first) for first in (0.0, 0.9)]
     steps = {"schema": "locater.steps/1", "source": "run", "steps": []}
     heads = [{"layer": 0, "head": n, **numbers} for n, numbers in enumerate(seen)]

@@ -266,13 +266,13 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     assert told == [
         "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights).",
         "1 of 3 heads probably looks mostly beyond the 16 nearest tokens.",
-        "Of 1 head the estimate tells neither near nor far; of 1 there is no estimate.",
+        "1 head is too close to call; 1 has no estimate.",
         RECORD,
-        "Look first at decoder 0.0, which probably looks mostly at the 16 nearest tokens (near mass 0.90, 0.00 to "
-        "1.00); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (near mass 0.10, 0.00 to 1.00).",
+        "Look first at decoder 0.0, which probably looks mostly at the 16 nearest tokens (90%, likely 0% to "
+        "100%); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (90%, likely 0% to 100%).",
     ]
     told = [one.sentence for one in replace(whole, heads=(near, far, unknown)).behaviour()]
-    assert told[2:4] == ["Of 1 head there is no estimate.", RECORD]
+    assert told[2:4] == ["1 head has no estimate.", RECORD]
     assert replace(whole, heads=(unknown,)).behaviour() == [Told(NOT_ESTIMATED, ())]
     unjudged = replace(near, estimated_near_mass_interval=None)  # no model with such positions was measured
     assert replace(whole, heads=(unjudged,)).behaviour() == [Told(NOT_ESTIMATED, ())]

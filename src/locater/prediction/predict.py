@@ -60,7 +60,7 @@ def predict(
 ) -> Prediction:
     """Predict every head's attention from its inputs on one part of a text, taken apart; measure it on the other.
 
-    `text` is a file, by default the embedded text; `Text` names a tokenizer beside it, `Tokens` are windows that were
+    `text` is a file, by default Python's docstrings; `Text` names a tokenizer beside it, `Tokens` are windows that were
     cut already, of which a share is measured. "random" draws ids by Zipf's law: no text, no tokenizer; a stored model
     is then run from its file where that is possible, and never held as a whole. The heads of a live module that no
     table knows are found in one pass over a window; where it calls no attention kernel, `Live(module, heads=…,

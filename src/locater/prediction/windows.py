@@ -72,7 +72,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Text:
-    """A text file, or with "random" ids drawn from the vocabulary; None is the embedded text.
+    """A text file, or with "random" ids drawn from the vocabulary; None is Python's docstrings.
 
     `tokenizer` is one of transformers, or the place of one; by default that of the model. With `by_line` every line is
     a text of its own, of which the first tokens are a window.

@@ -8,8 +8,12 @@ from ..behaviour import (
     ESTIMATED,
     FIT_NONE,
     FITS_NONE,
+    MOSTLY_FAR,
+    MOSTLY_NEAR,
     NO_WORD,
     RANDOM_IDS,
+    TOO_CLOSE,
+    UNCLEAR,
     VOCABULARY,
     MeanAttention,
     looks,
@@ -43,8 +47,10 @@ def legend() -> list[Document]:
          "rule": word.condition}
         for word, colour in zip(VOCABULARY, COLOURS, strict=False)
     ]  # fmt: skip
-    none = {"name": NO_WORD, "letter": "·", "colour": "#b9b3a4", "meaning": FITS_NONE, "rule": "no rule is met"}
-    return [*entries, none]
+    blank = {"letter": "·", "colour": "#b9b3a4"}
+    none = {"name": NO_WORD, **blank, "meaning": FITS_NONE, "rule": "no rule is met"}
+    between = f"estimated share between {MOSTLY_FAR:g} and {MOSTLY_NEAR:g}"
+    return [*entries, none, {"name": UNCLEAR, **blank, "meaning": f"is {TOO_CLOSE}", "rule": between}]
 
 
 def does(view: View) -> Does:
@@ -57,7 +63,7 @@ def does(view: View) -> Does:
     near = view.columns.get("estimated_near_mass")
     if near is None or not any(record.get("estimated_near_mass_interval") for record in view.records):
         return Does([[None] * len(view.heads) for _ in view.frames], "")
-    words = [[None if mass is None else (looks(mass) or NO_WORD,) for mass in frame] for frame in near]
+    words = [[None if mass is None else (looks(mass) or UNCLEAR,) for mass in frame] for frame in near]
     return Does(words, ESTIMATED)
 
 
@@ -97,11 +103,11 @@ def head_verdict(view: View) -> str:
     """One sentence on what the heads of a model do: the commonest words, and the evidence."""
     found = does(view)
     counts = Counter(word for words in found.words[-1] for word in words or ())
-    without = counts.pop(NO_WORD, 0)
+    without, unclear = counts.pop(NO_WORD, 0), counts.pop(UNCLEAR, 0)
     unknown = sum(words is None for words in found.words[-1])
     layers = len({key[:2] for key in view.heads})
     opening = f"{counted(len(view.heads), 'head')} in {counted(layers, 'layer')}"
-    if not counts:
+    if not counts and not unclear:
         return f"{opening}."
     words = {word.name: word for word in VOCABULARY}
     probably = "probably " if found.source == ESTIMATED else ""
@@ -109,6 +115,7 @@ def head_verdict(view: View) -> str:
     named = [words[name].clause(f"{number:,}", number, probably=probably) for name, number in common]
     fits = (FITS_NONE if without == 1 else FIT_NONE).replace("these", "the" if len(counts) > MOST_WORDS else "these")
     named += [f"{without:,} {fits}"] if without else []
+    named += [f"{unclear:,} {'is' if unclear == 1 else 'are'} {TOO_CLOSE}"] if unclear else []
     named += [f"of {unknown:,} nothing is known"] if unknown else []
     listed = ", ".join(named[:-1]) + (f" and {named[-1]}" if len(named) > 1 else named[-1])
     overlap = "; a head may do several" if any(len(words or ()) > 1 for words in found.words[-1]) else ""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from ..errors import shown
-from ..quantities import GLOSSARY, QUANTITIES, REGIME_WORDS, REGIMES, is_shown, quantity
+from ..quantities import GLOSSARY, QUANTITIES, REGIME_WORDS, REGIMES, THEORY, WEIGHTS, is_shown, quantity
 from ..records import Json, write
 from .does import does, legend
 from .headline import headline, verdict
@@ -176,9 +176,10 @@ def definitions(entries: dict[str, str]) -> str:
 
 
 def _quantities(views: list[View]) -> list[Document]:
-    """List the quantities that any view has: the table's order first, then the others."""
+    """List the quantities that any view has: what heads do first, then the weights' and the theory's, then others."""
     present = dict.fromkeys(name for view in views for name in view.columns if is_shown(name, view.columns))
-    ordered = [name for name in QUANTITIES if name in present]
+    known = [name for name in QUANTITIES if name in present]
+    ordered = sorted(known, key=lambda name: QUANTITIES[name].basis in (WEIGHTS, THEORY))
     return [quantity(name).to_json() for name in [*ordered, *(name for name in present if name not in QUANTITIES)]]
 
 

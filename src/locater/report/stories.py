@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from ..behaviour import EMBEDDED, RANDOM_IDS, MeanAttention, words_of
+from ..behaviour import RANDOM_IDS, MeanAttention, words_of
 from ..errors import counted
 from ..quantities import quantity
 from ..records import Json
@@ -166,11 +166,10 @@ def describe_windows(text: str, length: int, windows: Mapping[str, int], tokens:
     """Name the text and how much of it was measured, and predicted from.
 
     >>> sizes = {"calibration": 24, "test": 8}, {"calibration": 6144, "test": 2048}
-    >>> describe_windows("embedded text", 256, *sizes)
-    'Measured on 2,048 tokens of the embedded text (8 windows of 256), predicted from 6,144 others.'
+    >>> describe_windows("Python's docstrings", 256, *sizes)
+    "Measured on 2,048 tokens of Python's docstrings (8 windows of 256), predicted from 6,144 others."
     """
-    named = f"the {text}" if text == EMBEDDED else text
-    measured = f"{tokens['test']:,} tokens of {named} ({counted(windows['test'], 'window')} of {length:,})"
+    measured = f"{tokens['test']:,} tokens of {text} ({counted(windows['test'], 'window')} of {length:,})"
     return f"Measured on {measured}, predicted from {tokens['calibration']:,} others."
 
 

@@ -28,8 +28,7 @@ function sentenceOn(app) {
   const { view, frame, selected } = app;
   const parts = [];
   const does = view.wordsOf("does", frame, selected).map((code) => app.data.behaviours[code]);
-  const estimated = view.source.startsWith("estimated");
-  if (does.length) parts.push(`It ${estimated && does[0].name !== "none" ? "probably " : ""}${listed(does.map((word) => word.meaning))} (${view.source}).`);
+  if (does.length) parts.push(`It ${listed(does.map((word) => app.doing(word)))} (${view.source}).`);
   for (const [side, source] of [["measured_", "on the text measured"], ["", "on the text measured"], ["estimated_", "by estimate"]]) {
     const name = [`${side}near_mass_beyond_first`, `${side}near_mass`].find((one) => view.columns[one]);
     const near = name && view.value(name, frame, selected);
@@ -38,7 +37,7 @@ function sentenceOn(app) {
     const first = beyond && side !== "estimated_" && view.columns[`${side}sink_mass`] ? view.value(`${side}sink_mass`, frame, selected) : NaN;
     const percent = Math.round((1 - first) * 100); // of little that remains a share says nothing
     if (1 - first < SMALLEST_REST) parts.push(`Less than 1% of its attention is not on the first token (${source}).`);
-    else parts.push(`Of ${beyond ? `${percent < 100 ? `the ${percent}% of ` : ""}its attention that is not on the first token` : "its attention"}, ${percentOf(near)} falls on the 16 nearest tokens (${source}).`);
+    else parts.push(`Of ${beyond ? `${percent < 100 ? `the ${percent}% of ` : ""}its attention that is not on the first token` : "its attention"}, ${side === "estimated_" ? `about ${Math.round(near * 100)}%` : percentOf(near)} falls on the 16 nearest tokens (${source}).`);
     break;
   }
   const regime = app.data.regimes[view.wordOf("regime", frame, selected)];

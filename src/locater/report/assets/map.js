@@ -199,7 +199,7 @@ function wordLegend(app) {
     const swatch = html("span", { class: "swatch", "aria-hidden": "true" }, word.letter.trim());
     Object.assign(swatch.style, { background: word.colour, color: inkOn(word.colour) });
     list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, title: word.rule ?? null, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
-      onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${word.meaning}`));
+      onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${app.meaningOf(word)}`));
   });
   const unknown = app.headsWith((words) => !words.length).length;
   if (unknown) list.append(html("span", { class: "small" }, `${unknown} not known (grey)`));

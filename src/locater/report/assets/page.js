@@ -62,6 +62,9 @@ class App {
   // The words that colour the map, where it is coloured by words.
   get words() { const kind = WORD_KINDS[this.quantity.name]; return kind && this.data[kind[1]]; }
   wordFor(head) { return this.words[this.view.wordOf(this.quantity.name, this.frame, head)]; }
+  // An estimate says "probably"; a measurement does not.
+  meaningOf(word) { return this.quantity.name === "does" ? this.doing(word) : word.meaning; }
+  doing(word) { return this.view.source.startsWith("estimated") && word.name !== "unclear" ? `probably ${word.meaning}` : word.meaning; }
   namesOf(kind, head) { return this.view.wordsOf(kind, this.frame, head).map((code) => this.data[WORD_KINDS[kind][1]][code].name); }
   headsWith(test) { return Array.from({ length: this.view.count }, (_, head) => head).filter((head) => test(this.view.wordsOf(this.quantity.name, this.frame, head))); }
   headsOf(code) { return this.headsWith((words) => words.includes(code)); }
@@ -77,7 +80,7 @@ class App {
   }
 
   describe(head) {
-    if (this.words) return `${this.view.title(head)}: ${this.view.wordsOf(this.quantity.name, this.frame, head).map((code) => this.words[code].meaning).join(", ") || "not known"}`;
+    if (this.words) return `${this.view.title(head)}: ${this.view.wordsOf(this.quantity.name, this.frame, head).map((code) => this.meaningOf(this.words[code])).join(", ") || "not known"}`;
     return `${this.view.title(head)}: ${this.quantity.symbol} ${this.difference ? `changed by ${shownNumber(this.value(head))}` : `= ${numberOf(this.quantity, this.value(head))}`}`;
   }
 
