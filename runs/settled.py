@@ -1,4 +1,4 @@
-"""What the runs of runs/settle.py say: writes "At the end of training" in docs/reproduction.md with its figure, the
+"""What the runs of runs/settle.py say: writes "At the end of training" in docs/reproduction.md with its figures, the
 README's honest limit, and the advice at the top of docs/studies.md.
 
     python runs/settled.py [take OUT]
@@ -11,27 +11,49 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
 from locater_lab.studies.page import BOX
-from locater_lab.studies.runs import Run, compare_all, read_runs
-from locater_lab.studies.statistics import MeanEstimate, holm, paired, together
+from locater_lab.studies.runs import compare_all, read_runs
+from locater_lab.studies.statistics import together
 from locater_lab.train.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 import settled_said as said  # noqa: E402
-from settle import LENGTHS, WORD_RATES  # noqa: E402
-from settled_said import ARMS, EARLY, NOT_SURE, TUNED, UNTUNED, Outcome, Ratio  # noqa: E402
+from settled_rows import (  # noqa: E402
+    ENDS,
+    KEPT,
+    LOCATERS,
+    SEEDS,
+    STAGES,
+    Arms,
+    against_none,
+    at_end,
+    best_loss,
+    best_ratio,
+    end_ratio,
+    gains,
+    how_tuned,
+    last_loss,
+    levels,
+    longer_ratio,
+    moved,
+    of_seeds,
+    outcome,
+    outcomes,
+    rates,
+    read,
+    steps_ratio,
+    tried,
+)
+from settled_said import ARMS, TUNED, Ratio  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
-KEPT = ROOT / "runs" / "measured" / "settle"
-STAGES = ("tune", "rates", "A", "A-20000", "B-rates", "B-tuned", "B")
 PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", ROOT / "docs" / "studies.md"
-PICTURE = "reproduction_end.png"
+PICTURES = {"A": "reproduction_end.png", "A-20000": "reproduction_twice.png"}
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
-LOCATERS = ("held", "released")
 COSTS = {
     "tune": "strengths and rates at 2,000 steps",
     "rates": "rates at 10,000",
@@ -40,102 +62,8 @@ COSTS = {
     "B": "B",
 }
 COSTS |= {"B-rates": "rates of B", "B-tuned": "B at these"}
-SEEDS = {"A": 5, "A-20000": 3, "B": 3}
-ENDS = {
-    "A": int(LENGTHS["A"]),
-    "A-20000": 20_000,
-    "B": 4079,
-}  # four epochs of the words, whose last batch ends one step before the cosine
-LEVELS = (0.3, 0.8)  # of the run: the losses of `none` there are the ones that the others' steps are counted to
 SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
 SPECTRUM |= {"localisation": "L"}
-
-Arms = dict[str, dict[int, Run]]  # by arm and seed
-
-
-def read(stage: str, kept: Path = KEPT) -> Arms:
-    """The runs of a stage that are at their schedule's end; of an arm of B that has a better rate, the runs at that."""
-    found: Arms = {}
-    for part in (stage, f"{stage}-tuned"):
-        ended: Arms = {}
-        for run in read_runs(kept / part) if any((kept / part).glob("*/metrics.jsonl")) else []:
-            if ENDS[stage] in run.validations:
-                ended.setdefault(run.arm, {})[run.seed] = run
-        found |= ended
-    return {arm: found[arm] for arm in ("none", *ARMS) if arm in found}
-
-
-def how_tuned(stage: str, arms: Arms, kept: Path = KEPT) -> str:
-    """Tell whether the rates of a stage were tuned: A's were, B's once every arm has each rate on the tuning seed."""
-    if stage == "A-20000":
-        return said.TUNED_SHORTER
-    missing = [
-        arm
-        for arm in arms
-        for rate in WORD_RATES
-        if not (kept / "B-rates" / f"{arm}-{rate:g}" / "metrics.jsonl").exists()
-    ]
-    return TUNED if stage == "A" or arms and not missing else UNTUNED
-
-
-def last_loss(run: Run) -> float:
-    return run.validations[max(run.validations)]["loss"]
-
-
-def best_loss(run: Run) -> float:
-    return min(row["loss"] for row in run.validations.values())
-
-
-def steps_to(run: Run, level: float) -> float:
-    """Step at which the validation loss first reaches a level, between two validations by a line; NaN if never."""
-    before: tuple[int, float] | None = None
-    for step, row in sorted(run.validations.items()):
-        if row["loss"] <= level:
-            if before is None or before[1] <= level:
-                return float(step)
-            share = (before[1] - level) / (before[1] - row["loss"])
-            return before[0] + share * (step - before[0])
-        before = step, row["loss"]
-    return math.nan
-
-
-def against_none(arms: Arms, arm: str, quantity: Callable[[Run], float]) -> MeanEstimate:
-    """Paired difference to `none`, seed by seed; seeds without a number are left out."""
-    values = ({seed: quantity(run) for seed, run in arms.get(name, {}).items()} for name in (arm, "none"))
-    ours, theirs = ({seed: one for seed, one in some.items() if math.isfinite(one)} for some in values)
-    return paired(ours, theirs)
-
-
-def end_ratio(arms: Arms, arm: str) -> Ratio:
-    return Ratio(against_none(arms, arm, last_loss))
-
-
-def best_ratio(arms: Arms, arm: str) -> Ratio:
-    return Ratio(against_none(arms, arm, best_loss))
-
-
-def levels(arms: Arms) -> list[tuple[int, float]]:
-    """Steps near the chosen shares of the run, and the mean loss that `none` has there."""
-    runs = list(arms.get("none", {}).values())
-    if not runs:
-        return []
-    steps = sorted(set.intersection(*(set(run.validations) for run in runs)))
-    chosen = [min(steps, key=lambda step: abs(step - share * steps[-1])) for share in LEVELS]
-    return [(step, fmean(run.validations[step]["loss"] for run in runs)) for step in chosen]
-
-
-def steps_ratio(arms: Arms, arm: str, level: float) -> Ratio:
-    return Ratio(against_none(arms, arm, lambda run: math.log(steps_to(run, level))))
-
-
-def rates(stage: str, kept: Path = KEPT) -> dict[str, float]:
-    """By arm, the highest rate of its runs."""
-    found: dict[str, float] = {}
-    for path in sorted((kept / stage).glob("*-seed*/metrics.jsonl")):
-        arm = path.parent.name.rpartition("-seed")[0]
-        rows = [row["learning_rate"] for row in read_metrics(path) if "learning_rate" in row]
-        found[arm] = max([*rows, found.get(arm, 0.0)])
-    return found
 
 
 def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
@@ -155,34 +83,18 @@ def table(arms: Arms, rate: Mapping[str, float]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def outcome(arms: Arms, how: str = TUNED) -> Outcome:
-    """Judge the forms of LocAteR that have three seeds, with Holm's correction over them."""
-    ends = _together({arm: end_ratio(arms, arm) for arm in LOCATERS if arm in arms})
-    if not ends:
-        return Outcome()
-    early = _together({arm: steps_ratio(arms, arm, levels(arms)[0][1]) for arm in ends})
-    leads, led = (any(one.word == "lower" for one in some.values()) for some in (ends, early))
-    is_sure = all(one.said != "a lead is not sure" for one in ends.values())
-    word = "Yes" if leads else "No" if not led else EARLY if is_sure else NOT_SURE
-    return Outcome(word, ends, early, how)
-
-
-def _together(ratios: Mapping[str, Ratio]) -> dict[str, Ratio]:
-    """Those that are claimed, judged as several."""
-    known = {arm: ratio.estimate for arm, ratio in ratios.items() if ratio.is_claimed}
-    return {arm: Ratio(one) for arm, one in holm(known).items()}
-
-
 def answer(arms: Arms, how: str = TUNED) -> str:
     """The claim in a sentence: yes, early, or no; of no arm with fewer than three seeds."""
-    word, ends, early, _ = outcome(arms)
-    if not word:
+    found = outcome(arms, how)
+    if not found.word:
         return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
+    _, ends, early, _ = found
     shown = together([f"{ratio} with {ARMS[arm]}{ratio.shown_p}" for arm, ratio in ends.items()])
     sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
     step = levels(arms)[0][0]
     return (
-        f"**{word}.** At the end of training the perplexity is {shown}, of that of `none` ({_judged(ends, how)}). "
+        f"**{found.answer}.** At the end of training the perplexity is {shown}, of that of `none` "
+        f"({_judged(ends, how)}). "
         f"The loss that `none` has at step {step:,} is reached in {sooner}, of its steps."
     )
 
@@ -197,15 +109,11 @@ def localises(arms: Arms) -> str:
     told = [arm for arm in LOCATERS if end_ratio(arms, arm).is_claimed]
     parts = []
     for name, symbol, unit in (("trace_over_temperature", "tr W", " λ"), ("localisation", "L", "")):
-        means = {arm: fmean(_at_end(run, name) for run in arms[arm].values()) for arm in ("none", *told)}
-        changes = {arm: against_none(arms, arm, lambda run, name=name: _at_end(run, name)) for arm in told}
+        means = {arm: fmean(at_end(run, name) for run in arms[arm].values()) for arm in ("none", *told)}
+        changes = {arm: against_none(arms, arm, lambda run, name=name: at_end(run, name)) for arm in told}
         others = together([f"{means[arm]:.2f}{unit} with {ARMS[arm]} ({changes[arm]})" for arm in told])
         parts.append(f"{symbol} ends at {means['none']:.2f}{unit} without LocAteR, and at {others}")
     return "; ".join(parts) + "." if told else ""
-
-
-def _at_end(run: Run, name: str) -> float:
-    return run.validations[max(run.validations)][name]
 
 
 def course(arms: Arms) -> str:
@@ -234,45 +142,108 @@ WORDS = "Words (33,278), dropout 0.1, decoupled decay 0.01, four epochs of a cos
 
 
 def tuning(kept: Path = KEPT) -> str:
-    """Losses of the unjudged seed at A's length, by arm and rate."""
-    found: dict[str, list[str]] = {}
-    for path in sorted((kept / "rates").glob("*/metrics.jsonl")):
-        arm, rate, *_ = path.parent.name.split("-")
-        losses = {row["step"]: row["loss"] for row in read_metrics(path) if row["kind"] == "validation"}
-        if ENDS["A"] in losses:
-            found.setdefault(arm, []).append(f"{losses[ENDS['A']]:.4f} ({rate})")
-    told = "; ".join(f"`{arm}` {', '.join(found[arm])}" for arm in ("none", *ARMS) if arm in found)
-    return f"Rates at that length, on the seed that is not judged, loss (rate): {told}." if told else ""
+    """Losses of the unjudged seed at A's length and at B's, by arm and rate."""
+    titles = {"rates": "Rates of byte pairs at 10,000 steps", "B-rates": "Rates of words"}
+    parts = []
+    for part, title in titles.items():
+        shown = {
+            arm: ", ".join(f"{loss:.4f} ({rate})" for rate, loss in losses.items())
+            for arm, losses in tried(part, kept).items()
+        }
+        told = "; ".join(f"`{arm}` {losses}" for arm, losses in shown.items())
+        parts += [f"{title}, on the seed that is not judged, loss (rate): {told}."] if told else []
+    return "\n\n".join(parts)
+
+
+SHORT_TUNING = """Rates of short runs mislead ([rows](../runs/measured/settle/tune), 2,000 steps, the same seed). There
+the arms end within {spread:.2f} of each other at their best rates, loss (rate): {best}. At these rates 10,000 steps
+end at {ends} ([rows](../runs/measured/settle/A-rates-of-2000-steps), one seed). So rates are chosen at 10,000 steps."""
+
+
+def short_tuning(kept: Path = KEPT) -> str:
+    """What tuning on 2,000 steps would have chosen, and what came of it at 10,000."""
+    losses = {arm: min((loss, rate) for rate, loss in found.items()) for arm, found in tried("tune", kept).items()}
+    chosen = kept / "A-rates-of-2000-steps"
+    if not losses or not chosen.exists():
+        return ""
+    spread = max(losses.values())[0] - min(losses.values())[0]
+    best = together([f"`{arm}` {loss:.3f} ({rate})" for arm, (loss, rate) in losses.items()])
+    runs = {run.arm: last_loss(run) for run in read_runs(chosen) if ENDS["A"] in run.validations}
+    ends = together([f"{runs[arm]:.3f} (`{arm}`)" for arm in ("none", *ARMS) if arm in runs])
+    return SHORT_TUNING.format(spread=spread, best=best, ends=ends)
 
 
 def floors(stage: str) -> list[str]:
     """Losses of tables that were counted from the training text."""
     if not (KEPT / "floors.json").exists():
         return []
-    kept = json.loads((KEPT / "floors.json").read_text(encoding="utf-8"))[stage]
+    kept = json.loads((KEPT / "floors.json").read_text(encoding="utf-8"))[stage[0]]
     tables = f"{kept['unigram']:.3f} for single tokens, {kept['bigram']:.3f} for pairs"
     return ["", f"Floors, of tables counted from the training text (`python runs/settled_floors.py DATA`): {tables}."]
 
 
-BUDGETS = "Between budgets `none` still falls, {losses}: none of them is convergence."
 LONGER = """Twice the length (`python runs/settle.py DATA OUT --arms none,held --until A --steps 20000`, with the kept
-rows of `tune` and `rates` copied to OUT/rows), at the strengths and rates above:"""
-WORDS_NOT_RUN = """Not run: rates of the words were not tuned. `python runs/settle.py DATA OUT`, with the kept rows
-copied to OUT/rows, chooses them among three on the tuning seed (six runs of 16 minutes), and judges an arm anew whose
-best is another."""
+rows of `tune` and `rates` copied to OUT/rows), `none` and the best arm of A, at the strengths and rates above:"""
+WORDS_NOT_RUN = """Rates of the words are not tuned: {ended} of the six runs on the tuning seed have ended. `python
+runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, runs the others (16 minutes each, on a core of its own)
+and judges an arm anew whose best is another rate."""
+
+
+def words_untuned(kept: Path = KEPT) -> str:
+    """What is missing before the rates of the words are tuned; nothing once they are."""
+    ended = sum(map(len, tried("B-rates", kept).values()))
+    return "" if how_tuned("B", kept) == TUNED else WORDS_NOT_RUN.format(ended=ended or "none")
+
+
+def summary(kept: Path = KEPT) -> list[str]:
+    """The answers beside each other, and the size of gain that they rule out."""
+    found = outcomes(kept)
+    rows = [["", "ratio to `none` at the end [95 %]", "seeds", "does LocAteR lead?"], ["---"] * 4]
+    for name, what in (("end", "byte pairs"), ("longer", "byte pairs"), ("words", "words")):
+        one = found[name]
+        if one.word:
+            ratio, steps = one.ends[one.best], ENDS[{"end": "A", "longer": "A-20000", "words": "B"}[name]]
+            cells = [f"{ratio} with {ARMS[one.best]}", str(ratio.estimate.count), one.answer + ratio.shown_p]
+            rows.append([f"{what}, {steps:,} steps", *cells])
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lowest = min((math.exp(one.ends[one.best].estimate.low) for one in found.values() if one.word), default=0.0)
+    bound = f"No interval reaches below {lowest:.3f}: a gain of {100 * (1 - lowest):.1f} % or more is ruled out here."
+    return [*lines, "", bound, ""] if lowest and lowest < 1 else [*lines, ""] if len(rows) > 2 else []
+
+
+def longer(kept: Path = KEPT) -> str:
+    """What twice the steps change: how far `none` still falls, and whether the ratio moves."""
+    short, long = read("A", kept), read("A-20000", kept)
+    falls = longer_ratio(short, long, "none")
+    if not falls.is_claimed:
+        return ""
+    parts = [f"Twice the steps bring `none` to {falls} of its perplexity ({falls.estimate.count} seeds, paired)"]
+    parts[0] += ": 10,000 were no convergence." if falls.word == "lower" else "."
+    for arm in LOCATERS:
+        if (change := moved(short, long, arm)).is_claimed:
+            shared = long[arm].keys() & long["none"].keys()
+            before, after = (end_ratio(of_seeds(arms, shared), arm) for arms in (short, long))
+            verdict = {"lower": "it falls", "higher": "it rises", "": "no change is seen"}[change.word]
+            alone = together([f"{math.exp(one):.4f}" for one in gains(long, arm).values()])
+            parts.append(
+                f"The ratio with {ARMS[arm]} is {before} at 10,000 steps on these seeds, and {after} at 20,000 "
+                f"({alone} seed by seed): {verdict} (the one over the other {change})."
+            )
+    return " ".join(parts)
 
 
 def budgets(kept: Path = KEPT) -> str:
     """The losses of `none` by the length of its schedule."""
-    tuned = [read_metrics(path) for path in kept.glob("tune/none-*/metrics.jsonl")]
-    ends = [[row["loss"] for row in rows if row["kind"] == "validation"][-1] for rows in tuned]
-    losses = {2000: min(ends, default=0.0)}
+    ends = tried("tune", kept).get("none", {})
+    losses = {2000: min(ends.values())} if ends else {}
     for stage in ("A", "A-20000"):
         if runs := read(stage, kept).get("none"):
             losses[ENDS[stage]] = fmean(map(last_loss, runs.values()))
-    if not losses[2000] or len(losses) == 1:
+    if len(losses) < 2:
         return ""
-    return BUDGETS.format(losses=together([f"{loss:.3f} in {steps:,} steps" for steps, loss in losses.items()]))
+    told = together([f"{loss:.3f} in {steps:,} steps" for steps, loss in losses.items()])
+    falls = list(losses.values()) == sorted(losses.values(), reverse=True)
+    return f"By the length of its schedule `none` ends at {told}" + (": it still falls." if falls else ".")
 
 
 def cost(kept: Path = KEPT) -> str:
@@ -294,24 +265,26 @@ def _hours(path: Path) -> float:
 
 def section(kept: Path = KEPT) -> str:
     """All of it, from the rows."""
-    parts = [OPENING, "", "`python runs/settled.py`", ""]
+    parts = [OPENING, "", "`python runs/settled.py`", "", *summary(kept)]
     for stage, title in (("A", "A. Byte pairs:"), ("A-20000", LONGER), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
-        rate = rates(stage, kept) | rates(f"{stage}-tuned", kept)
-        told = _stage(stage, arms, rate, how_tuned(stage, arms, kept)) if arms else ["No run has ended yet."]
+        told = _stage(stage, arms, kept) if arms else ["No run has ended yet."]
         parts += [title, "", *told, ""]
-    untuned = "" if how_tuned("B", read("B", kept), kept) == TUNED else WORDS_NOT_RUN
-    parts += [part for text in (tuning(kept), budgets(kept), cost(kept), untuned) if text for part in (text, "")]
-    if read("A", kept):
-        parts += [f"![Four arms to the end of training: perplexity, entropy and spectrum]({PICTURE})", ""]
+    texts = (tuning(kept), short_tuning(kept), budgets(kept), cost(kept), words_untuned(kept))
+    parts += [part for text in texts if text for part in (text, "")]
+    for stage, picture in PICTURES.items():
+        if arms := read(stage, kept):
+            shown = f"{len(arms)} arms, {ENDS[stage]:,} steps: perplexity, entropy and spectrum"
+            parts += [f"![{shown}]({picture})", ""]
     return "\n".join(parts)
 
 
-def _stage(stage: str, arms: Arms, rate: Mapping[str, float], how: str) -> list[str]:
+def _stage(stage: str, arms: Arms, kept: Path) -> list[str]:
     missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
     open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
-    lines = [answer(arms, how), "", *table(arms, rate), ""]
-    lines += [part for text in (course(arms), localises(arms)) if text for part in (text, "")]
+    lines = [answer(arms, how_tuned(stage, kept)), "", *table(arms, rates(stage, kept)), ""]
+    change = longer(kept) if stage == "A-20000" else ""
+    lines += [part for text in (change, course(arms), localises(arms)) if text for part in (text, "")]
     lines += [turns(arms), *floors(stage)]
     return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
 
@@ -333,12 +306,12 @@ def take(out: Path) -> None:
             shutil.copy(path, target)
 
 
-def draw(arms: Arms) -> None:
+def draw(stage: str) -> None:
     from locater.report import figures
     from locater.report.curves import curves
 
-    runs = [run for some in arms.values() for run in some.values()]
-    figures.save(curves(compare_all(runs, folder="A", against="none")), PAGE.with_name(PICTURE))
+    runs = [run for some in read(stage).values() for run in some.values()]
+    figures.save(curves(compare_all(runs, folder=stage, against="none")), PAGE.with_name(PICTURES[stage]))
 
 
 def main() -> None:
@@ -347,18 +320,10 @@ def main() -> None:
     exchange(PAGE, BEGIN, END, f"\n{section()}\n")
     found = outcomes()
     exchange(README, said.LIMIT, "\n\n", said.limit(**found).removeprefix(said.LIMIT))
-    exchange(STUDIES, BOX, "\n\n", said.advice(found["end"]))
-    if "none" in (arms := read("A")):
-        draw(arms)
-
-
-def outcomes(kept: Path = KEPT) -> dict[str, Outcome]:
-    """By its name in what the README says, the outcome of each stage."""
-    found = {}
-    for name, stage in (("end", "A"), ("longer", "A-20000"), ("words", "B")):
-        arms = read(stage, kept)
-        found[name] = outcome(arms, how_tuned(stage, arms, kept))
-    return found
+    exchange(STUDIES, BOX, "\n\n", said.advice(found["end"], found["longer"]))
+    for stage in PICTURES:
+        if "none" in read(stage):
+            draw(stage)
 
 
 def exchange(path: Path, begin: str, end: str, new: str) -> None:

@@ -67,6 +67,11 @@ class Outcome(NamedTuple):
     how: str = ""  # rates were found
 
     @property
+    def answer(self) -> str:
+        """The word, with what it is conditional on."""
+        return f"{self.word}, at one rate" if self.word and self.how == UNTUNED else self.word
+
+    @property
     def best(self) -> str:
         return min(self.ends, key=lambda arm: self.ends[arm].estimate.value)
 
@@ -111,31 +116,34 @@ def _ends(found: Outcome) -> str:
     return f"ends {abs(percent):.1f} % {'lower' if percent < 0 else 'higher'}{chance}"
 
 
-SMALL = "[in a small model](reproduction.md#where-attention-matters)"
+SMALL = "[a small model](reproduction.md#where-attention-matters)"
 END_LINK = "[the end of training](reproduction.md#at-the-end-of-training)"
-FORMS = {"held": "Hold κ through the run", "released": "Let κ go to 0 by a quarter of the run"}
+FORMS = {"held": "hold κ through it", "released": "let κ go to 0 by a quarter of it"}
+LINES = (
+    "- In a short run, or one that is stopped early: hold κ, and try a rate 1.4 times yours. {small} ended at {ratio} "
+    "of the perplexity; QK-norm did as well.",
+    "- In a long run that is stable: {long}.",
+    "- Where logits grow: QK-Clip or QK-norm; in a run that diverges now, `RollBack(0.2)` ([why](stabilisers.md)).",
+)
 
 
-def advice(found: Outcome) -> str:
-    """Which LocAteR to use today, as far as the runs have settled it."""
-    at_small = f"{SMALL} that ended at {SMALL_RATIO} of the perplexity, as QK-norm did"
-    hold = f"Hold κ, and try a rate 1.4 times yours: {at_small}"
-    now = "QK-Clip or QK-norm, if logits grow now."
-    if not found.word:
-        return _box(f"{hold}. {now} At {END_LINK} no gain has been shown yet.")
-    ratio, form = found.ends[found.best], FORMS[found.best]
-    shown = f"{ratio} of the perplexity, {ratio.estimate.count} seeds{ratio.shown_p}"
-    if found.word == "Yes":
-        return _box(f"{form}: at {END_LINK} {shown}. A high rate gains more from it: {at_small}. {now}")
-    if found.word in (EARLY, NOT_SURE):
-        return _box(f"{hold}, in a run that is stopped early: at {END_LINK} {ratio.said} ({shown}). {now}")
-    return _box(
-        f"None, in a long run that is stable: at {END_LINK} {ratio.said} ({shown}). In a short one: {hold}. {now}"
-    )
+def advice(end: Outcome, longer: Outcome = NOTHING) -> str:
+    """Which LocAteR to use today, in three lines, as far as the runs have settled it."""
+    small = SMALL[0] + SMALL[1].upper() + SMALL[2:]
+    told = "\n".join(LINES).format(small=small, ratio=SMALL_RATIO, long=_in_a_long_run(end, longer))
+    return textwrap.indent(told, "    ")
 
 
-def _box(text: str) -> str:
-    return textwrap.indent(_filled(text, COLUMNS - 4), "    ")
+def _in_a_long_run(end: Outcome, longer: Outcome) -> str:
+    """By the longest of the runs that make a claim."""
+    told = [(found, where) for found, where in ((end, ""), (longer, "with twice the steps ")) if found.word]
+    if not told:
+        return f"none, at {END_LINK} no gain has been shown yet"
+    last, _ = told[-1]
+    ratios = [(found.ends[found.best], where) for found, where in told]
+    shown = "; ".join(f"{where}{ratio} ({ratio.estimate.count} seeds{ratio.shown_p})" for ratio, where in ratios)
+    use = FORMS[last.best] if last.word == "Yes" else "none"
+    return f"{use}, at {END_LINK} {ratios[-1][0].said}: {shown}"
 
 
 def _filled(text: str, columns: int) -> str:

@@ -25,7 +25,7 @@ from locater_lab.studies.words import reference, unsaid_table
 from locater_lab.studies.words import words_page as words_tables
 
 sys.path.insert(0, str(Path(__file__).parent))
-from settled import outcome, read  # noqa: E402
+from settled_rows import outcomes  # noqa: E402
 from settled_said import advice  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,9 @@ def write_page() -> None:
     for name, found in documents(ROWS).items():
         if found["rows"]:
             figures.save(study_figure(found), pictures / f"{name}.png")
-    PAGE.write_text(study_page(ROWS, pictures=pictures.name, advice=advice(outcome(read("A")))), encoding="utf-8")
+    found = outcomes()
+    advised = advice(found["end"], found["longer"])
+    PAGE.write_text(study_page(ROWS, pictures=pictures.name, advice=advised), encoding="utf-8")
 
 
 def write_evidence() -> None:
