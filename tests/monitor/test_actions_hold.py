@@ -1,6 +1,7 @@
 """Actions hold: under every scheduler, with several optimisers, over a resumed run, and none but Stop ends a run."""
 
 import copy
+import inspect
 import io
 import logging
 import warnings
@@ -8,9 +9,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon, lr_scheduler
-from torch.optim.swa_utils import AveragedModel
-from transformers import get_scheduler
+from torch.optim import SGD, AdamW, Muon, lr_scheduler, swa_utils
+from transformers import get_scheduler, optimization
 
 import hand_written
 from locater.errors import Refusal
@@ -62,7 +62,33 @@ SCHEDULERS = {
     "cosine": of_transformers("cosine"),
     "inverse square root": of_transformers("inverse_sqrt"),
     "warm-up, stable, decay": of_transformers("warmup_stable_decay", num_decay_steps=30),
+    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, total_iters=40),
+    "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, 1e-4, anneal_epochs=20),
+    "AdafactorSchedule": lambda optimizer: optimization.AdafactorSchedule(optimizer, 1e-3),
+    "GreedyLR": lambda optimizer: optimization.GreedyLR(optimizer, patience=2, min_lr=1e-5, smooth=True, window_size=4),
+    "polynomial": of_transformers("polynomial"),
+    "constant": of_transformers("constant"),
+    "constant_with_warmup": of_transformers("constant_with_warmup"),
+    "cosine_with_restarts": of_transformers("cosine_with_restarts"),
+    "cosine_with_min_lr": of_transformers("cosine_with_min_lr", min_lr=1e-5),
+    "cosine_warmup_with_min_lr": of_transformers("cosine_warmup_with_min_lr", min_lr=1e-5),
 }
+OTHER_NAMES = {
+    "CosineAnnealingWarmRestarts": "WarmRestarts", "ChainedScheduler": "chained", "SequentialLR": "sequential",
+    "LinearLR": "sequential", "inverse_sqrt": "inverse square root", "warmup_stable_decay": "warm-up, stable, decay",
+    "reduce_lr_on_plateau": "ReduceLROnPlateau", "greedy": "GreedyLR",
+}  # fmt: skip
+JUDGES = (lr_scheduler.ReduceLROnPlateau, optimization.GreedyLR)
+
+
+def test_no_scheduler_of_torch_or_transformers_is_left_out():
+    """A class that a new version brings must be tried here too."""
+    names = [str(kind.value) for kind in optimization.TYPE_TO_SCHEDULER_FUNCTION]
+    for module in (lr_scheduler, swa_utils, optimization):
+        classes = [one for one in vars(module).values() if inspect.isclass(one) and hasattr(one, "get_last_lr")]
+        names += [one.__name__ for one in classes if one.__module__ == module.__name__]
+    bases = {"LRScheduler", "_LRScheduler"}
+    assert {OTHER_NAMES.get(name, name) for name in names} - bases <= SCHEDULERS.keys()
 
 
 class Loop:
@@ -88,7 +114,7 @@ class Loop:
             for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
                 optimizer.step()
                 optimizer.zero_grad()
-                if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+                if isinstance(scheduler, JUDGES):
                     scheduler.step(1.0)
                 elif scheduler is not None:
                     scheduler.step()
@@ -208,9 +234,7 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
             for scheduler in self.schedulers:
-                scheduler.step(
-                    *([float(loss.detach())] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
-                )
+                scheduler.step(*([float(loss.detach())] if isinstance(scheduler, JUDGES) else []))
             self.reports.append(self.monitor.step())
             if self.monitor.should_stop:
                 break
@@ -359,7 +383,7 @@ def test_roll_back_ends_the_run_only_where_it_is_told_to():
 
 def test_averaged_weights_go_back_with_the_weights():
     run = Run(RollBack(0.5))
-    average = AveragedModel(run.model)
+    average = swa_utils.AveragedModel(run.model)
     run.monitor.host.others.append(average)
     run.run(1)
     average.update_parameters(run.model)
@@ -461,15 +485,48 @@ def test_our_own_qk_norm_is_seen_too():
     QKClip(model, sample=hand_written.TOKENS).detach()
 
 
-def test_a_plateau_is_judged_by_the_losses_of_the_weights_that_are_there():
-    """The best loss was of weights that a roll-back undoes; beside it every later step would lower the rate."""
-    run = Run(RollBack(0.5), "ReduceLROnPlateau").run(1)
-    kept = run.schedulers[0].best
+@pytest.mark.parametrize("name", ["ReduceLROnPlateau", "GreedyLR"])
+def test_a_schedule_is_judged_by_the_losses_of_the_weights_that_are_there(name):
+    """Losses of weights that a roll-back undoes leave nothing behind: no best, no count, no mean with a NaN in it."""
+    run = Run(RollBack(0.5), name).run(1)
+    scheduler = run.schedulers[0]
+    judged = lambda: {k: v for k, v in scheduler.state_dict().items() if k not in ("last_epoch", "_last_lr")}  # noqa: E731
+    kept, count = copy.deepcopy(judged()), scheduler.last_epoch
     run.run(1)
-    run.schedulers[0].best, run.schedulers[0].num_bad_epochs = 0.0, 3  # as of an explosion that copies the batch
+    for _ in range(2):
+        scheduler.step(float("nan"))
+    scheduler.best = 0.0  # as of an explosion that copies the batch
     run.run(1, explode_at=0)
     assert any("rolled back" in line for line in run.lines())
-    assert run.schedulers[0].best >= kept > 0 and run.schedulers[0].num_bad_epochs == 0
+    assert judged() == kept, "as after the step whose state is back"
+    assert scheduler.last_epoch == count + 4
+    assert [run.optimizers[0].param_groups[0]["lr"]] == scheduler.get_last_lr(), "the rate goes on"
+
+
+def test_each_parameter_gets_its_own_state_back_after_another_came_into_an_earlier_group():
+    """As when layers are thawed: a state is kept by number, and numbers behind the new parameter have moved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    first, second = [list(part.parameters()) for part in model]
+    optimizer = AdamW([{"params": first[:1]}, {"params": second}], lr=1e-2)
+    action, host = RollBack(0.5), OwnLoop(model, [optimizer])
+
+    def step():
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    action.begin(model, host, None)
+    step()
+    for number in (1, 2):  # the state of the first is good now
+        action.good(Event(Report(number, ()), model, host))
+    kept = {one: copy.deepcopy(optimizer.state[one]) for one in (first[0], *second)}
+    optimizer.param_groups[0]["params"].append(first[1])
+    step()
+    action(Event(Report(3, ()), model, host))
+    for one, state in kept.items():
+        assert all(torch.equal(optimizer.state[one][name], value) for name, value in state.items())
+    step()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):

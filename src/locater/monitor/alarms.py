@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..attention.calls import SDPA
 from ..records import State
-from .finding import OF_OUTPUTS, OF_WEIGHTS
+from .finding import OF_OUTPUTS
 from .report import RESTING, SERIOUS, Alarm, LayerReport
 from .tally import Mode
 from .trends import Trends
@@ -51,9 +51,7 @@ RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (
 
 def choose_remedy(remedies: Remedies, layer: LayerReport, unfit: Collection[str]) -> str:
     """Give the first that is not at work already, that this layer's kernel takes, and that would change its logits."""
-    by_kernel = () if layer.through in ("", SDPA) else OF_OUTPUTS
-    by_norm = OF_WEIGHTS if "QKNorm" in unfit else ()
-    unfit = {*unfit, *by_kernel, *by_norm}
+    unfit = {*unfit, *(() if layer.through in ("", SDPA) else OF_OUTPUTS)}
     return next(words for name, words in remedies if name not in unfit)
 
 

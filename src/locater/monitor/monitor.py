@@ -17,6 +17,7 @@ from ..models.sources import Live
 from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses
 from .alarms import Alarm, Alarms, Thresholds
+from .finding import OF_WEIGHTS
 from .hooks import Hooks
 from .observation import Key, Observation
 from .places import exchange
@@ -176,12 +177,15 @@ class AttentionMonitor:
             "training": training, "no_grad": () if training else no_grad, "evaluation": evaluation,
         }  # fmt: skip
         attached = self._attached()
+        attached |= {*OF_WEIGHTS} if "QKNorm" in attached else set()  # a norm undoes what they do
         return self.alarms.find(judged, lambda layer: attached | self._unfit(layer))
 
     def _unfit(self, layer: LayerReport) -> set[str]:
         """Stabilisers that are no remedy for a layer; nothing is known of one that another process holds."""
         index = self.seen.own_index(layer.block, layer.layer)
-        return set() if index is None else self.seen.found.unfit(self.seen.sites[index])
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        late = set() if is_alone else {"QKNorm"}  # DDP and FSDP do not know parameters that come later
+        return late if index is None else late | self.seen.found.unfit(self.seen.sites[index])
 
     def _attached(self) -> set[str]:
         """Stabilisers at work: those that actions attached, those of the model, and what modules and calls show."""

@@ -1,6 +1,5 @@
 """Two remedies that come at an alarm: the last good state with a lower learning rate, and a stabiliser."""
 
-import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,20 +9,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import missing, refusal, within
-from ..models.live.masters import DeepSpeed, DeepSpeed3, master_of, write_master
 from ..models.live.rate_factor import factor_on, rates, release_factor
 from ..models.live.tensors import called
 from ..models.live.watch import Sample, quietly, run_sample
-from ..models.live.write_check import RestoreCheck, in_doubt
 from ..records import State
 from .actions import Action, Event, Host
+from .kept import Kept, keep, put_back
 
 if TYPE_CHECKING:
     from ..stabilisers import Stabiliser
 
-Kept = dict[str, Any]  # a step, and the states of model, optimisers, master weights and whatever else was given
-REMEDY = "act by Checkpoint() or Stop(), and resume by hand"
-JUDGEMENT = ("best", "num_bad_epochs", "cooldown_counter")  # of ReduceLROnPlateau: the losses that it has seen
 PATIENCE = 3  # steps of the monitor in which an optimiser that trains has stepped; a loss scaler leaves some out
 
 
@@ -54,7 +49,7 @@ class RollBack(Action):
         if not host.optimizers:
             raise missing("an optimiser to roll back", "pass AttentionMonitor(…, optimizer=…)")
         self.resume(host)
-        self.last = self.last or _keep(None, model, host)
+        self.last = self.last or keep(None, model, host)
         if self.then is not None:
             self.then.begin(model, host, sample)
 
@@ -66,16 +61,16 @@ class RollBack(Action):
 
     def good(self, event: Event) -> None:
         self.last = self.candidate or self.last
-        self.candidate = _keep(event.report.step, event.model, event.host)
+        self.candidate = keep(event.report.step, event.model, event.host)
 
     def __call__(self, event: Event) -> None:
         if self.num_done >= self.most:
             self._give_up(event)
             return
         if self.last is None:
-            self.last = _keep(event.report.step, event.model, event.host)
+            self.last = keep(event.report.step, event.model, event.host)
         before = rates(event.host.optimizers)
-        _put_back(self.last, event.model, event.host, self.undone.append)
+        put_back(self.last, event.model, event.host, self.undone.append)
         self.num_done, self.candidate = self.num_done + 1, self.last
         self.rate *= self.factor
         self.resume(event.host)
@@ -132,58 +127,6 @@ class RollBack(Action):
             self.then.load_state_dict(state.get("then", {}))
         for optimizer in self.optimizers:
             factor_on(optimizer).parts[id(self)] = self.rate
-
-
-def _keep(step: int | None, model: nn.Module, host: Host) -> Kept:
-    parameters = dict(model.named_parameters())
-    for optimizer in host.optimizers:
-        in_doubt(parameters.values(), optimizer)  # makes masters known
-    masters = {name: master for name, one in parameters.items() if (master := master_of(one)) is not None}
-    if any(isinstance(master, DeepSpeed | DeepSpeed3) for master in masters.values()):
-        raise refusal("an optimiser whose state can be put back", "DeepSpeed's", REMEDY)
-    return {
-        "step": step,
-        "model": copy.deepcopy(model.state_dict()),
-        "optimizers": [copy.deepcopy(one.state_dict()) for one in host.optimizers],
-        "masters": {name: master.read().clone() for name, master in masters.items()},
-        "others": [copy.deepcopy(one.state_dict()) for one in _movable(host.others)],
-        "judged": [{name: getattr(one, name) for name in JUDGEMENT} for one in _judging(host.others)],
-    }
-
-
-def _movable(others: Sequence[Any]) -> list[Any]:
-    """List what goes back with the weights: all but schedulers, which count steps of their own, and go on."""
-    return [one for one in others if not hasattr(one, "get_last_lr")]
-
-
-def _judging(others: Sequence[Any]) -> list[Any]:
-    """Schedulers that judge losses: beside those of weights that are gone, each step would seem a bad one."""
-    inner = [getattr(one, "scheduler", one) for one in others if hasattr(one, "get_last_lr")]  # accelerate wraps them
-    return [one for one in inner if all(hasattr(one, name) for name in JUDGEMENT)]
-
-
-def _put_back(kept: Kept, model: nn.Module, host: Host, tell: Any) -> None:
-    """Everything that was kept; what an action has added to model or optimisers since stays as it is now."""
-    now = model.state_dict()
-    if lost := sorted(kept["model"].keys() - now.keys()):
-        raise refusal(f"a parameter `{lost[0]}` to put back", "a model that has none since", REMEDY)
-    optimizers = list(host.optimizers)
-    checks = [RestoreCheck(model.parameters(), one, tell) for one in optimizers]
-    model.load_state_dict({**now, **kept["model"]})
-    for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
-        # The groups' settings are the schedule's, which goes on; parameters that were added since come last.
-        rates = [group["lr"] for group in optimizer.param_groups]
-        optimizer.load_state_dict({**copy.deepcopy(state), "param_groups": optimizer.state_dict()["param_groups"]})
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the same tensor, where it is one
-    for name, value in kept["masters"].items():
-        write_master(model.get_parameter(name), value)
-    for other, state in zip(_movable(host.others), kept["others"], strict=True):
-        other.load_state_dict(copy.deepcopy(state))
-    for scheduler, judged in zip(_judging(host.others), kept.get("judged", ()), strict=False):
-        vars(scheduler).update(judged)
-    for check, optimizer in zip(checks, optimizers, strict=True):
-        check.begin(optimizer)
 
 
 class Attach(Action):
