@@ -22,6 +22,7 @@ class Budget:
     """The defaults are an order of magnitude above what any published checkpoint needs."""
 
     json_bytes: int = 24 * 2**20  # Python objects take some 25 times the room of the JSON that makes them
+    config_bytes: int = 4 * 2**20  # of a config, beside which a header of the largest size may lie
     pickle_bytes: int = 64 * 2**20
     opcodes: int = 3_000_000  # of one pickle
     layout_bytes: int = 2**20

@@ -359,3 +359,13 @@ def test_the_base_on_the_hub_is_of_the_revision_that_the_adapter_names(stated, a
     places = {asked: (LocalFolder(tmp_path / "base"), None)}
     monkeypatch.setattr(checkpoints, "locate", lambda source: places.get(source) or locate(source))
     assert checkpoints.open(tmp_path / "adapter").config["model_type"] == "llama"
+
+
+def test_documents_that_people_write_are_of_their_size(tmp_path):
+    """A config of millions of lists beside a header of as many tensors would be twice what one document may cost."""
+    save("llama", tmp_path)
+    many = f'{{"model_type": "llama", "x": [{"[]," * 1_400_000}[]]}}'
+    for name in ("adapter/adapter_config.json", "base/config.json"):
+        (tmp_path / name).write_text(many)
+        with pytest.raises(Refusal, match=r"config.json: expected at most 4194304 json bytes"):
+            checkpoints.open(tmp_path / "base", adapter=tmp_path / "adapter")

@@ -14,7 +14,7 @@ from ..budget import budget
 from ..errors import instead, missing, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
-from .bytes import Folder, read_object
+from .bytes import Folder, read_settings
 from .safetensors import SafetensorsFile
 from .sharded import ADAPTER
 
@@ -79,7 +79,7 @@ def read_adapter_settings(folder: Folder) -> Json | None:
     source = folder.find(ADAPTER)
     if source is None:
         return None
-    settings = read_object(source)
+    settings = read_settings(source)
     if settings.get("peft_type") != "LORA":
         raise refusal("an adapter of the kind LORA", f"{settings.get('peft_type')!r:.40}", "merge it with peft first")
     remedy = "merge it with peft first, and open the result"

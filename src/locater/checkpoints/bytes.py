@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ..budget import budget
+from ..budget import budget, limited
 from ..documents import check_object, parse_json
 from ..errors import Refusal, failed, instead, missing, refusal, within
 from ..records import Json
@@ -184,7 +184,13 @@ def read_object(source: ByteSource) -> Json:
     return parse_object(source.read(0, source.size), name=source.name)
 
 
+def read_settings(source: ByteSource) -> Json:
+    """The JSON object that a config holds, which is of the size that people write."""
+    with limited(json_bytes=budget().config_bytes):
+        return read_object(source)
+
+
 def read_model_config(folder: Folder) -> Json:
     """`config.json` of a folder, or what Meta and Mistral call it, or nothing."""
     source = folder.find("config.json") or folder.find("params.json")
-    return read_object(source) if source else {}
+    return read_settings(source) if source else {}
