@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from locater import checkpoints
-from locater.checkpoints.gguf.file import llama3_factors
+from locater.checkpoints.gguf import llama3_factors
 from locater.errors import Refusal
 
 pytestmark = pytest.mark.quick

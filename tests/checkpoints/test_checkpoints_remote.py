@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from locater import checkpoints
-from locater.checkpoints.locate import is_hub_id
+from locater.checkpoints import is_hub_id
 from locater.errors import Refusal
 
 pytestmark = pytest.mark.quick

@@ -8,7 +8,7 @@ import torch
 from test_checkpoints_gguf import SPECIAL
 from transformers import AutoConfig, AutoModel
 
-from locater.checkpoints.gguf.file import share_that_turns
+from locater.checkpoints.gguf import share_that_turns
 from locater.errors import Refusal
 from locater.scanning.scan import scan
 from saved_models import heads_of

@@ -1,13 +1,21 @@
-"""Stored weights of any common kind, opened by one call and read one tensor at a time."""
+"""Stored weights of any common kind, opened by one call and read one tensor at a time.
+
+A user names a directory, a file, a hub id or an address. Formats, and what reads far weights, are imported when a
+source has them: `locater scan` should start soon.
+"""
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
 
-from ..errors import refusal, within
+from ..errors import failed, refusal, within
+from ..packaged import PREFIX, packaged
 from ..records import Json
 from .base import QUANTISATION, Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
-from .locate import is_hub_id, locate
 from .safetensors import SafetensorsFile
 from .sharded import (
     ADAPTER,
@@ -16,6 +24,7 @@ from .sharded import (
     METADATA,
     SAFETENSORS,
     TORCH,
+    WEIGHTS,
     choose,
     found_in,
     has_adapter,
@@ -45,9 +54,10 @@ def open(source: Source, *, adapter: Source | None = None, allow_pickle: bool = 
 
 
 def _adapted(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Checkpoint:
-    from .adapter import open_adapter
+    from .adapter import Adapted, find_adapter
 
-    return open_adapter(base, folder, allow_pickle=allow_pickle)
+    settings, source = find_adapter(folder)
+    return Adapted(base, _reader(source.name, {}, allow_pickle=allow_pickle)(source), settings)
 
 
 def _open_plain(source: Source, *, allow_pickle: bool, is_base: bool = False) -> Checkpoint:
@@ -65,7 +75,7 @@ def _dequantised(store: Checkpoint) -> Checkpoint:
     kinds = {entry.dtype for entry in store.entries.values()}
     if not is_stated and all(kind.is_floating_point and kind.itemsize >= 2 for kind in kinds):
         return store
-    from .quantised import dequantised  # imported where it is needed, as formats are
+    from .quantised import dequantised
 
     return dequantised(store)
 
@@ -94,13 +104,12 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
 def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
     config = read_model_config(folder)
     first = find_file(folder, files[0])
-    # Formats are imported when a file has them: `locater scan` should start soon.
     if files[0].endswith(METADATA):
         from .distributed import Distributed
 
         return Distributed(folder, first, config=config)
     if files[0].endswith(GGUF):
-        from .gguf.file import open_gguf
+        from .gguf import open_gguf
 
         return open_gguf(folder, files, config=config)
     open_one = _reader(files[0], config, allow_pickle=allow_pickle)
@@ -116,8 +125,56 @@ def _reader(file: str, config: Json, *, allow_pickle: bool) -> Callable[[ByteSou
     if kind.endswith(SAFETENSORS):
         return lambda source: SafetensorsFile(source, config=config)
     if kind.endswith(TORCH):
-        from .torch.file import open_torch
+        from .torch import open_torch
 
         return lambda source: open_torch(source, config=config, allow_pickle=allow_pickle)
     known = (*SAFETENSORS, *TORCH, *GGUF)
     raise refusal(f"weights ending in {', '.join(known)} or a directory with {METADATA}", file[:120])
+
+
+# ---------------------------------------------------------------------------------------- from a name to its folder
+def locate(source: str | os.PathLike[str]) -> tuple[Folder, str | None]:
+    """The folder, and the file in it if the source names one. What lies on disk wins over a hub id."""
+    text = os.fspath(source)
+    if text.startswith(PREFIX):
+        text = packaged(text)
+    if "://" in text:
+        from .remote import locate_address
+
+        return locate_address(text)
+    path = Path(text).expanduser()
+    try:
+        if path.is_dir():
+            return LocalFolder(path), None
+        if path.is_file():
+            return LocalFolder(path.parent), path.name
+        exists = path.exists()
+    except (OSError, ValueError) as cause:  # a name too long, or with a null byte
+        raise refusal("a path or a hub id", f"{text!r:.120} ({cause})") from None
+    if exists:
+        raise refusal("a file or a directory", f"{text}, which is neither")
+    if not is_hub_id(text):
+        raise failed("open it", "no such file or folder", _meant(path))
+    from .remote import locate_hub
+
+    return locate_hub(text), None
+
+
+def _meant(path: Path) -> str:
+    """Suggest a similar name in the folder where the path was looked for."""
+    parts = list(path.parts)
+    for at in range(len(parts)):
+        before, name = Path(*parts[:at]), parts[at]
+        if not (before / name).exists():
+            with suppress(OSError):
+                if near := get_close_matches(name, [one.name for one in before.iterdir()], n=1):
+                    return f"did you mean {before / near[0]}?"
+            break
+    return "check the spelling"
+
+
+def is_hub_id(text: str) -> bool:
+    """Tell an id, `name` or `owner/name` and perhaps `@revision`, from what was meant as a path."""
+    name = text.partition("@")[0]
+    is_one = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+    return is_one and not name.endswith((*WEIGHTS, INDEX, ".json"))

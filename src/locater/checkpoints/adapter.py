@@ -14,19 +14,22 @@ from ..budget import budget
 from ..errors import instead, missing, refusal
 from ..records import Json, JsonMapping
 from .base import Checkpoint, Entry, Rows
-from .bytes import Folder, read_settings
-from .safetensors import SafetensorsFile
+from .bytes import ByteSource, Folder, read_settings
 from .sharded import ADAPTER
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 # Settings that are read here, and those that say where factors came from and not what they mean. Whatever else is set
 # may make the adapter more than W + s·B·A, or may have changed the base: it is refused by name.
-READ = ("peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out")
-READ += ("init_lora_weights", "modules_to_save", "base_model_name_or_path")
-ASIDE = ("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "exclude_modules")
-ASIDE += ("lora_dropout", "bias", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size")
-ASIDE += ("eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "ensure_weight_tying")
+READ = (
+    "peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "fan_in_fan_out",
+    "init_lora_weights", "modules_to_save", "base_model_name_or_path",
+)  # fmt: skip
+ASIDE = (
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "exclude_modules",
+    "lora_dropout", "bias", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config",
+    "corda_config", "loftq_config", "lora_ga_config", "runtime_config", "ensure_weight_tying",
+)  # fmt: skip
 # Ways to begin that leave the base as it was; PiSSA, OLoRA, CorDA, LoRA-GA and LoftQ take something off it.
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 BIASES = ("none", "all", "lora_only")
@@ -93,18 +96,14 @@ def read_adapter_settings(folder: Folder) -> Json | None:
     return settings
 
 
-def open_adapter(base: Checkpoint, folder: Folder, *, allow_pickle: bool) -> Adapted:
-    """The base with the adapter of a folder on top of it."""
+def find_adapter(folder: Folder) -> tuple[Json, ByteSource]:
+    """The settings and the factors of an adapter's folder."""
     settings = read_adapter_settings(folder)
     source = next((found for name in WEIGHTS if (found := folder.find(name)) is not None), None)
     if settings is None or source is None:
         file = ADAPTER if settings is None else WEIGHTS[0]
         raise missing(f"the file {file} in {folder.place}", "name the directory that peft saved")
-    if source.name.endswith(".safetensors"):
-        return Adapted(base, SafetensorsFile(source, config={}), settings)
-    from .torch.file import open_torch  # for the few adapters that are no safetensors
-
-    return Adapted(base, open_torch(source, config={}, allow_pickle=allow_pickle), settings)
+    return settings, source
 
 
 Factors = dict[str, tuple[str, dict[str, str]]]  # by the changed weight: its module in the adapter, its two factors

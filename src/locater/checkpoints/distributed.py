@@ -18,8 +18,7 @@ from ..errors import missing, refusal
 from ..records import Json
 from .base import Checkpoint, Entry, Rows, are_counts
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range, find_file
-from .torch.archive import open_archive
-from .torch.file import find_weights
+from .torch import find_weights, open_archive
 from .torch.pickles import ADMITTED, CodeRefusal, Record, Strided, load_pickle
 
 

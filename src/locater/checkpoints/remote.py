@@ -19,8 +19,10 @@ SLOWEST = 50_000  # bytes in a second, over a whole request
 PAUSES = (0.5, 1.0, 2.0)  # seconds between requests that may yet succeed
 ABSENT, BUSY = (404, 410), (408, 425, 429, 500, 502, 503, 504)
 # What addresses may begin with. fsspec knows more: chains, archives, and references that it renders as templates.
-PROTOCOLS = ("http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hdfs")
-PROTOCOLS += ("webhdfs", "ftp", "sftp", "ssh", "memory")
+PROTOCOLS = (
+    "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "hdfs", "webhdfs",
+    "ftp", "sftp", "ssh", "memory",
+)  # fmt: skip
 
 
 class FarBytes(ByteSource):

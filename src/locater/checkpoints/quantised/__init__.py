@@ -9,16 +9,16 @@ from torch import Tensor
 from ...errors import Refusal, bad_value, instead
 from ...records import Json, JsonMapping
 from ..base import QUANTISATION, Checkpoint, Entry, Rows
-from . import compressed, floating, packed, stacked
+from . import declared, packed, stacked
 from .weight import REMEDY, Find, QuantisedWeight, unknown, word
 
 # By `quant_method` of the config.
 METHODS: dict[str, Find] = {
-    "fp8": floating.find_eight_bits,
-    "fbgemm_fp8": floating.find_eight_bits,
-    "mxfp8": floating.find_eight_bits,
-    "modelopt": floating.find_modelopt,
-    "compressed-tensors": compressed.find_compressed,
+    "fp8": declared.find_eight_bits,
+    "fbgemm_fp8": declared.find_eight_bits,
+    "mxfp8": declared.find_eight_bits,
+    "modelopt": declared.find_modelopt,
+    "compressed-tensors": declared.find_compressed,
     "gptq": packed.find_gptq,
     "awq": packed.find_awq,
     "bitsandbytes": stacked.find_bitsandbytes,
@@ -29,34 +29,37 @@ METHODS: dict[str, Find] = {
     "mxfp4": lambda store, settings: iter(()),  # of the experts only
 }
 # What says of itself all that is needed.
-SELF_DESCRIBING = (floating.find_eight_bits, stacked.find_bitsandbytes, packed.find_torchao, stacked.find_hqq)
+SELF_DESCRIBING = (declared.find_eight_bits, stacked.find_bitsandbytes, packed.find_torchao, stacked.find_hqq)
 # How the tensors of packed weights end, by which they are known where the config is silent.
 PACKED = (".qweight", ".weight_packed", ".weight._data", ".weight._data._data")
 # How activations were quantised: they do not change a weight.
-ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point")
-ACTIVATIONS += ("k_scale", "v_scale", "q_scale", "input_scale_ub")
+ACTIVATIONS = (
+    "input_scale", "output_scale", "activation_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale",
+    "q_scale", "input_scale_ub",
+)  # fmt: skip
 # Settings that are read here, and those that tell how a file was made, which modules were left out and how it is run.
 # Whatever else is set may change a weight or act beside it (a rotation, a scale of the inputs): it is refused by name.
-READ = ("quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "format", "sym")
-READ += ("desc_act", "config_groups", "weight_block_size", "quant_algo", "weights", "mode", "hidden_size")
-MADE = ("dataset", "tokenizer", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "meta")
-MADE += ("act_group_aware", "model_seqlen", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs")
-MADE += ("producer", "model_name_or_path", "model_file_base_name", "global_compression_ratio", "quantization_status")
-MADE += ("quant_type", "quant_type_kwargs", "quant_config", "nbits", "axis", "view_as_float", "zero_point")
+READ = (
+    "quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "format", "sym",
+    "desc_act", "config_groups", "weight_block_size", "quant_algo", "weights", "mode", "hidden_size",
+)  # fmt: skip
+MADE = (
+    "dataset", "tokenizer", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "meta",
+    "act_group_aware", "model_seqlen", "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
+    "producer", "model_name_or_path", "model_file_base_name", "global_compression_ratio", "quantization_status",
+    "quant_type", "quant_type_kwargs", "quant_config", "nbits", "axis", "view_as_float", "zero_point",
+)  # fmt: skip
 LEFT_OUT = (
-    "modules_to_not_convert",
-    "modules_to_convert",
-    "ignore",
-    "ignored_layers",
-    "exclude_modules",
-    "skip_modules",
-)
-LEFT_OUT += ("modules_in_block_to_quantize", "block_name_to_quantize", "module_name_preceding_first_block", "lm_head")
-LEFT_OUT += ("include_input_output_embeddings", "untie_embedding_weights", "dynamic", "dynamic_config", "skip_modules")
-RUN = ("backend", "use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "pack_dtype", "do_fuse", "fmt")
-RUN += ("fuse_max_seq_len", "modules_to_fuse", "run_compressed", "dequantize", "use_optimized_inference", "scale_fmt")
-RUN += ("activation_scheme", "activations", "activation_scale_ub", "kv_cache_scheme", "kv_cache_quant_algo")
-RUN += ("expert_dtype", "load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit")
+    "modules_to_not_convert", "modules_to_convert", "ignore", "ignored_layers", "exclude_modules", "skip_modules",
+    "modules_in_block_to_quantize", "block_name_to_quantize", "module_name_preceding_first_block", "lm_head",
+    "include_input_output_embeddings", "untie_embedding_weights", "dynamic", "dynamic_config",
+)  # fmt: skip
+RUN = (
+    "backend", "use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "pack_dtype", "do_fuse", "fmt",
+    "fuse_max_seq_len", "modules_to_fuse", "run_compressed", "dequantize", "use_optimized_inference", "scale_fmt",
+    "activation_scheme", "activations", "activation_scale_ub", "kv_cache_scheme", "kv_cache_quant_algo", "expert_dtype",
+    "load_in_8bit", "load_in_4bit", "_load_in_8bit", "_load_in_4bit",
+)  # fmt: skip
 KNOWN = frozenset(READ + MADE + LEFT_OUT + RUN)
 KNOWN_BEGINNINGS = ("llm_int8_", "bnb_4bit_")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import bad_value, missing
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
-from .floating import FOUR_BITS, Declared
+from .declared import FOUR_BITS, Declared
 from .weight import (
     REMEDY,
     Grouped,

@@ -12,7 +12,7 @@ from ...errors import bad_value
 from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from ..bytes import parse_object
-from .floating import Declared
+from .declared import Declared
 from .weight import REMEDY, QuantisedWeight, Shape, find_by, parts_of, whole_number, word
 
 
@@ -36,9 +36,11 @@ class Stacked(QuantisedWeight):
 
 
 # ------------------------------------------------------------------------------------------------------------- HQQ
-HQQ_PARTS = ("W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "unpack_view_dtype")
-HQQ_PARTS += ("view_as_float", "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict")
-HQQ_PARTS += ("stores_quant_config", "channel_wise", "optimize", "round_zero")
+HQQ_PARTS = (
+    "W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float",
+    "quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config",
+    "channel_wise", "optimize", "round_zero",
+)  # fmt: skip
 HQQ_BITS = {"8bit_u8": 8, "4bit_u8": 4, "2bit_u8": 2, "1bit_u8": 1}
 
 

@@ -92,12 +92,9 @@ class Unpickler(pickle._Unpickler):
 
     dispatch: Any = {code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in BARRED}
 
-    def __init__(
-        self, file: BufferedIOBase, *, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, file: BufferedIOBase, admitted: Admitted, storages: dict[str, "Storage"] | None) -> None:
         super().__init__(_Counted(file), encoding="utf-8")
-        self.admitted = admitted
-        self.persistent = persistent
+        self.admitted, self.storages = admitted, storages
 
     def find_class(self, module: str, name: str) -> Any:  # type: ignore[override]
         key = (module, name)
@@ -107,9 +104,12 @@ class Unpickler(pickle._Unpickler):
         return self.admitted[key]
 
     def persistent_load(self, pid: object) -> Any:
-        if self.persistent is None:
+        if self.storages is None:
             raise pickle.UnpicklingError("a reference to something outside the pickle")
-        return self.persistent(pid)
+        storage = storage_from(pid)
+        if self.storages.setdefault(storage.key, storage) != storage:
+            raise refusal(f"one meaning of storage {storage.key[:40]!r}", "two")
+        return storage
 
     def load_build(self) -> None:
         """Give state to records only; the state of other objects (notes of a state dict) is dropped."""
@@ -141,11 +141,14 @@ class Unpickler(pickle._Unpickler):
 
 
 def load_pickle(
-    file: BufferedIOBase, *, name: str, admitted: Admitted, persistent: Callable[[Any], Any] | None = None
+    file: BufferedIOBase, *, name: str, admitted: Admitted | None = None, storages: dict[str, "Storage"] | None = None
 ) -> Any:
-    """The object in a pickle, built from data alone; fails on any name outside the table and on damage."""
+    """The object in a pickle, built from data alone; fails on damage and on names outside the table (`ADMITTED`).
+
+    The storages that its tensors are views of are put into `storages`; without it there may be none.
+    """
     with instead(lambda cause: damaged(f"a readable pickle in {name}", cause)):
-        return Unpickler(file, admitted=admitted, persistent=persistent).load()
+        return Unpickler(file, ADMITTED if admitted is None else admitted, storages).load()
 
 
 def damaged(expected: str, cause: Exception) -> Refusal:
