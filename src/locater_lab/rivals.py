@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from locater.errors import refusal, within
-from locater.models.live.explicit import Explicit
+from locater.models.live.modules import Explicit
 from locater.models.live.watch import Sample
 from locater.spectra import moments
 from locater.stabilisers.base import Stabiliser

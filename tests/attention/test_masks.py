@@ -18,7 +18,7 @@ from locater.attention.compilation import Eagerly
 from locater.attention.interception import Interception
 from locater.attention.masks import plain_mask, read_given
 from locater.errors import Refusal
-from locater.models.live.masks import reach
+from locater.models.live.logits import reach
 from locater.monitor import AttentionMonitor
 from locater.stabilisers import EntropyBonus, QKClip, QKNorm, SoftCap, ZLoss
 from mask_cases import Case, draw_case

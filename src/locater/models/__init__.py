@@ -1,11 +1,10 @@
 """Families of models as tables: from a config and tensor names to heads, for files and live modules alike."""
 
 from .config import Config, embedding_scale
-from .layout import read_layout
 from .model import Model, open_model, spans, wanted_layers
 from .module import AttentionModule
 from .reader import read_heads
-from .registry import find_family
+from .registry import find_family, read_layout
 from .schema import Attention, Family, NormAt
 from .slices import HeadRows, Slice, Slices, slices
 from .tensors import Tensors

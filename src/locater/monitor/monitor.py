@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from ..errors import refusal
 from ..models.coverage import spans
-from ..models.live import at_work
 from ..models.live.tensors import entry_of
 from ..models.live.watch import FirstCall, Sample, is_unwatched, unwatched
+from ..models.live.write_check import writers
 from ..models.sources import Live
 from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses
@@ -191,7 +191,7 @@ class AttentionMonitor:
         """Stabilisers at work: those that actions attached, those of the model, and what modules and calls show."""
         names = {type(one).__name__ for one in (*self.stabilisers, *self.responses.all())}
         names |= {"QKNorm"} if any(OUR_NORM in one._modules for one in self.seen.model.modules()) else set()
-        return names | self.seen.shown | at_work.names(self.seen.model)
+        return names | self.seen.shown | writers(self.seen.model)
 
     def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:
         """List remarks that the numbers do not make."""

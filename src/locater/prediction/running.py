@@ -14,7 +14,7 @@ from ..attention.capture import Take, inputs_of
 from ..attention.interception import Interception
 from ..errors import Refusal, missing, refusal
 from ..models import AttentionModule, live
-from ..models.live.explicit import Explicit
+from ..models.live.modules import Explicit
 from ..models.live.tensors import named_modules
 from ..records import Json
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attention.calls import AttentionCall
 from ..errors import refusal
-from ..models.live.explicit import Explicit
+from ..models.live.modules import Explicit
 from ..models.live.watch import Sample
 from ..projections import whole
 from .base import Stabiliser

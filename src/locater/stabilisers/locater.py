@@ -9,11 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..errors import refusal
-from ..models.live import at_work
-from ..models.live.explicit import Explicit
+from ..models.live.modules import Explicit
 from ..models.live.rate_factor import Rates
 from ..models.live.watch import Sample
-from ..models.live.write_check import Optimizers, WriteCheck
+from ..models.live.write_check import Optimizers, WriteCheck, forget_writer, note_writer
 from ..records import State, head_key, layer_key
 from .base import Stabiliser, non_negative
 from .live.find import PairInputs, Raw, find_pairs
@@ -65,7 +64,7 @@ class LocAteR(Stabiliser):
         self.writes = WriteCheck(writes, self.optimizer, remedy)
         if self.optimizer is not None:
             self._check_owner(self.optimizer, leaves)
-        at_work.begin(model, self)
+        note_writer(model, self)
 
     def __repr__(self) -> str:
         """With κ as it is now."""
@@ -171,7 +170,7 @@ class LocAteR(Stabiliser):
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
         super().detach()
-        at_work.end(self)
+        forget_writer(self)
         if self.pairs:
             self.writes.close()
         if self.gauge is not None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..attention.calls import AttentionCall, in_backward
 from ..errors import refusal
-from ..models.live.explicit import Explicit
+from ..models.live.modules import Explicit
 from ..models.live.rate_factor import Rates
 from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck

@@ -19,11 +19,11 @@ from ..attention.calls import AttentionCall, in_backward
 from ..attention.layers import bounds_by_weights
 from ..errors import refusal
 from ..models import read_heads
-from ..models.live import at_work, open_live
-from ..models.live.explicit import Explicit
+from ..models.live import open_live
+from ..models.live.modules import Explicit
 from ..models.live.tensors import WholeTensors, entries_of
 from ..models.live.watch import Sample
-from ..models.live.write_check import WriteCheck
+from ..models.live.write_check import WriteCheck, forget_writer, note_writer
 from ..records import State, head_key, layer_key
 from .live.find import find_pairs
 from .live.looking import Looker
@@ -84,7 +84,7 @@ class QKClip(Looker):
         else:
             self.look(model, self.pairs)
         if not self.log_only:
-            at_work.begin(model, self)
+            note_writer(model, self)
 
     def is_due(self) -> bool:
         return self.num_steps % self.every == 0
@@ -143,7 +143,7 @@ class QKClip(Looker):
 
     def detach(self) -> None:
         super().detach()
-        at_work.end(self)
+        forget_writer(self)
         if self.pairs:
             self.writes.close()
 

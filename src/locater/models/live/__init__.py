@@ -18,8 +18,7 @@ from ..schema import Family
 from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import discover
-from .explicit import Explicit, describe_modules, explicit_row
-from .modules import known_modules
+from .modules import Explicit, describe_modules, explicit_row, known_modules
 from .tensors import ModuleTensors, named_modules, settings
 from .trial import Trial
 from .watch import Sample

@@ -32,8 +32,7 @@ from .explain import (
     turned,
 )
 from .head_norms import Gain, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
-from .masks import Reach, reach
-from .scores import of_scores
+from .logits import Reach, of_scores, reach
 from .tensors import ModuleTensors
 from .watch import PassRecord, Product, module_of
 

@@ -1,18 +1,23 @@
-"""Do writes into parameters last? Master weights are looked for in the optimiser, and hidden ones refused."""
+"""Writes into parameters: by whom, and whether they last.
+
+Master weights are looked for in the optimiser, and hidden ones refused.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import refusal
 from .masters import KNOWN, Copy, local_part, master_of
+from .tensors import unwrap
 
 HALF = (torch.bfloat16, torch.float16)
 TRIES = 3  # steps after which a parameter without an owner is taken to be updated in place
@@ -201,3 +206,22 @@ def _tensors(value: object, depth: int) -> Iterator[Tensor]:
             yield from _tensors(one, depth - 1)
     elif depth and type(value).__name__ == "AmpOptimizerState":  # Apex keeps its lists there
         yield from _tensors(vars(value), depth - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- who writes
+_WRITERS: "WeakKeyDictionary[nn.Module, WeakSet]" = WeakKeyDictionary()
+
+
+def note_writer(model: nn.Module, stabiliser: object) -> None:
+    """Note a stabiliser that is at work on a model, so that no alarm suggests it again; nothing is kept alive."""
+    _WRITERS.setdefault(unwrap(model), WeakSet()).add(stabiliser)
+
+
+def forget_writer(stabiliser: object) -> None:
+    for known in _WRITERS.values():
+        known.discard(stabiliser)
+
+
+def writers(model: nn.Module) -> set[str]:
+    """Class names of the stabilisers at work."""
+    return {type(one).__name__ for one in _WRITERS.get(unwrap(model), ())}

@@ -1,4 +1,4 @@
-"""Checkpoints as training frameworks write them: Meta's and TorchTitan's, Megatron-Core's, OpenAI's Whisper.
+"""Checkpoints as frameworks write them: torch's transformers, Meta's, TorchTitan's, Megatron-Core's, OpenAI's Whisper.
 
 What stands beside them says little: whatever no default of the framework's own code settles is asked for.
 """
@@ -7,8 +7,96 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...records import JsonMapping
-from ..config import Config, entry
-from ..schema import Attention, Family, NormAt, RotaryAt, both_biased, every_layer, renamed, terms_left_out, window
+from ..config import Config, anywhere, entry
+from ..schema import (
+    Attention,
+    Family,
+    NormAt,
+    NormCell,
+    RotaryAt,
+    both_biased,
+    every_layer,
+    renamed,
+    terms_left_out,
+    window,
+)
+
+# ------------------------------------- torch's TransformerEncoder, TransformerDecoder and Transformer, under any prefix
+# Their config is whatever stands beside them: `nhead` must be in it, at any depth, `norm_first` and `causal` may be.
+EPSILON = entry("layer_norm_eps", 1e-5)
+
+
+def torch_norm(first_norm: str, last_norm: str, *, at_start: str | None = None) -> NormCell:
+    """The block's own norm with `norm_first`, else the one behind what came before (none before the first layer)."""
+
+    def choose(config: Config, layer: int) -> NormAt:
+        if config.get("norm_first", False):
+            return NormAt("layer", first_norm, epsilon=EPSILON)
+        return NormAt("layer", last_norm, first=at_start, epsilon=EPSILON)
+
+    return choose
+
+
+def _torch_causal(default: bool):
+    return lambda config, layer: 0 if config.get("causal|is_causal", default) else None
+
+
+def torch_rows(encoder: str, decoder: str) -> tuple[Attention, Attention, Attention]:
+    """Encoder, decoder and cross-attention, with the names of the two stacks."""
+    at, before, own, last = (f"{s}layers.{{{n}}}." for s in (encoder, decoder) for n in ("layer", "previous"))
+    encoder_row = Attention(
+        block="encoder",
+        query=f"{at}self_attn.in_proj",
+        key=f"{at}self_attn.in_proj",
+        layers=None,
+        heads=anywhere("nhead|num_heads|num_attention_heads"),
+        d_model=None,
+        fused="qkv",
+        prefixes=None,
+        input_norm=torch_norm(f"{at}norm1", f"{before}norm2"),
+        lookahead=_torch_causal(False),
+    )
+    decoder_row = replace(
+        encoder_row,
+        block="decoder",
+        query=f"{own}self_attn.in_proj",
+        key=f"{own}self_attn.in_proj",
+        input_norm=torch_norm(f"{own}norm1", f"{last}norm3"),
+        lookahead=_torch_causal(True),
+    )
+    cross_row = replace(
+        decoder_row,
+        block="cross",
+        query=f"{own}multihead_attn.in_proj",
+        key=f"{own}multihead_attn.in_proj",
+        input_norm=torch_norm(f"{own}norm2", f"{own}norm1", at_start=f"{own}norm1"),
+        key_input_norm=NormAt("layer", encoder + "norm", epsilon=EPSILON, optional=True) if encoder else None,
+        lookahead=None,
+    )
+    return encoder_row, decoder_row, cross_row
+
+
+WHOLE, (ENCODER, DECODER, CROSS) = torch_rows("encoder.", "decoder."), torch_rows("", "")
+TORCH_INSIDE = (
+    r"(self_attn|multihead_attn)\.(in_proj_(weight|bias)|out_proj\.(weight|bias))|(linear[12]|norm[123])\.(weight|bias)"
+)
+
+
+def torch_needs(config: Config) -> tuple[str, ...]:
+    """Biases unless the config says that there are none: an RMS norm has none either."""
+    biases = () if config.get("bias") is False else (".norm1.bias", ".self_attn.in_proj_bias")
+    return ".norm1.weight", ".norm2.weight", ".linear1.weight", ".linear2.weight", *biases
+
+
+# The order matters: every later signature is also an ending of the earlier ones' names.
+TORCH = tuple(
+    Family(name, (), stored, signature=signature, inside=TORCH_INSIDE, needs=torch_needs)
+    for name, stored, signature in (
+        ("torch-transformer", WHOLE, "decoder.layers.{layer}.multihead_attn.in_proj_weight"),
+        ("torch-decoder", (DECODER, CROSS), "layers.{layer}.multihead_attn.in_proj_weight"),
+        ("torch-encoder", (ENCODER,), "layers.{layer}.self_attn.in_proj_weight"),
+    )
+)
 
 
 # -------------------------------------------------------------------------------------------- Meta, TorchTitan, Mistral
@@ -179,6 +267,7 @@ OWN = Attention(
 )
 
 FAMILIES = (
+    *TORCH,
     Family(
         "meta-llama",
         (),

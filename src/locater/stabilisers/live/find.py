@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...errors import Refusal, missing, refusal
 from ...models import HeadRows, Slices, read_heads, slices
 from ...models.live import open_live
-from ...models.live.explicit import Explicit
+from ...models.live.modules import Explicit
 from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
 from ...models.slices import Latent
