@@ -6,7 +6,7 @@ from .module import AttentionModule
 from .reader import read_heads
 from .registry import find_family, read_layout
 from .schema import Attention, Family, NormAt
-from .slices import HeadRows, Slice, Slices, slices
+from .slices import HeadRows, Slice, slices
 from .tensors import Tensors
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Model",
     "NormAt",
     "Slice",
-    "Slices",
     "Tensors",
     "embedding_scale",
     "find_family",

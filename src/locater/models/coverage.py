@@ -25,8 +25,8 @@ from .neighbours import (
     unknown_neighbours,
     unread_queries,
 )
-from .rope import rotary_of
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
+from .slices import rotary
 
 BY_TABLE, BY_LAYOUT = "by the table, not run", "by the layout, not run"
 
@@ -184,7 +184,7 @@ def _ask_all(module: AttentionModule) -> None:
     for column in fields(Attention):
         _ask(module, getattr(module.row, column.name), column.name)
     with contextlib.suppress(Refusal):
-        rotary_of(module.row.rotary, module.config, layer=module.number, d_head=module.shape.d_head)
+        rotary(module)
 
 
 def _ask(module: AttentionModule, cell: Any, name: str) -> None:

@@ -13,9 +13,8 @@ from ..positions import Alibi, Buckets, PositionBias
 from ..projections import LowRank, Norm, Projection, Whole, is_finite, size
 from .config import ask, finite_number, optional_number, optional_whole_number, resolve, whole_number
 from .module import AttentionModule
-from .rope import rotary_of
 from .schema import NormCell
-from .slices import Latent, Slice, logit_scale, norm_place, side_slices
+from .slices import Latent, Slice, logit_scale, norm_place, rotary, side_slices
 from .tensors import Once
 
 
@@ -185,12 +184,12 @@ def _heads(module: AttentionModule) -> tuple[list[Head], list[str]]:
 
 def _shared(module: AttentionModule) -> dict[str, Any]:
     """Fields that all heads of a layer share."""
-    row, config, d_head = module.row, module.config, module.shape.d_head
+    row, config = module.row, module.config
     return dict(
         scale=logit_scale(module),
         block=row.block,
         turns_first=row.turns_first,
-        rotary=rotary_of(row.rotary, config, layer=module.number, d_head=d_head),
+        rotary=rotary(module),
         softcap=optional_number(row.softcap, config, "soft-cap", layer=module.number),
         lookback=optional_whole_number(row.lookback, config, "window", layer=module.number),
         lookahead=optional_whole_number(row.lookahead, config, "look ahead", layer=module.number),

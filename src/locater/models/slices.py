@@ -68,36 +68,18 @@ class HeadRows:
     value: Slice | None
 
 
-@dataclass(frozen=True)
-class Slices:
-    """The heads of one attention module, and what makes logits of their queries and keys."""
-
-    block: Block
-    layer: int
-    heads: tuple[HeadRows, ...]
-    scale: float
-    rotary: Rotary | None
-    widths: tuple[int, int]  # columns of queries and keys
-    is_normed: bool  # QK-norm
-    caller: str | None = None  # the module that called the kernel, if that was seen
-
-
-def slices(module: AttentionModule) -> Slices:
+def slices(module: AttentionModule) -> tuple[HeadRows, ...]:
     """The rows of every head; reads names and shapes only. Refused where heads cannot be read."""
     if module.reason is not None:
         raise Refusal(f"{module.place}: {module.reason}")
     with within(module.place):
-        row, shape, layer = module.row, module.shape, module.number
+        row, shape = module.row, module.shape
         queries, keys = side_slices(module, key=False), side_slices(module, key=True)
         values = _values(module, keys[0])
-        heads = tuple(
-            HeadRows(row.block, layer, head, queries[head], keys[group], values[group] if values else None)
+        return tuple(
+            HeadRows(row.block, module.number, head, queries[head], keys[group], values[group] if values else None)
             for head, group in ((head, head // shape.ratio) for head in range(shape.num_heads))
         )
-        rotary = rotary_of(row.rotary, module.config, layer=layer, d_head=shape.d_head)
-        widths = _width(module, queries[0]), _width(module, keys[0])
-        norms = (norm_place(module, cell) for cell in (row.query_norm, row.key_norm))
-        return Slices(row.block, layer, heads, logit_scale(module), rotary, widths, any(norms), module.caller)
 
 
 def side_slices(module: AttentionModule, *, key: bool) -> tuple[Slice, ...]:
@@ -194,7 +176,18 @@ def logit_scale(module: AttentionModule) -> float:
     return 1 / math.sqrt(module.shape.d_head) if scale is None else scale
 
 
-def _width(module: AttentionModule, rows: Slice) -> int:
+def rotary(module: AttentionModule) -> Rotary | None:
+    """The rotary positions of its heads."""
+    return rotary_of(module.row.rotary, module.config, layer=module.number, d_head=module.shape.d_head)
+
+
+def is_normed(module: AttentionModule) -> bool:
+    """Tell whether it has QK-norm."""
+    return any(norm_place(module, cell) for cell in (module.row.query_norm, module.row.key_norm))
+
+
+def num_columns(module: AttentionModule, rows: Slice) -> int:
+    """Width of the input that these rows are applied to."""
     source = rows if rows.latent is None else rows.latent.down
     return module.tensors.shape(source.parameter)[0 if source.transposed else -1]
 

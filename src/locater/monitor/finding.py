@@ -13,11 +13,11 @@ from ..attention.capture import Follow
 from ..errors import Refusal
 from ..head import Head
 from ..models import AttentionModule, read_heads, slices
-from ..models.live.discover import Finder
+from ..models.live.discover import Finder, difference, is_of_length
 from ..models.live.tensors import WholeTensors
-from ..models.live.trial import difference, is_of_length
 from ..models.live.watch import Sample
 from ..models.module import refused_module
+from ..models.slices import is_normed
 from .inputs import ModuleInputs
 from .places import call_name
 
@@ -117,12 +117,12 @@ class FoundHeads:
         """Stabilisers that would leave this layer out, be refused by its weights, or change nothing of its logits."""
         found = self.rows.get(site.query_name, site)
         try:
-            rows = slices(found)
+            heads, is_behind_norm = slices(found), is_normed(found)
         except Refusal:  # under autocast stabilisers, which look without it, may find what the pass does not show
             return set() if self.was_cast else {*OF_OUTPUTS, *OF_WEIGHTS}
-        parts = {part.parameter for head in rows.heads for part in (head.query, head.key)}
+        parts = {part.parameter for head in heads for part in (head.query, head.key)}
         computed = {"QKClip"} if not all(map(self.tensors.is_stored, parts)) else set()
-        return computed | ({"QKNorm", *OF_WEIGHTS} if rows.is_normed else set())
+        return computed | ({"QKNorm", *OF_WEIGHTS} if is_behind_norm else set())
 
     def unexplained(self) -> Iterator[str]:
         """Tell once why the heads of some layers were not found, with the reason of the first."""

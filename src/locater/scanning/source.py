@@ -109,7 +109,7 @@ def head_rows(source: Source, *, layers: Iterable[int] | None = None) -> list[He
     ('self_attn.in_proj_weight', torch.Size([8, 16]))
     """
     with open_source(as_source(source)) as opened, net(opened.source):
-        return [rows for module in opened.wanted(layers) for rows in slices(module).heads]
+        return [rows for module in opened.wanted(layers) for rows in slices(module)]
 
 
 def _open_live(source: Live, family: Family | None) -> OpenedModel:

@@ -1,27 +1,28 @@
 """Live models: the heads of an `nn.Module` as views of its parameters, so that gradients flow through them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
+from ...attention.calls import AttentionCall
 from ...errors import Refusal, refusal
 from ..config import Config
-from ..coverage import BY_TABLE, Coverage
+from ..coverage import BY_TABLE, Coverage, spans
 from ..model import Model, open_model
-from ..module import AttentionModule, module_of_row
+from ..module import AttentionModule, module_of_row, refused_module
 from ..neighbours import Surroundings
 from ..reader import read_heads
 from ..registry import is_in_tables
 from ..schema import Family
 from ..tensors import Once
 from .changes import active_modes, changes
-from .discover import discover
+from .discover import Finder, difference, discover, is_normed
 from .modules import Explicit, describe_modules, explicit_row, known_modules
 from .tensors import ModuleTensors, named_modules, settings
-from .trial import Trial
-from .watch import Sample
+from .watch import Product, Sample
 
 __all__ = ["LiveModel", "is_known", "open_live", "settings"]
 
@@ -29,6 +30,100 @@ OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed
 MOST_NAMED = 3  # of what differs in a model
 AS_NAMED = "as named, without positions, norms and mask, not run"
 BY_KINDS = "by the kinds of its modules, not run"
+
+
+class Trial:
+    """One pass over a sample: do the heads that were read of a model give the logits of its own calls?
+
+    Told of every call by the pass's interception. Where they do not, the call itself is explained, as for an unknown
+    model, and the result takes their place.
+    """
+
+    def __init__(self, tensors: ModuleTensors, sites: Sequence[AttentionModule]) -> None:
+        self.sites, self.finder = sites, Finder(tensors)
+        self.ran: set[int] = set()  # numbers of sites
+        self.differing: dict[int, str] = {}  # by number, in words
+        self.instead: dict[int, AttentionModule] = {}  # by number, what the call itself shows
+        self.further: list[str] = []  # modules whose attention is none of these sites'
+        self.by_names: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, site in enumerate(self.sites):
+            self.by_names[site.query_name, site.key_name].append(index)
+        self.num_calls: Counter[tuple[str, str]] = Counter()
+
+    def over(self, sample: Sample) -> "Trial":
+        self.finder.run(sample, self.see)
+        self.finder.watch.clear()
+        return self
+
+    def see(self, call: AttentionCall) -> None:
+        if not self.finder.may_be_attention(call):
+            return
+        products = {product.name: product for product in self.finder.watch.products}
+        names = next((names for names in self.by_names if names[0] in products and names[1] in products), None)
+        if names is None:
+            self.further.append(self.finder.name_of(call))
+        else:  # layers may share projections (ALBERT): by names alone, all calls would be held against the first one
+            indices, number = self.by_names[names], self.num_calls[names]
+            self.num_calls[names] += 1
+            self._judge(indices[number % len(indices)], call, (products[names[0]], products[names[1]]))
+        self.finder.watch.next_call()
+
+    def _judge(self, index: int, call: AttentionCall, products: tuple[Product, Product]) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            try:
+                words = self._difference(read_heads(self.sites[index]), call, products)
+            except (Refusal, RuntimeError) as reason:
+                words = f"it could not be compared: {reason}"
+        self.ran.add(index)
+        if words is not None and index not in self.differing:
+            self.differing[index], self.instead[index] = words, self.finder.explained(call)
+
+    def _difference(self, layer: AttentionModule, call: AttentionCall, products: tuple[Product, Product]) -> str | None:
+        if layer.refused:
+            return layer.refused[0]
+        words = difference(layer.heads, products[0].x, products[1].x, call)
+        if words is not None:
+            return words
+        for side, product in (("query", products[0]), ("key", products[1])):
+            norm = getattr(layer.heads[0], side).input_norm
+            normed = (one.x for one in reversed(self.finder.watch.norms) if one.x.shape == product.x.shape)
+            if norm is not None and not any(is_normed(norm, before, product.x) for before in normed):
+                return f"what `{product.name}` is given does not come from its input norm"
+        return None
+
+    def judged(self) -> list[AttentionModule]:
+        """The sites, with those that differ replaced by what the call shows, or refused."""
+        return [self._replaced(index) if index in self.instead else site for index, site in enumerate(self.sites)]
+
+    def _replaced(self, index: int) -> AttentionModule:
+        site, instead = self.sites[index], self.instead[index]
+        names = site.query_name, site.key_name
+        if instead.reason is None and (instead.query_name, instead.key_name, instead.block) == (*names, site.block):
+            return replace(instead, number=site.number)
+        why = instead.reason or f"its call is of {instead.block} attention by `{instead.query_name}`"
+        reason = f"not as its config says ({self.differing[index]}); {why}"
+        return refused_module(site.block, names, reason, number=site.number)
+
+    def coverage(self, before: Coverage, judged: Sequence[AttentionModule]) -> Coverage:
+        """Update the coverage by the pass: proven where it ran, with the differences that it showed."""
+        lost = [index for index in sorted(self.differing) if not judged[index].num_heads]
+        found = [index for index in sorted(self.differing) if judged[index].num_heads]
+        idle = [index for index in range(len(self.sites)) if index not in self.ran]
+        reasons = [f"{self._named(lost)}: {self.differing[lost[0]]}"] if lost else []
+        reasons += [f"the attention of `{self.further[0]}`, which no row names"] if self.further else []
+        remarks = [] if idle else ["run on the sample"]
+        if found:
+            remarks.append(f"{self._named(found)} as run, not as the config says ({self.differing[found[0]]})")
+        basis = f"{before.basis} in {self._named(idle)}" if idle and self.ran else before.basis if idle else ""
+        reasons, remarks = (*before.reasons, *reasons), (*before.remarks, *remarks)
+        return replace(before, num_read=before.num_read - len(lost), basis=basis, reasons=reasons, remarks=remarks)
+
+    def _named(self, indices: Sequence[int]) -> str:
+        """Sites by block and numbers."""
+        blocks: dict[str, list[int]] = defaultdict(list)
+        for site in (self.sites[index] for index in indices):
+            blocks[site.block].append(site.number)
+        return ", ".join(f"{block} layers {spans(sorted(numbers))}" for block, numbers in blocks.items())
 
 
 @dataclass(frozen=True)

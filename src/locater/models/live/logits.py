@@ -10,6 +10,7 @@ from torch import Tensor
 from ...attention.calls import SDPA, AttentionCall
 from ...attention.masks import admits, plain_mask
 from ...errors import refusal
+from ...head import Head
 from .explain import alike, tolerance
 from .watch import QueryKeyProduct
 
@@ -109,7 +110,7 @@ def of_scores(call: AttentionCall, products: Sequence[QueryKeyProduct]) -> Atten
             continue
         seen, theirs = admitted[..., :columns], logits[..., :columns].double()
         own = own.reshape(theirs.shape)
-        sides = [_without_mean(side, seen) if _is_shifted(logits, admitted) else side for side in (own, theirs)]
+        sides = [without_mean(side, seen) if _is_shifted(logits, admitted) else side for side in (own, theirs)]
         found = next(_scales(sides[0][seen], sides[1][seen], allowed, scores.is_capped), None)
         if found is not None:
             scale, softcap = found
@@ -139,7 +140,19 @@ def _is_shifted(logits: Tensor, admitted: Tensor) -> bool:
     return bool((logits.masked_fill(~admitted, -torch.inf).amax(-1) <= 1e-6).all())
 
 
-def _without_mean(logits: Tensor, admitted: Tensor) -> Tensor:
+def largest_gap(head: Head, own: Tensor, theirs: Tensor, admitted: Tensor) -> float:
+    """Largest difference of the admitted logits of a head, its sink's included, from those of a call.
+
+    Softmax does not see a number per query: some models subtract their largest logit, some count ALiBi from key 0.
+    """
+    if head.sink is not None and theirs.shape[-1] > own.shape[-1]:  # the sink is one more key
+        own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
+    gap = own - theirs
+    return min(float(one[admitted].abs().max()) for one in (gap, without_mean(gap, admitted)))
+
+
+def without_mean(logits: Tensor, admitted: Tensor) -> Tensor:
+    """Take off each query's mean over the keys that it may see, of which softmax knows nothing."""
     return logits - logits.masked_fill(~admitted, 0).sum(-1, keepdim=True) / admitted.sum(-1, keepdim=True).clamp(min=1)
 
 

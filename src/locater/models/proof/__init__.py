@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...documents import as_written, read_json
 from ...errors import Refusal
@@ -21,10 +21,6 @@ from ..coverage import telling
 from ..registry import is_in_tables
 from ..schema import Family
 from .recipes import row_of
-
-if TYPE_CHECKING:
-    from .evidence import Calls
-
 
 __all__ = ["Proof", "family_of", "inside", "prove", "unseen", "version"]
 
@@ -104,55 +100,37 @@ def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
         return replace(known, reason=twin.error_line(reason))
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """Outcome for one stack: its proven recipe, or why there is none."""
-
-    pattern: str
-    block: str | None
-    recipe: JsonMapping
-    error: float
-    notes: tuple[str, ...]
-    reason: str | None
-
-
-def _outcome(calls: "Calls") -> _Outcome:
-    from .check import unread
-    from .search import find_recipe
-
-    recipe, verdict = find_recipe(calls)
-    row = row_of(recipe) if recipe else None
-    block = row and row.block
-    if not verdict.is_proven or row is None:
-        nearest = f" (nearest: {_name(recipe)})" if recipe else ""
-        return _Outcome(calls.place, block, {}, 0.0, (), f"{verdict.differs}{nearest}")
-    notes = [*unread(calls, row)]
-    notes += [f"the mask of `{calls.place}`, which is no plain window"] if verdict.masks_differ else []
-    return _Outcome(calls.place, block, recipe, verdict.error, tuple(notes), None)
-
-
 def _judge(known: Proof, model: Any, seen: Any) -> Proof:
     """Call the type proven if some stack is and no decoder is left over; name whatever else is left over."""
-    from .check import later, unheard
+    from .check import later, unheard, unread
     from .evidence import Evidence
+    from .search import find_recipe
 
     evidence = Evidence(model, seen)
     known = replace(known, inputs=tuple(name for name in INPUTS if name in inspect.signature(model.forward).parameters))
-    outcomes = list(map(_outcome, evidence.places()))
-    proven: dict[str | None, _Outcome] = {}
-    for one in outcomes:
-        if one.reason is None:
-            proven.setdefault(one.block, one)
-    left = [one for one in outcomes if proven.get(one.block) is not one]
-    worst = next((one for one in left if one.block == "decoder" and "decoder" not in proven), None)
-    if worst is not None or not proven:
-        worst = worst or next(iter(left), None)
-        reason = "no softmax attention was seen" if worst is None else f"`{worst.pattern}`: {worst.reason}"
+    proven: dict[str, Any] = {}  # by block: verdict and row
+    left: list[tuple[str | None, str, str]] = []  # block, place, why
+    notes = [*later(model.config.to_dict())]
+    for calls in evidence.places():
+        verdict = find_recipe(calls)
+        row = row_of(verdict.recipe) if verdict.recipe else None
+        if row is None or not verdict.is_proven:
+            nearest = f" (nearest: {_name(verdict.recipe)})" if row else ""
+            left.append((row and row.block, calls.place, f"{verdict.differs}{nearest}"))
+        elif row.block in proven:
+            left.append((row.block, calls.place, f"a second {row.block} stack"))
+        else:
+            proven[row.block] = verdict
+            notes += unread(calls, row)
+            notes += [f"the mask of `{calls.place}`, which is no plain window"] if verdict.masks_differ else []
+    lost = [one for one in left if one[0] == "decoder" and "decoder" not in proven] or ([] if proven else left)
+    if lost or not proven:
+        reason = f"`{lost[0][1]}`: {lost[0][2]}" if lost else "no softmax attention was seen"
         return replace(known, reason=reason)
-    notes = [*later(model.config.to_dict()), *(note for one in proven.values() for note in one.notes)]
-    notes += [f"the attention of `{one.pattern}`: {one.reason or f'a second {one.block} stack'}" for one in left]
+    notes += [f"the attention of `{place}`: {why}" for _, place, why in left]
     notes += [f"the attention of `{pattern}`, which the proof did not reach" for pattern in unheard(evidence)]
-    rows, error = tuple(one.recipe for one in proven.values()), max(one.error for one in proven.values())
+    rows = tuple(verdict.recipe for verdict in proven.values())
+    error = max(verdict.error for verdict in proven.values())
     known = replace(known, rows=rows, error=error, notes=tuple(dict.fromkeys(notes)))
     return replace(known, tensors=tuple(sorted(inside(known, evidence.tensors.names))))
 

@@ -12,6 +12,7 @@ from ...errors import Refusal
 from ...head import Head
 from ...projections import Norm
 from ...records import JsonMapping
+from ..live.logits import largest_gap
 from ..module import AttentionModule, find_stack
 from ..neighbours import misplaced_bias
 from ..reader import read_heads
@@ -29,7 +30,8 @@ class Verdict:
 
     error: float = 0.0
     differs: str | None = None
-    masks_differ: list[int] = field(default_factory=list)
+    masks_differ: bool = False
+    recipe: JsonMapping = field(default_factory=dict)
 
     @property
     def is_proven(self) -> bool:
@@ -75,8 +77,7 @@ def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty:
             if not error <= TOLERANCE:
                 return Verdict(error, f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
             verdict.error = max(verdict.error, error)
-            if masks and layer not in verdict.masks_differ:
-                verdict.masks_differ.append(layer)
+            verdict.masks_differ |= masks
     return verdict
 
 
@@ -94,26 +95,17 @@ def input_of(evidence: Evidence, file_name: str) -> Tensor:
 def head_error(head: Head, x_query: Tensor, x_key: Tensor, call: SoftmaxCall) -> tuple[float, bool]:
     """The largest difference of admitted logits, relative to the largest of them or 1; and whether masks differ."""
     theirs = call.logits[:, head.index]
-    own = own_logits(head, x_query, x_key, num_texts=len(theirs))
+    # Texts and tokens may be one dimension of the inputs.
+    x_query, x_key = (x.reshape(len(theirs), -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
+    own = head.logits(x_query, x_key)
     expected = head.admits(torch.arange(own.shape[-2]), torch.arange(own.shape[-1]))
     masks_differ = not bool((expected == admits(theirs)[..., : own.shape[-1]]).all())
-    if head.sink is not None:  # the sink is one more key
-        own = torch.cat([own, head.sink.to(own).expand(*own.shape[:-1], 1)], -1)
-    theirs = theirs[..., : own.shape[-1]]
+    shape = *own.shape[:-1], own.shape[-1] + (head.sink is not None)  # the sink is one more key
+    theirs = theirs[..., : shape[-1]]
     seen = admits(theirs)
-    if own.shape != theirs.shape or not seen.any():
-        raise Refusal(f"logits of {tuple(own.shape)}, where the model has {tuple(theirs.shape)}")
-    largest = theirs[seen].abs().max().clamp(min=1)
-    # Softmax does not see a number per query: some models subtract their largest logit, some count ALiBi from key 0.
-    gap = own - theirs
-    shift = gap.masked_fill(~seen, 0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
-    return min(float(one[seen].abs().max() / largest) for one in (gap, gap - shift)), masks_differ
-
-
-def own_logits(head: Head, x_query: Tensor, x_key: Tensor, *, num_texts: int) -> Tensor:
-    """A head's logits for inputs that may have texts and tokens in one dimension."""
-    x_query, x_key = (x.reshape(num_texts, -1, x.shape[-1]) if x.dim() == 2 else x for x in (x_query, x_key))
-    return head.logits(x_query, x_key)
+    if theirs.shape != shape or not seen.any():
+        raise Refusal(f"logits of {shape}, where the model has {tuple(theirs.shape)}")
+    return largest_gap(head, own, theirs, seen) / max(float(theirs[seen].abs().max()), 1.0), masks_differ
 
 
 def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:

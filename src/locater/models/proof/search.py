@@ -26,8 +26,8 @@ DEPTHS = (
 Recipe = Json
 
 
-def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
-    """The first recipe that is proven, mask and all; else one proven but for its mask; else the nearest."""
+def find_recipe(calls: Calls) -> Verdict:
+    """Judge the first recipe that is proven, mask and all; else one proven but for its mask; else the nearest."""
     nearest = but_for_masks = None
     sink = _sink(calls)
     for recipe in itertools.chain(of_tables(calls), lifted(calls)):
@@ -38,15 +38,14 @@ def find_recipe(calls: Calls) -> tuple[Recipe, Verdict]:
             recipe = recipe | _biases(calls, recipe)
             # Without the check of every layer and head, a recipe that fits the first head by chance would be taken.
             verdict = check_row(row_of(recipe), calls)
+        verdict.recipe = recipe
         if verdict.is_proven and not verdict.masks_differ:
-            return recipe, verdict
+            return verdict
         if verdict.is_proven:
-            but_for_masks = but_for_masks or (recipe, verdict)
-        elif verdict.error and (nearest is None or verdict.error < nearest[1].error):
-            nearest = recipe, verdict
-    return (
-        but_for_masks or nearest or ({}, Verdict(differs=calls.reason or "its sizes are in no entries of its config"))
-    )
+            but_for_masks = but_for_masks or verdict
+        elif verdict.error and (nearest is None or verdict.error < nearest.error):
+            nearest = verdict
+    return but_for_masks or nearest or Verdict(differs=calls.reason or "its sizes are in no entries of its config")
 
 
 def _biases(calls: Calls, recipe: Recipe) -> Recipe:

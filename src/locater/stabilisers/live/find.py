@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...errors import Refusal, missing, refusal
-from ...models import HeadRows, Slices, read_heads, slices
+from ...errors import Refusal, missing, refusal, within
+from ...models import AttentionModule, HeadRows, read_heads, slices
 from ...models.live import open_live
 from ...models.live.modules import Explicit
 from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
-from ...models.slices import Latent
+from ...models.slices import Latent, is_normed, logit_scale, num_columns, rotary
 from ...projections import whole
 from .pairs import Inner, Pair
 from .weights import find_rows, find_weight
@@ -46,10 +46,9 @@ def find_pairs(
         if site.reason is not None:
             skipped += read_heads(site).refused
             continue
-        rows = slices(site)
-        for pair in _pairs_of(rows, tensors, skipped, latent=latent):
-            is_normed = rows.is_normed or NORM in pair.query.weight.attention._modules
-            reason = NORMED if by_scale and is_normed else _unfit(pair) if trained else None
+        for pair in _pairs_of(site, tensors, skipped, latent=latent):
+            is_bounded = is_normed(site) or NORM in pair.query.weight.attention._modules
+            reason = NORMED if by_scale and is_bounded else _unfit(pair) if trained else None
             if reason:
                 skipped.append(f"{pair.name}: {reason}")
             else:
@@ -70,18 +69,19 @@ def _unfit(pair: Pair) -> str | None:
     return None
 
 
-def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, latent: bool) -> Iterator[Pair]:
+def _pairs_of(module: AttentionModule, tensors: ModuleTensors, skipped: list[str], *, latent: bool) -> Iterator[Pair]:
     """A module's heads as one pair; as several where their rows follow no single grid (CodeGen's four blocks)."""
-    place = f"{module.block} layer {module.layer}"
-    if module.widths[0] != module.widths[1]:
-        skipped.append(f"{place}: queries and keys of different widths, {module.widths[0]} and {module.widths[1]}")
-    elif any(rows.query.latent or rows.key.latent for rows in module.heads):
-        if latent and (pair := _latent_pair(module, tensors)) is not None:
+    place, heads = module.place, slices(module)
+    widths = [num_columns(module, side) for side in (heads[0].query, heads[0].key)]
+    if widths[0] != widths[1]:
+        skipped.append(f"{place}: queries and keys of different widths, {widths[0]} and {widths[1]}")
+    elif any(rows.query.latent or rows.key.latent for rows in heads):
+        if latent and (pair := _latent_pair(module, heads, tensors)) is not None:
             yield pair
         else:
             skipped.append(f"{place}: latent attention, whose weights are products")
     else:
-        groups = [list(group) for _, group in groupby(module.heads, key=lambda rows: rows.key)]
+        groups = [list(group) for _, group in groupby(heads, key=lambda rows: rows.key)]
         while groups:
             # The longest run of groups on one grid; a single group always is one.
             runs = ((size, _pair(module, groups[:size], tensors)) for size in range(len(groups), 0, -1))
@@ -93,24 +93,25 @@ def _pairs_of(module: Slices, tensors: ModuleTensors, skipped: list[str], *, lat
 
 
 def _pair(
-    module: Slices, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors, *inner: Inner | None
+    module: AttentionModule, groups: Sequence[Sequence[HeadRows]], tensors: ModuleTensors, *inner: Inner | None
 ) -> Pair | None:
     query = find_rows([[rows.query for rows in group] for group in groups], tensors, module.caller)
     key = find_rows([[group[0].key] for group in groups], tensors, module.caller)
     if query is None or key is None:
         return None
-    first = groups[0][0].head
-    numbers = 1 / module.scale, module.widths[0], module.rotary
-    return Pair(module.block, module.layer, first, query, key, *numbers, *inner)
+    first = groups[0][0]
+    with within(module.place):
+        numbers = 1 / logit_scale(module), num_columns(module, first.query), rotary(module)
+    return Pair(module.block, module.number, first.head, query, key, *numbers, *inner)
 
 
-def _latent_pair(module: Slices, tensors: ModuleTensors) -> Pair | None:
+def _latent_pair(module: AttentionModule, heads: Sequence[HeadRows], tensors: ModuleTensors) -> Pair | None:
     """The heads of a layer of latent attention; None where they are made in another way than `Pair` knows."""
-    head = module.heads[0]
+    head = heads[0]
     inner = [None if side.latent is None else _inner(side.latent, tensors) for side in (head.key, head.query)]
-    if module.is_normed or inner[0] is None or (inner[1] is None) != (head.query.latent is None):
+    if is_normed(module) or inner[0] is None or (inner[1] is None) != (head.query.latent is None):
         return None
-    return _pair(module, [[rows] for rows in module.heads], tensors, *inner)
+    return _pair(module, [[rows] for rows in heads], tensors, *inner)
 
 
 def _inner(latent: Latent, tensors: ModuleTensors) -> Inner | None:
