@@ -367,7 +367,7 @@ def test_heads_that_do_not_divide_the_rows(tmp_path):
 def test_missing_extra(tmp_path, monkeypatch):
     import sys
 
-    from locater.checkpoints.gguf import file as reader
+    from locater.checkpoints import gguf as reader
 
     kind = gguf.GGMLQuantizationType.Q8_0
     write_raw(tmp_path / "x.gguf", {"a": (np.zeros((2, 34), np.uint8), kind)})

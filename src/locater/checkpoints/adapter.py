@@ -122,7 +122,7 @@ def _match(base: Checkpoint, adapter: Checkpoint, settings: JsonMapping) -> tupl
         elif "lora_" in bare:
             raise refusal("factors A and B in the adapter", f"{stored[:120]!r}", "merge it with peft first")
         else:
-            replaced[_replaced(base, bare, settings, replaced)] = stored
+            replaced[_find_replaced(base, bare, settings, replaced)] = stored
     changed: Factors = {}
     for module, sides in factors.items():
         if not _is_targeted(module, settings):
@@ -179,7 +179,7 @@ def _check_once(is_first: bool, stored: str) -> None:
         raise refusal("factors of each weight once in the adapter", f"{stored[:120]!r} besides others", "save it again")
 
 
-def _replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collection[str]) -> str:
+def _find_replaced(base: Checkpoint, bare: str, settings: JsonMapping, others: Collection[str]) -> str:
     """The name of the base's tensor whose place this one takes: a trained bias, or part of a module saved whole."""
     plain = bare.replace(".modules_to_save.default", "").replace(".base_layer.", ".")
     name = _find(base, plain)

@@ -113,7 +113,10 @@ def retried(path: str, request: Callable[[], Any]) -> Any:
         except FileNotFoundError as cause:
             # fsspec says "not found" for every other answer of a server, too.
             reason: BaseException = cause if cause.__cause__ is None else cause.__cause__
-            if getattr(reason, "status", 404) in ABSENT and not isinstance(reason, _aiohttp_errors()):
+            import aiohttp
+
+            broken = isinstance(reason, aiohttp.ClientConnectionError | TimeoutError)
+            if getattr(reason, "status", 404) in ABSENT and not broken:
                 raise FileNotFoundError(path) from None
         except Refusal:
             raise
@@ -126,12 +129,6 @@ def retried(path: str, request: Callable[[], Any]) -> Any:
             raise _unreachable(path, reason) from None
         time.sleep(pause)
     raise AssertionError("the last pause is none")
-
-
-def _aiohttp_errors() -> tuple[type[BaseException], ...]:
-    import aiohttp
-
-    return (aiohttp.ClientConnectionError, TimeoutError)
 
 
 class RemoteFolder:

@@ -182,12 +182,13 @@ def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = 
 def _ask_all(module: AttentionModule) -> None:
     """Every cell of a row; what refuses does so again when it is read."""
     for column in fields(Attention):
-        _ask(module, getattr(module.row, column.name), column.name)
+        _ask_cell(module, getattr(module.row, column.name), column.name)
     with contextlib.suppress(Refusal):
         rotary(module)
 
 
-def _ask(module: AttentionModule, cell: Any, name: str) -> None:
+def _ask_cell(module: AttentionModule, cell: Any, name: str) -> None:
+    """Resolve one cell and those of the row within it, so that the entries they read count as asked for."""
     try:
         if name == "alibi":
             cell = None if cell is None else ask(cell, module.config, 0)
@@ -199,7 +200,7 @@ def _ask(module: AttentionModule, cell: Any, name: str) -> None:
         return
     if is_dataclass(cell) and not isinstance(cell, type):
         for column in fields(cell):
-            _ask(module, getattr(cell, column.name), column.name)
+            _ask_cell(module, getattr(cell, column.name), column.name)
 
 
 # The columns whose words name entries of the config.

@@ -27,9 +27,9 @@ class Model:
         """Layers of the whole model, stored here or not."""
         return max(stack[0].num_layers for stack in self.stacks)
 
-    def layers(self, wanted: Iterable[int] | None = None) -> Iterator[AttentionModule]:
-        """Every attention module of the wanted layers with its heads, read one at a time."""
-        return map(read_heads, self.modules(None if wanted is None else frozenset(wanted)))
+    def layers(self) -> Iterator[AttentionModule]:
+        """Every attention module with its heads, read one at a time."""
+        return map(read_heads, self.modules())
 
     def modules(self, wanted: Collection[int] | None = None) -> tuple[AttentionModule, ...]:
         """The attention modules of the wanted layers, by default of all; no weight is read yet."""

@@ -220,9 +220,9 @@ def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:
     return sorted({prefix for prefix in whole if not prefix or prefix.endswith(".")})
 
 
-def module_of_row(row: Attention, tensors: Tensors, number: int = 0) -> AttentionModule:
+def module_of_row(row: Attention, tensors: Tensors) -> AttentionModule:
     """The attention module of a row that names one module by itself."""
-    return AttentionModule(row, Config(), tensors, number)
+    return AttentionModule(row, Config(), tensors)
 
 
 def refused_module(

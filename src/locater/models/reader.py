@@ -127,10 +127,6 @@ class Projections:
         rows = torch.cat([torch.arange(at.first, at.stop) for at in self.slices])
         return Whole(self.weight[rows], None if self.bias is None else self.bias[rows])
 
-    def _down(self, rank: int) -> Tensor:
-        """One tensor for all heads, by which they can be seen to share it."""
-        return self.downs.setdefault(rank, self.weight[:rank])
-
     def _low_rank(self, index: int, latent: Latent) -> Projection:
         """Rows through the inner norm first, then those that the down projection gives directly to every head."""
         module, rank, at = self.module, latent.down.count, self.slices[index]
@@ -142,7 +138,8 @@ class Projections:
             raise refusal(f"a gain of {rank} numbers", len(norm.gain))
         if not self._has_finite_vectors:
             self._check_vectors(self.bias)
-        parts = LowRank(self._down(rank), up, norm, None if self.bias is None else self.bias[:rank])
+        down = self.downs.setdefault(rank, self.weight[:rank])  # one tensor: heads can be seen to share it
+        parts = LowRank(down, up, norm, None if self.bias is None else self.bias[:rank])
         bias = None if self.bias is None else torch.cat([up.new_zeros(at.count), self.bias[rank:].to(up)])
         weight = torch.cat([parts.weight, self.weight[rank:].to(parts.weight.dtype)])
         return Projection(weight, bias, self.input_norm, low_rank=parts)

@@ -90,14 +90,11 @@ def count_heads(settings: Settings, layer: int) -> tuple[int, int]:
     prefix = f"{settings['general.architecture']}.attention."
     queries = settings.get(prefix + "head_count")
     keys = settings.get(prefix + "head_count_kv", queries)
-    queries, keys = (value[layer] if _reaches(value, layer) else value for value in (queries, keys))
+    both = (value[layer] if isinstance(value, list) and layer < len(value) else value for value in (queries, keys))
+    queries, keys = both
     if type(queries) is not int or type(keys) is not int or not 0 < keys <= queries:
         raise refusal("numbers of query and key heads in the GGUF file", f"{queries!r:.40} and {keys!r:.40}")
     return queries, keys
-
-
-def _reaches(value: object, layer: int) -> bool:
-    return isinstance(value, list) and layer < len(value)
 
 
 def _check_counts(own: Settings) -> None:

@@ -121,6 +121,7 @@ def _read_value(cursor: Cursor, kind: int, errors: str = "strict") -> Any:
 
 
 def _read_list(cursor: Cursor, *, is_whole: bool) -> Any:
+    """The items of a list; of a long one only their number, unless it is wanted whole."""
     inner = cursor.number("I")
     size = struct.calcsize("<" + SCALARS[inner]) if inner in SCALARS else 8
     number = cursor.count("items of a list", unit=size, limit=2**62)

@@ -100,13 +100,13 @@ def _mpt(config: Json, own: Settings, names: Names) -> None:
 # Models whose layers differ in heads, sizes and rotary positions.
 def _gemma4(config: Json, own: Settings, names: Names) -> None:
     """Full layers have heads of another size and, where keys are the values, another number of them."""
-    kinds, heads = _add_kinds(config, own), _key_heads(config, own)
+    kinds, heads = _set_layer_types(config, own), _key_heads(config, own)
     small, large = (_count(own, f"attention.key_length{kind}") for kind in ("_swa", ""))
     config |= {"head_dim": small, "num_key_value_heads": heads.get(SLIDING, heads.get(FULL))}
     full = {"head_dim": large, "num_key_value_heads": heads.get(FULL)}
     config["per_layer_config"] = {str(layer): full for layer, kind in enumerate(kinds) if kind == FULL}
     turned = _count(own, "rope.dimension_count_swa") if "rope.dimension_count_swa" in own else small
-    _add_rotary_by_kind(config, own, turned / small)
+    _set_rotary_by_layer_type(config, own, turned / small)
     # Which pairs of a full layer turn is said by a tensor: `rope.share_that_turns`.
     config["rope_parameters"].get(FULL, {}).update(rope_type="proportional", partial_rotary_factor=None)
     values = [f"blk.{layer}.attn_v.weight" for layer, kind in enumerate(kinds) if kind == FULL]
@@ -120,17 +120,17 @@ def _mimo2(config: Json, own: Settings, names: Names) -> None:
     """Its own code gives sliding layers twice the key heads; layers for further tokens are counted among the blocks."""
     further = own.get("nextn_predict_layers", 0)
     config["num_hidden_layers"] = _count(own, "block_count") - (further if type(further) is int else 0)
-    _add_kinds(config, own)
+    _set_layer_types(config, own)
     heads = _key_heads(config, own)
     number = heads.get(FULL, heads.get(SLIDING, 0) // 2)
     if heads.get(SLIDING, 2 * number) != 2 * number:
         expected = "twice as many key heads in layers with a window as in others (MiMo-V2-Flash)"
         raise refusal(expected, f"{heads[SLIDING]} and {number}", "scan the model's safetensors")
     config["num_key_value_heads"] = number
-    _add_rotary_by_kind(config, own, _count(own, "rope.dimension_count") / _count(own, "attention.key_length"))
+    _set_rotary_by_layer_type(config, own, _count(own, "rope.dimension_count") / _count(own, "attention.key_length"))
 
 
-def _add_kinds(config: Json, own: Json) -> list[str]:
+def _set_layer_types(config: Json, own: Json) -> list[str]:
     """Set the layer types by the file's list of layers with a window."""
     pattern, number = own.get("attention.sliding_window_pattern"), config.get("num_hidden_layers")
     if not isinstance(pattern, list) or type(number) is not int or not 0 < number <= len(pattern):
@@ -151,7 +151,7 @@ def _key_heads(config: Json, own: Json) -> dict[str, int]:
     return found
 
 
-def _add_rotary_by_kind(config: Json, own: Json, fraction: float) -> None:
+def _set_rotary_by_layer_type(config: Json, own: Json, fraction: float) -> None:
     config.pop("rope_theta", None)
     if "rope_scaling" in config:
         raise refusal("rotary positions that are not stretched", f"{config['rope_scaling']!r:.60}")

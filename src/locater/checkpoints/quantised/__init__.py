@@ -13,23 +13,23 @@ from . import declared, packed, stacked
 from .weight import REMEDY, Find, QuantisedWeight, unknown, word
 
 # By `quant_method` of the config.
-METHODS: dict[str, Find] = {
-    "fp8": declared.find_eight_bits,
-    "fbgemm_fp8": declared.find_eight_bits,
-    "mxfp8": declared.find_eight_bits,
-    "modelopt": declared.find_modelopt,
-    "compressed-tensors": declared.find_compressed,
-    "gptq": packed.find_gptq,
-    "awq": packed.find_awq,
-    "bitsandbytes": stacked.find_bitsandbytes,
+METHODS: dict[str, tuple[Find, ...]] = {
+    "fp8": (declared.find_eight_bits,),
+    "fbgemm_fp8": (declared.find_eight_bits,),
+    "mxfp8": (declared.find_eight_bits,),
+    "modelopt": (declared.find_modelopt,),
+    "compressed-tensors": (declared.find_eight_bits, declared.find_four_bits, *declared.find_whole_numbers),
+    "gptq": (packed.find_gptq,),
+    "awq": (packed.find_awq,),
+    "bitsandbytes": (stacked.find_bitsandbytes, stacked.find_bitsandbytes_8),
     "quanto": stacked.find_quanto,
-    "torchao": packed.find_torchao,
-    "hqq": stacked.find_hqq,
-    "mlx": packed.find_mlx,
-    "mxfp4": lambda store, settings: iter(()),  # of the experts only
+    "torchao": (packed.find_torchao,),
+    "hqq": (stacked.find_hqq,),
+    "mlx": (packed.find_mlx,),
+    "mxfp4": (),  # of the experts only
 }
 # What says of itself all that is needed.
-SELF_DESCRIBING = (declared.find_eight_bits, stacked.find_bitsandbytes, packed.find_torchao, stacked.find_hqq)
+SELF_DESCRIBING = (declared.find_eight_bits, *METHODS["bitsandbytes"], packed.find_torchao, stacked.find_hqq)
 # How the tensors of packed weights end, by which they are known where the config is silent.
 PACKED = (".qweight", ".weight_packed", ".weight._data", ".weight._data._data")
 # How activations were quantised: they do not change a weight.
@@ -126,9 +126,10 @@ def dequantised(store: Checkpoint) -> Checkpoint:
     if method and method not in METHODS:
         raise unknown(method)
     _check_known(store, settings, method)
-    finders = (METHODS[method],) if method else SELF_DESCRIBING
+    finders = METHODS[method] if method else SELF_DESCRIBING
     weights = {weight.name: weight for find in finders for weight in find(store, settings)}
-    left = next((name for name in store.names if name.endswith(PACKED) and _plain_name(name) not in weights), None)
+    packed_names = ((name, end) for name in store.names for end in PACKED if name.endswith(end))
+    left = next((name for name, end in packed_names if f"{name.removesuffix(end)}.weight" not in weights), None)
     if left is not None:
         said = f"quant_method `{method}`" if method else "no quant_method"
         raise bad_value(f"a config that says how `{left[:120]}` is packed", said, f"fetch config.json too, or {REMEDY}")
@@ -155,7 +156,3 @@ def _settings(config: JsonMapping) -> Json:
         elif "quant_algo" in settings:
             settings["quant_method"] = "modelopt"
     return settings | {"hidden_size": config.get("hidden_size")} if settings else {}
-
-
-def _plain_name(name: str) -> str:
-    return next(name.removesuffix(end) for end in PACKED[::-1] if name.endswith(end)) + ".weight"

@@ -262,8 +262,7 @@ class WholeNumbers(Declared):
         return unpack_bits(words, self.bits)[:, :width].float() - 2 ** (self.bits - 1)
 
 
-def find_compressed(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
-    yield from find_eight_bits(store, settings)
-    yield from find_four_bits(store, settings)
-    for ending, dtype in (("weight_packed", torch.int32), ("weight", torch.int8)):
-        yield from find_by(WholeNumbers, ending, *PARTS, dtypes=(dtype,))(store, settings)
+find_whole_numbers = (
+    find_by(WholeNumbers, "weight_packed", *PARTS, dtypes=(torch.int32,)),
+    find_by(WholeNumbers, "weight", *PARTS, dtypes=(torch.int8,)),
+)

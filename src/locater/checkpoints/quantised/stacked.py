@@ -124,9 +124,10 @@ class QuantoStacked(Stacked):
         return scale * codes - shift.float() if shift.is_floating_point() else scale * (codes.int() - shift.int())
 
 
-def find_quanto(store: Checkpoint, settings: JsonMapping) -> Iterator[QuantisedWeight]:
-    yield from find_by(QuantoBytes, "weight._data", *QUANTO_PARTS)(store, settings)
-    yield from find_by(QuantoStacked, "weight._data._data", *QUANTO_PARTS)(store, settings)
+find_quanto = (
+    find_by(QuantoBytes, "weight._data", *QUANTO_PARTS),
+    find_by(QuantoStacked, "weight._data._data", *QUANTO_PARTS),
+)
 
 
 # ---------------------------------------------------------------------------------------------------- bitsandbytes
@@ -207,4 +208,6 @@ def find_bitsandbytes(store: Checkpoint, settings: JsonMapping) -> Iterator[Quan
             if kind not in ("nf4", "fp4"):
                 raise bad_value(f"NF4 or FP4 in `{module[:120]}.weight`", repr(kind[:40]), REMEDY)
             yield BitsAndBytes4(store, f"{module}.weight", parts, settings)
-    yield from find_by(BitsAndBytes8, "SCB", "weight", "weight_format")(store, settings)
+
+
+find_bitsandbytes_8 = find_by(BitsAndBytes8, "SCB", "weight", "weight_format")

@@ -202,13 +202,10 @@ def _lengths(
     for kind in kinds:
         whole, found = square * _terms(kind, size), []
         measured = float((plain / wanted).flatten()[least].square() - whole.flatten()[least])
-        for epsilon in dict.fromkeys([*stated, *_rounded(measured)]):
+        rounded = [float(f"{measured:.1g}"), measured] if 0 < measured < torch.inf else []
+        for epsilon in dict.fromkeys([*stated, *rounded]):
             apart = float((plain * (whole + epsilon).rsqrt() - wanted).abs().max())
             found += [(apart, epsilon)] if apart <= limit else []
         best = 4 * min(found, default=(0.0, 0.0))[0]
         for _, epsilon in sorted(found, key=lambda one: max(one[0], best))[:KEPT]:
             yield kind, epsilon
-
-
-def _rounded(measured: float) -> list[float]:
-    return [float(f"{measured:.1g}"), measured] if 0 < measured < torch.inf else []

@@ -91,10 +91,6 @@ class PassRecord:
         self.scores.clear()
         self.marks.clear()
 
-    def clear(self) -> None:
-        """Forget the pass."""
-        self.products, self.scores, self.norms, self.marks = [], [], [], {}
-
 
 def run_sample(model: nn.Module, sample: Sample) -> None:
     """One batch as the model takes it: a tensor, named arguments, or several."""

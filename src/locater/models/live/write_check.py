@@ -6,7 +6,6 @@ Master weights are looked for in the optimiser, and hidden ones refused.
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -176,17 +175,13 @@ def find_copy(parameter: Tensor, optimizer: Optimizer) -> Copy | None:
     state = optimizer.state.get(parameter, {})
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Tensor) and _is_copy(value, parameter):
-            return Copy(parameter, partial(_entry, optimizer, parameter, key))
+            # Looked up each time: loading a state puts another tensor there.
+            return Copy(parameter, lambda key=key: optimizer.state[parameter][key])
     copies = {id(one): one for one in _tensors(vars(optimizer), DEPTH) if _is_copy(one, parameter)}
     if len(copies) != 1:
         return None
     (copy,) = copies.values()
     return Copy(parameter, lambda: copy)
-
-
-def _entry(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
-    """Current copy: loading a state puts another tensor there."""
-    return optimizer.state[parameter][key]
 
 
 def _is_copy(tensor: Tensor, parameter: Tensor) -> bool:

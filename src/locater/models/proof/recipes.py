@@ -95,11 +95,11 @@ WINDOWS: dict[str, Cell] = {
 CAPS = ("attn_logit_softcapping",)
 
 
-def _layer_type(config: Config, layer: int) -> JsonMapping:
-    return config["rope_parameters"][_kind(config, layer)]
-
-
 FRACTIONS = ("", "partial_rotary_factor")
+PARAMETERS: dict[str, Cell] = {
+    "one": None,
+    "by layer type": lambda config, layer: config["rope_parameters"][_kind(config, layer)],
+}
 
 
 def norm_cell(recipe: JsonMapping | None) -> Any:
@@ -125,7 +125,7 @@ def rotary_cell(recipe: JsonMapping | None) -> RotaryAt | None:
         interleaved=recipe["interleaved"],
         backward=recipe.get("backward", False),
         only=LAYERS[recipe.get("only", "every layer")],
-        parameters=_layer_type if recipe.get("parameters") == "by layer type" else None,
+        parameters=PARAMETERS[recipe.get("parameters", "one")],
     )
 
 
