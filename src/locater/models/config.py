@@ -5,12 +5,29 @@ A cell is a literal, the name of a config entry, or a function of the config and
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import Refusal, missing, refusal
 from ..records import JsonMapping
+
+
+class Asked(dict[str, Any]):
+    """A table that knows which of its entries were asked for, those of tables within it by their path."""
+
+    def __init__(self, values: JsonMapping, asked: Iterable[str] = (), path: str = "") -> None:
+        super().__init__(values)
+        self.asked, self.path = asked if isinstance(asked, set) else set(asked), path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(f"{self.path}{key}")
+        value = super().get(key, default)
+        return Asked(value, self.asked, f"{self.path}{key}.") if isinstance(value, Mapping) else value
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(f"{self.path}{key}")
+        return super().__getitem__(key)
 
 
 @dataclass(frozen=True)

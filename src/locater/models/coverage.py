@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import Refusal
-from .config import Cell, Config, ask, resolve
+from .config import Asked, Cell, Config, ask, resolve
 from .module import AttentionModule, Stack
 from .neighbours import (
     Surroundings,
@@ -132,23 +132,10 @@ NOTHING = (None, False, 0, "", "none", "default", "absolute", [])
 READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
 
 
-class _Asked(dict[str, Any]):
-    """A table that knows which of its entries were asked for."""
-
-    def __init__(self, values: Mapping[str, Any], asked: set[str], path: str = "") -> None:
-        super().__init__(values)
-        self.asked, self.path = asked, path
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(f"{self.path}{key}")
-        value = super().get(key, default)
-        return _Asked(value, self.asked, f"{self.path}{key}.") if isinstance(value, Mapping) else value
-
-
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
     """The telling entries of a config, nested ones by their path, that no row asks for."""
     asked = set(family.initial)
-    listening = Config(_Asked(config.values, asked))
+    listening = Config(Asked(config.values, asked))
     if family.partial is not None:
         ask(family.partial, listening)
     for module in (module for stack in stacks for module in stack):

@@ -1,8 +1,7 @@
 """From the settings of a GGUF file to the configuration that the model's own code would have saved."""
 
-from typing import Any
-
 from ...errors import refusal
+from ...models.config import Asked
 from ...records import Json
 from .architectures import ARCHITECTURES
 from .names import COMMON, Architecture
@@ -27,22 +26,6 @@ INSTEAD = "scan the model's safetensors instead, or ask for support with the fil
 SAFETENSORS = "scan the model's safetensors, which say how its positions are stretched"
 
 
-class _Read(dict[str, Any]):
-    """Settings that know which of them were asked for."""
-
-    def __init__(self, settings: Settings):
-        super().__init__(settings)
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-
 def architecture_of(settings: Settings) -> str:
     """The architecture of a file; llama.cpp files Mistral and Mixtral under `llama`."""
     name = settings.get("general.architecture")
@@ -57,7 +40,7 @@ def translate_settings(settings: Settings, names: Names) -> Json:
     """Settings by the names of the model's own code; those that tensors imply (biases, tied embeddings) included."""
     name, prefix = architecture_of(settings), f"{settings['general.architecture']}."
     row = ARCHITECTURES.get(name, Architecture(name))
-    own = _Read({key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)})
+    own = Asked({key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)})
     _check_counts(own)
     config: Json = {"model_type": row.model_type, **row.defaults}
     for key, renamed in (COMMON | dict(row.settings)).items():
@@ -77,7 +60,7 @@ def translate_settings(settings: Settings, names: Names) -> Json:
     return {key: value for key, value in config.items() if value is not None or key in row.defaults}
 
 
-def _check_all_that_acts(own: _Read, row: Architecture, name: str) -> None:
+def _check_all_that_acts(own: Asked, row: Architecture, name: str) -> None:
     """Refuse settings that change logits and were not read; rows may say that a setting does nothing."""
     known = {*own.asked, *dict(row.settings), *COMMON, *HARMLESS}
     lost = [key for key in own if key.startswith(ACTING) and dict.get(own, key) and key not in known]
@@ -126,7 +109,7 @@ def _add_rotary(config: Json, own: Settings, row: Architecture, names: Names) ->
         config["rope_scaling"] = scaling | {name: own[key] for key, name in YARN.items() if key in own}
 
 
-def _check_turned(config: Json, own: _Read, row: Architecture, name: str) -> None:
+def _check_turned(config: Json, own: Asked, row: Architecture, name: str) -> None:
     """Refuse what a row takes for granted where the file says otherwise: heads that turn whole, and who sees whom."""
     turned, size = own.get("rope.dimension_count"), config.get("head_dim") or head_dim(own)
     is_read = row.partial_rotary or "rope.dimension_count" in row.settings or name in ("gemma4", "mimo2")

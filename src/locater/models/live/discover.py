@@ -183,9 +183,7 @@ def _logits(
     if call.score is not None:
         raise refusal("logits that no function changes", "a score_mod")
     query, key = widen(call.query[:MOST_TEXTS, :, rows]), widen(call.key[:MOST_TEXTS, :, columns])
-    scale = query.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
-    logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * scale
-    logits = logits if call.softcap is None else torch.tanh(logits / call.softcap) * call.softcap
+    logits = call.changed(query=query, key=key).raw()
     texts, heads, some, every = (slice(0, size) for size in (len(query), query.shape[1], len(rows), call.shape[3]))
     mask = mask_of_call(call).part(texts, heads).at(rows)
     if mask.added is not None:

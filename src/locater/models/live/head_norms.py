@@ -123,9 +123,8 @@ def explain_behind(
         values, least = gain.values, 1e-3 * gain.values.abs().max()
         if gain.name is None or gain.single or gain.bias is not None or values.abs().min() <= least:
             continue
-        if len(values) % size or num_heads * size % len(values):
+        if (each := of_each_head(values, num_heads, size)) is None:
             continue
-        each = values.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0)
         for made in explain_normed(vectors / each, source, [Gain(None, torch.ones(1))], epsilons, allowed):
             if made.norm is not None and made.norm.kind != "layer" and not made.whole:
                 norm = replace(made.norm, name=gain.name, plain=False, plus_one=gain.plus_one)
@@ -160,11 +159,16 @@ def _by_head(
     if num_rows is not None:
         fits = len(values) == num_rows and gain.bias is None
         return (values.unflatten(0, (-1, size))[None], None) if fits else None
+    each = of_each_head(values, num_heads, size)
+    bias = None if gain.bias is None else of_each_head(gain.bias, num_heads, size)
+    return None if each is None else (each[:, None], bias)
+
+
+def of_each_head(values: Tensor, num_heads: int, size: int) -> Float[Tensor, "heads d_head"] | None:
+    """Numbers of some heads, or of each, as those of each head; None where the sizes do not fit."""
     if len(values) % size or num_heads * size % len(values):
         return None
-    parts = (values, *([] if gain.bias is None else [gain.bias]))
-    each = [part.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0) for part in parts]
-    return each[0][:, None], each[1] if len(each) > 1 else None
+    return values.unflatten(0, (-1, size)).repeat_interleave(num_heads * size // len(values), 0)
 
 
 def _directions(wanted: Float[Tensor, "batch heads d_head"], blocks: Tensor, allowed: float) -> list[int] | None:

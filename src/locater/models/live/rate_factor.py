@@ -82,8 +82,8 @@ def factor_on(optimizer: Optimizer) -> RateFactor:
 def release_factor(optimizer: Optimizer, owner: object) -> None:
     """Take one owner's factor off; with the last the hooks go."""
     inner = inner_optimizer(optimizer)
-    factor = None if inner is None else _FACTORS.get(inner)
-    if inner is not None and factor is not None:
+    if inner is not None and inner in _FACTORS:
+        factor = _FACTORS[inner]
         factor.parts.pop(id(owner), None)
         if not factor.parts:
             factor.close()
@@ -93,8 +93,7 @@ def release_factor(optimizer: Optimizer, owner: object) -> None:
 def current_factor(optimizer: Optimizer) -> float:
     """The factor with which an optimiser steps now."""
     inner = inner_optimizer(optimizer)
-    factor = None if inner is None else _FACTORS.get(inner)
-    return 1.0 if factor is None else factor.value
+    return 1.0 if inner is None or inner not in _FACTORS else _FACTORS[inner].value
 
 
 def rates(optimizers: Iterable[Optimizer]) -> list[float]:

@@ -43,42 +43,38 @@ def check_row(row: Attention, calls: Calls, *, hasty: bool = False) -> Verdict:
     verdict = Verdict()
     try:
         stack = find_stack(row, calls.evidence.config, calls.evidence.tensors)
-        if not stack:
-            return Verdict(differs="no tensors of its names")
         modules, layers = {module.number: module for module in stack}, list(calls.by_layer)
         if not set(layers) <= set(modules):
-            return Verdict(differs=f"layers {tuple(modules)}, where the model attends in {tuple(layers)}")
+            raise Refusal(f"layers {tuple(modules)}, where the model attends in {tuple(layers)}")
         for layer in layers[:1] if hasty else layers:
-            verdict = _check_layer(modules[layer], calls, verdict, hasty)
-            if verdict.differs:
-                return verdict
+            _check_layer(modules[layer], calls, verdict, hasty)
         if not hasty and (misplaced := misplaced_bias(stack)) is not None:
-            return Verdict(differs=misplaced)
+            raise Refusal(misplaced)
     except (Refusal, RuntimeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as reason:
-        return Verdict(differs=str(reason).splitlines()[0][:200])
+        # Only a row whose logits are off has a distance: any other could look nearer than it.
+        error = verdict.error if verdict.error > TOLERANCE else 0.0
+        return Verdict(error, str(reason).splitlines()[0][:200])
     return verdict
 
 
-def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty: bool) -> Verdict:
+def _check_layer(module: AttentionModule, place: Calls, verdict: Verdict, hasty: bool) -> None:
+    """Refuse a layer with other heads than its calls show, another input norm, or other logits."""
     built, layer, evidence = read_heads(module), module.number, place.evidence
     calls = place.by_layer[layer]
-    if built.refused:
-        return Verdict(differs=built.refused[0])
     num_heads = calls[0].logits.shape[1]
-    if len(built.heads) != num_heads:
-        return Verdict(differs=f"{len(built.heads)} heads in layer {layer}, where the model has {num_heads}")
+    if built.refused or len(built.heads) != num_heads:
+        counts = f"{len(built.heads)} heads in layer {layer}, where the model has {num_heads}"
+        raise Refusal(built.refused[0] if built.refused else counts)
     x_query, x_key = (input_of(evidence, name) for name in (built.query_name, built.key_name))
     for x, projection in ((x_query, built.heads[0].query), (x_key, built.heads[0].key)):
         if (differs := _norm_differs(projection.input_norm, x, evidence)) is not None:
-            return Verdict(differs=f"the input norm of layer {layer}: {differs}")
+            raise Refusal(f"the input norm of layer {layer}: {differs}")
     for call in calls:
         for head in built.heads[:1] if hasty else built.heads:
             error, masks = head_error(head, x_query, x_key, call)
+            verdict.error, verdict.masks_differ = max(verdict.error, error), verdict.masks_differ or masks
             if not error <= TOLERANCE:
-                return Verdict(error, f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
-            verdict.error = max(verdict.error, error)
-            verdict.masks_differ |= masks
-    return verdict
+                raise Refusal(f"logits of layer {layer}, head {head.index} by {error:.1g} of the largest")
 
 
 def input_of(evidence: Evidence, file_name: str) -> Tensor:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from ...errors import Refusal
 from ...records import Json
 from ..config import Config, resolve
+from ..neighbours import LAYER
 from ..tensors import Held
 from .observe import ObservedPass, SoftmaxCall
-
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -75,10 +74,6 @@ class Calls:
             return [resolve(cell, self.config, layer) for layer in self.by_layer]
         except Refusal:
             return []
-
-    def value(self, cell: Any) -> Any:
-        """A cell's value in the first layer; None where the config does not say it."""
-        return next(iter(self.values(cell)), None)
 
     def rule(self, rules: Mapping[str, Any], wanted: list[Any]) -> str | None:
         """The name of the first rule that gives these values in the layers that attend."""
@@ -146,12 +141,6 @@ class Evidence:
         """The first place of this number taken by the token."""
         return re.sub(rf"(?<=\.){number}(?=\.|$)|^{number}(?=\.)", token, name, count=1)
 
-    def module_of(self, pattern: str, layer: int) -> str:
-        """The module that a pattern means in this layer; what stores nothing goes by its own name."""
-        names = [name.format(layer=layer, previous=layer - 1) for name in pattern.split("|")]
-        owned = [self.module_names.get(name, name) for name in names]
-        return next((name for name in owned if name in self.modules), owned[0])
-
     def places(self) -> Iterator[Calls]:
         """Group the calls by stack: attention modules whose names differ in the layer's number only."""
         found: dict[str, dict[int, list[SoftmaxCall]]] = {}
@@ -174,7 +163,7 @@ class Evidence:
 
     def _place(self, name: str) -> tuple[str, int]:
         """The first number that counts layers: its owner is a list of more than one."""
-        for match in NUMBER.finditer(name):
+        for match in LAYER.finditer(name):
             owner = self.modules.get(name[: match.start()].rstrip("."))
             if isinstance(owner, nn.ModuleList | nn.Sequential):
                 return name[: match.start()] + "{layer}" + name[match.end() :], int(match[0])

@@ -50,14 +50,10 @@ def model_types() -> list[str]:
 
 
 def survey(
-    types: Iterable[str],
-    *,
-    update: bool = False,
-    timeout: float = TIMEOUT,
-    tell: Callable[[str], None] = lambda line: None,
+    types: Iterable[str], *, update: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> Iterator[SurveyEntry]:
     """Yield an entry per type: from the tables and the cache, or with `update` proven again, one after the other."""
-    worker = _Worker(timeout)
+    worker = _Worker()
     try:
         for model_type in types:
             family = next((family.name for family in FAMILIES if model_type in family.model_types), None)
@@ -93,17 +89,17 @@ def listed_entries() -> dict[str, SurveyEntry]:
 class _Worker:
     """A process that proves one type at a time; one that takes too long, or has died, is replaced."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout, self.pool = timeout, None
+    def __init__(self) -> None:
+        self.pool = None
 
     def prove(self, model_type: str) -> Proof:
         # A process of its own: a twin can run without end, or take the memory of all, and nothing else could stop it.
         self.pool = self.pool or multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
         try:
-            return self.pool.apply_async(partial(recall, again=True), (model_type,)).get(self.timeout)
+            return self.pool.apply_async(partial(recall, again=True), (model_type,)).get(TIMEOUT)
         except multiprocessing.TimeoutError:
             self.end()
-        proof = Proof(model_type, version(), reason=f"took more than {self.timeout:g} s, or ended its process")
+        proof = Proof(model_type, version(), reason=f"took more than {TIMEOUT:g} s, or ended its process")
         keep(proof, path_of_proof(model_type))
         return proof
 
