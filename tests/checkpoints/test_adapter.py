@@ -352,8 +352,8 @@ def test_an_adapter_beside_weights_is_not_passed_over(tmp_path):
 @pytest.mark.parametrize(("stated", "asked"), [(None, "org/tiny"), ("v1", "org/tiny@v1")])
 def test_the_base_on_the_hub_is_of_the_revision_that_the_adapter_names(stated, asked, tmp_path, monkeypatch):
     from locater.checkpoints.bytes import LocalFolder
-    from locater.checkpoints.locate import locate
 
+    locate = checkpoints.locate
     save("llama", tmp_path)
     set_config(tmp_path, base_model_name_or_path="org/tiny", revision=stated)
     places = {asked: (LocalFolder(tmp_path / "base"), None)}
