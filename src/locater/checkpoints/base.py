@@ -108,13 +108,6 @@ def _check_names(names: Collection[str]) -> None:
     limits.check("names", sum(map(len, names)))
 
 
-def view_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Shaped[Tensor, "..."]:
-    """The bytes as a tensor, without a copy."""
-    if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)
-
-
 def read_tensor(source: ByteSource, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Shaped[Tensor, "..."]:
     """The tensor whose bytes lie in the source from `start` on, row after row."""
     length = math.prod(shape) * dtype.itemsize

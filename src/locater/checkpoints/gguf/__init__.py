@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...errors import import_extra, missing, refusal
 from ...records import Json
-from ..base import Checkpoint, Entry, Rows, view_bytes
+from ..base import Checkpoint, Entry, Rows, read_tensor
 from ..bytes import ByteSource, Folder, check_range
 from ..sharded import PART, complete_parts
 from .config import SAFETENSORS, translate_settings
 from .header import Header, TensorInfo, read_header
-from .translate import Shape, Translated, translate
+from .translate import Translated, translate
 
 # Kinds that torch has a type for; everything else is unpacked into float32.
 PLAIN = {
@@ -80,12 +80,19 @@ class GGUFFile(Checkpoint):
 
     def _unpack(self, name: str, rows: Rows | None) -> Tensor:
         source, (shape, kind, start), num_bytes = self.places[name]
-        if rows is None:
-            return _numbers(source.read(start, num_bytes), kind, shape)
-        if len(shape) == 1 and kind not in PLAIN:  # elements of a packed vector
+        if rows is not None and len(shape) == 1 and kind not in PLAIN:  # elements of a packed vector
             return self._unpack(name, None)[rows[0] : rows[1]].clone()
-        each, count = num_bytes // max(1, shape[0]), rows[1] - rows[0]
-        return _numbers(source.read(start + rows[0] * each, count * each), kind, (count, *shape[1:]))
+        if rows is not None:
+            each, count = num_bytes // max(1, shape[0]), rows[1] - rows[0]
+            start, num_bytes, shape = start + rows[0] * each, count * each, (count, *shape[1:])
+        if kind in PLAIN:
+            return read_tensor(source, start, PLAIN[kind], shape)
+        if math.prod(shape) == 0:
+            return torch.empty(shape)
+        gguf, packed = _gguf(), numpy.frombuffer(source.read(start, num_bytes), numpy.uint8).reshape(*shape[:-1], -1)
+        # Blocks of random bytes may hold infinities; they are the file's, not an error of ours.
+        with numpy.errstate(all="ignore"):
+            return torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind)))
 
 
 def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
@@ -102,18 +109,6 @@ def open_gguf(folder: Folder, files: list[str], *, config: Json) -> GGUFFile:
 def _tells(value: object) -> bool:
     """Tell whether a setting distinguishes models: integers and words are written alike by all, fractions rounded."""
     return isinstance(value, int | str) and not isinstance(value, bool)
-
-
-def _numbers(data: bytearray, kind: int, shape: Shape) -> Tensor:
-    if kind in PLAIN:
-        return view_bytes(data, PLAIN[kind], shape)
-    if math.prod(shape) == 0:
-        return torch.empty(shape)
-    gguf = _gguf()
-    packed = numpy.frombuffer(data, dtype=numpy.uint8).reshape(*shape[:-1], -1)
-    # Blocks of random bytes may hold infinities; they are the file's, not an error of ours.
-    with numpy.errstate(all="ignore"):
-        return torch.from_numpy(gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind)))
 
 
 def _places(sources: list[ByteSource], headers: list[Header]) -> dict[str, _Place]:

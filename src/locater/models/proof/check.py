@@ -176,12 +176,9 @@ def later(values: JsonMapping) -> Iterator[str]:
             yield from later(value)
         elif value and key in LATER:
             yield f"{LATER[key]} (`{key}`)"
-        elif WINDOW.match(str(key)) and any(isinstance(size, int) and size > NUM_TOKENS for size in _listed(value)):
+        sizes = value if isinstance(value, list | tuple) else [value]
+        if WINDOW.match(str(key)) and any(isinstance(size, int) and size > NUM_TOKENS for size in sizes):
             yield f"a window that the twin's {NUM_TOKENS} tokens do not reach (`{key}`)"
-
-
-def _listed(value: object) -> list:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def unheard(evidence: Evidence) -> Iterator[str]:
