@@ -15,7 +15,7 @@ from ..head import Head
 from ..models import AttentionModule, read_heads, slices
 from ..models.live.discover import Finder, difference, is_of_length
 from ..models.live.tensors import WholeTensors
-from ..models.live.watch import PassRecord, Sample
+from ..models.live.watch import Sample
 from ..models.module import refused_module
 from ..models.slices import is_normed
 from .inputs import ModuleInputs
@@ -59,7 +59,6 @@ class FoundHeads:
             return
         with finder.recording() as follow:
             yield follow
-        finder.watch = PassRecord()
         self.num_tries += bool(self.rows)
         is_found = all(found.reason is None for found in self.rows.values())
         self.finder = None if is_found or self.num_tries == TRIES else self.finder

@@ -22,7 +22,7 @@ from .changes import active_modes, changes
 from .discover import Finder, difference, discover, is_normed
 from .modules import Explicit, describe_modules, explicit_row, known_modules
 from .tensors import ModuleTensors, named_modules, settings
-from .watch import PassRecord, Product, Sample
+from .watch import Product, Sample
 
 __all__ = ["LiveModel", "is_known", "open_live", "settings"]
 
@@ -52,7 +52,6 @@ class Trial:
 
     def over(self, sample: Sample) -> "Trial":
         self.finder.run(sample, self.see)
-        self.finder.watch = PassRecord()
         return self
 
     def see(self, call: AttentionCall) -> None:

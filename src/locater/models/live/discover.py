@@ -3,8 +3,8 @@
 What cannot be explained is refused with the step that could not. And heads that are known, held against a call.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from .explain import batched, tolerance
 from .logits import largest_gap
 from .proving import Search
 from .tensors import ModuleTensors, called, named_modules
-from .watch import PassRecord, Sample, quietly, recorded, run_sample
+from .watch import PassRecord, Sample, quietly, run_sample
 
 
 def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[AttentionModule]:
@@ -46,7 +46,7 @@ class Finder:
     """Explains every attention call of a pass by what was recorded since the one before."""
 
     def __init__(self, tensors: ModuleTensors) -> None:
-        self.tensors, self.watch = tensors, PassRecord()
+        self.tensors, self.watch = tensors, PassRecord(tensors)
         # The modules are held: one that is replaced during a pass (BigBird's) would leave its id to another.
         self.modules = named_modules(tensors.model)
         self.names = {id(module): name for name, module in self.modules.items()}
@@ -63,8 +63,12 @@ class Finder:
         with Eagerly(), quietly(model), self.recording() as follow, Interception(see, written_out=True, follow=follow):
             run_sample(model, sample)
 
-    def recording(self) -> AbstractContextManager[Follow]:
-        return recorded(self.tensors, self.watch)
+    @contextmanager
+    def recording(self) -> Iterator[Follow]:
+        """Record one pass, which is forgotten at its end."""
+        with self.watch.recording() as follow:
+            yield follow
+        self.watch = PassRecord(self.tensors)
 
     def explain(self, call: AttentionCall) -> AttentionModule | None:
         """The attention module of a call, or why there is none; None where it is a softmax of something else."""

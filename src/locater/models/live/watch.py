@@ -4,9 +4,10 @@ import inspect
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,14 +54,62 @@ class QueryKeyProduct:
 
 @dataclass
 class PassRecord:
-    """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one."""
+    """Products since the last attention call; norms of the whole pass, since a decoder reads an encoder's last one.
 
+    Products may be of modules, or with a parameter that no module of its own applies, such as `x @ self.w_query`.
+    """
+
+    tensors: ModuleTensors
     products: list[Product] = field(default_factory=list)
     scores: list[QueryKeyProduct] = field(default_factory=list)
     norms: list[Normed] = field(default_factory=list)
     marks: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # of parameters, by where they lie during the pass
 
-    def add(self, product: Product) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[Follow]:
+        """Hooks on everything that holds a weight, for as long as this lasts; yield what the interception must tell."""
+        for name, (module, attribute) in self.tensors.owners.items():
+            stored = module._parameters.get(attribute)
+            if stored is not None and (stored.dim() <= 2 or stored.numel() == max(stored.shape)):
+                self.names[stored.data_ptr()] = name
+        with ExitStack() as stack:
+            for name, module in named_modules(self.tensors.model).items():
+                if f"{name}.weight".lstrip(".") in self.tensors.names or _may_be_norm(module):
+                    stack.callback(module.register_forward_hook(partial(self._see, name)).remove)
+            yield self.follow
+
+    def _see(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        """One call of a module."""
+        weight = f"{name}.weight".lstrip(".")
+        if not (inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)):
+            return
+        if _may_be_norm(module) and output.shape == inputs[0].shape:
+            self.norms.append(Normed(name, module, inputs[0], output))
+        elif weight in self.tensors.names and inputs[0].is_floating_point() and len(self.tensors.shape(weight)) == 2:
+            self._add(Product(name, inputs[0], output))
+
+    def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """One operation of the pass."""
+        if func in PRODUCTS and len(args) > 1 and all(isinstance(part, Tensor) for part in args[:2]):
+            name = self.names.get(args[1].data_ptr())
+            if name is not None and args[1].dim() == 2:
+                self._add(Product(module_of(name), args[0], output))
+        if (scores := _scores(func, args, output)) is not None:
+            self.scores.append(scores)
+        for one in self.scores if func in TANH else ():
+            one.is_capped |= one.y.numel() == output.numel()
+        # Without the names of what came in, a gain that is 1 at the start of a training could not be told from none.
+        names = frozenset()
+        for one in (part for given in (*args, *kwargs.values()) for part in _several(given)):
+            if isinstance(one, nn.Parameter) and one.data_ptr() in self.names:
+                names |= {self.names[one.data_ptr()]}
+            elif isinstance(one, Tensor):
+                names |= self.came_into(one)
+        if names:  # the tensors are held, so that no other takes their id
+            self.marks |= {id(one): (one, names) for one in _several(output) if isinstance(one, Tensor)}
+
+    def _add(self, product: Product) -> None:
         """A module's own product comes in place of the one that was seen inside it."""
         self.products = [one for one in self.products if one.y is not product.y] + [product]
 
@@ -77,19 +126,23 @@ class PassRecord:
         made = (one for one, names in self.marks.values() if names == {name} and one.numel() == parameter.numel())
         return any(one.data_ptr() != own and one.dtype == parameter.dtype for one in made)
 
-    def mark(self, tensors: Iterable[object], names: frozenset[str]) -> None:
-        """The tensors are held, so that no other takes their id."""
-        self.marks |= {id(one): (one, names) for one in tensors if isinstance(one, Tensor)}
-
     def copy(self) -> "PassRecord":
         """Copy it for a call that is explained later."""
-        return PassRecord([*self.products], [*self.scores], [*self.norms], {**self.marks})
+        return PassRecord(self.tensors, [*self.products], [*self.scores], [*self.norms], {**self.marks})
 
     def next_call(self) -> None:
         """Begin the record of another attention."""
         self.products.clear()
         self.scores.clear()
         self.marks.clear()
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _several(given: Any) -> Any:
+    return given if isinstance(given, list | tuple) else [given]
 
 
 def run_sample(model: nn.Module, sample: Sample) -> None:
@@ -132,67 +185,6 @@ def quietly(model: nn.Module) -> Iterator[None]:
         for module in modes:
             module.training = False
         yield
-
-
-@contextmanager
-def recorded(tensors: ModuleTensors, watch: PassRecord) -> Iterator[Follow]:
-    """Hooks on everything that holds a weight, for as long as this lasts; yield what the interception must tell."""
-    with ExitStack() as stack:
-        for name, module in named_modules(tensors.model).items():
-            if f"{name}.weight".lstrip(".") in tensors.names or _may_be_norm(module):
-                stack.callback(module.register_forward_hook(_hook(name, tensors, watch)).remove)
-        yield Recorder(tensors, watch).follow
-
-
-def _may_be_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
-def _hook(name: str, tensors: ModuleTensors, watch: PassRecord) -> Any:
-    weight = f"{name}.weight".lstrip(".")
-
-    def hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        if not (inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)):
-            return
-        if _may_be_norm(module) and output.shape == inputs[0].shape:
-            watch.norms.append(Normed(name, module, inputs[0], output))
-        elif weight in tensors.names and inputs[0].is_floating_point() and len(tensors.shape(weight)) == 2:
-            watch.add(Product(name, inputs[0], output))
-
-    return hook
-
-
-class Recorder:
-    """Products with a parameter that no module of its own applies, such as `x @ self.w_query`; and what goes where."""
-
-    def __init__(self, tensors: ModuleTensors, watch: PassRecord) -> None:
-        self.watch, self.names = watch, {}
-        for name, (module, attribute) in tensors.owners.items():
-            stored = module._parameters.get(attribute)
-            if stored is not None and (stored.dim() <= 2 or stored.numel() == max(stored.shape)):
-                self.names[stored.data_ptr()] = name
-
-    def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if func in PRODUCTS and len(args) > 1 and all(isinstance(part, Tensor) for part in args[:2]):
-            name = self.names.get(args[1].data_ptr())
-            if name is not None and args[1].dim() == 2:
-                self.watch.add(Product(module_of(name), args[0], output))
-        if (scores := _scores(func, args, output)) is not None:
-            self.watch.scores.append(scores)
-        for one in self.watch.scores if func in TANH else ():
-            one.is_capped |= one.y.numel() == output.numel()
-        self._mark([*args, *kwargs.values()], output)
-
-    def _mark(self, given: list[Any], output: Any) -> None:
-        # Without the names of what came in, a gain that is 1 at the start of a training could not be told from none.
-        names = frozenset()
-        for one in (part for whole in given for part in (whole if isinstance(whole, list | tuple) else [whole])):
-            if isinstance(one, nn.Parameter) and one.data_ptr() in self.names:
-                names |= {self.names[one.data_ptr()]}
-            elif isinstance(one, Tensor):
-                names |= self.watch.came_into(one)
-        if names:
-            self.watch.mark(output if isinstance(output, list | tuple) else [output], names)
 
 
 def _scores(func: Any, args: tuple, output: Any) -> QueryKeyProduct | None:
