@@ -36,7 +36,7 @@ from locater.errors import Refusal, Unforeseen
 from locater.models import read_heads
 from locater.models.live import open_live
 from locater.models.proof.evidence import Evidence
-from locater.models.proof.observe import observe_twin
+from locater.models.proof.twin import observe_twin
 from twins import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ from test_edited_tensors import Held
 
 from locater.errors import Refusal
 from locater.models.proof.evidence import Evidence
-from locater.models.proof.observe import observe_twin
+from locater.models.proof.twin import observe_twin
 from twins import CannotBuild, by_reader, differences, watch
 
 SAMPLE = 6

@@ -20,8 +20,8 @@ from locater.models import Config, open_model
 from locater.models import proof as cache
 from locater.models.proof import prove, twin
 from locater.models.proof.evidence import Evidence
-from locater.models.proof.observe import observe_twin
 from locater.models.proof.survey import model_types, survey
+from locater.models.proof.twin import observe_twin
 from locater.models.registry import FAMILIES
 from locater.prediction.numbers import Gatherer
 from locater.scanning.scan import scan

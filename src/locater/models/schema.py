@@ -222,7 +222,7 @@ def every_layer(config: Config, layer: int) -> bool:
     return True
 
 
-def typed(rule: Rule) -> Rule:
+def layer_types_or(rule: Rule) -> Rule:
     """`layer_types` where the config has it, the older rule where not."""
 
     def slides(config: Config, layer: int) -> bool:
@@ -238,7 +238,7 @@ def all_but_every(period: int, *, stated: str | None = "sliding_window_pattern")
     def slides(config: Config, layer: int) -> bool:
         return (layer + 1) % (config.get(stated, period) if stated else period) != 0
 
-    return typed(slides)
+    return layer_types_or(slides)
 
 
 def window(slides: Rule, *, default: int | None = None, switch: str | None = None) -> Callable[[Config, int], Any]:

@@ -181,7 +181,7 @@ def rotary(module: AttentionModule) -> Rotary | None:
     return rotary_of(module.row.rotary, module.config, layer=module.number, d_head=module.shape.d_head)
 
 
-def is_normed(module: AttentionModule) -> bool:
+def has_qk_norm(module: AttentionModule) -> bool:
     """Tell whether it has QK-norm."""
     return any(norm_place(module, cell) for cell in (module.row.query_norm, module.row.key_norm))
 

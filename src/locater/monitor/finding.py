@@ -17,7 +17,7 @@ from ..models.live.discover import Finder, difference, is_of_length
 from ..models.live.tensors import WholeTensors
 from ..models.live.watch import Sample
 from ..models.module import refused_module
-from ..models.slices import is_normed
+from ..models.slices import has_qk_norm
 from .inputs import ModuleInputs
 from .places import call_name
 
@@ -116,7 +116,7 @@ class FoundHeads:
         """Stabilisers that would leave this layer out, be refused by its weights, or change nothing of its logits."""
         found = self.rows.get(site.query_name, site)
         try:
-            heads, is_behind_norm = slices(found), is_normed(found)
+            heads, is_behind_norm = slices(found), has_qk_norm(found)
         except Refusal:  # under autocast stabilisers, which look without it, may find what the pass does not show
             return set() if self.was_cast else {*OF_OUTPUTS, *OF_WEIGHTS}
         parts = {part.parameter for head in heads for part in (head.query, head.key)}

@@ -21,8 +21,8 @@ from .weight import (
     find_by,
     modules_with,
     parts_of,
+    stated_count,
     unpack_bits,
-    whole_number,
     word,
 )
 
@@ -43,7 +43,7 @@ class InputFirst(Grouped):
     @property
     def block(self) -> Shape:
         size = self.settings.get("group_size", self.settings.get("q_group_size", self.USUAL_SIZE))
-        return 1, self.shape[1] if size == -1 else whole_number({"group_size": size}, "group_size")
+        return 1, self.shape[1] if size == -1 else stated_count({"group_size": size}, "group_size")
 
     def scale(self) -> Tensor:
         self.check_shape("scales", self.counts[::-1])
@@ -59,7 +59,7 @@ class GPTQ(InputFirst):
 
     @property
     def bits(self) -> int:
-        bits = whole_number(self.settings, "bits")
+        bits = stated_count(self.settings, "bits")
         if "g_idx" in self.parts:  # a module may have bits of its own; the number of inputs tells
             bits = 32 * self.part_size("qweight") // max(1, self.part_size("g_idx"))
         self.check(bits in GPTQ_BITS, "codes of 2, 4 or 8 bits", bits)
@@ -153,7 +153,7 @@ class MLX(Grouped):
 
     @property
     def bits(self) -> int:
-        bits = whole_number(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
+        bits = stated_count(self.settings, "bits", FIXED.get(self.mode, (None,))[0])
         self.check(bits == FIXED[self.mode][0] if self.mode in FIXED else bits in MLX_BITS, "a number of bits", bits)
         return bits
 
@@ -164,7 +164,7 @@ class MLX(Grouped):
 
     @property
     def block(self) -> Shape:
-        size = whole_number(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
+        size = stated_count(self.settings, "group_size", FIXED.get(self.mode, (0, None))[1])
         self.check(self.mode == "affine" or size == FIXED[self.mode][1], "the group of its kind", size)
         return 1, size
 

@@ -13,7 +13,7 @@ from ...records import JsonMapping
 from ..base import Checkpoint, Rows
 from ..bytes import parse_object
 from .declared import Declared
-from .weight import REMEDY, QuantisedWeight, Shape, find_by, parts_of, whole_number, word
+from .weight import REMEDY, QuantisedWeight, Shape, find_by, parts_of, stated_count, word
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class BitsAndBytes4(QuantisedWeight):
     def read(self, rows: Rows | None) -> Tensor:
         num_rows, width = self.shape
         start, stop = rows or (0, num_rows)
-        size = whole_number(self.state, "blocksize")
+        size = stated_count(self.state, "blocksize")
         maxima = self._maxima(size)
         first, last = start * width, stop * width  # a byte may hold the end of one row and the next's
         octets = self.codes("weight", torch.uint8, rows=(first // 2, -(-last // 2))).flatten()
@@ -176,7 +176,7 @@ class BitsAndBytes4(QuantisedWeight):
         if "weight.nested_absmax" not in self.parts:
             self.check(maxima.is_floating_point(), "maxima as numbers", maxima.dtype)
             return maxima.float()
-        inner = whole_number(self.state, "nested_blocksize")
+        inner = stated_count(self.state, "nested_blocksize")
         offset = self.state.get("nested_offset")
         self.check(isinstance(offset, float | int) and maxima.dtype == torch.uint8, "nested maxima", f"{offset!r:.40}")
         assert isinstance(offset, float | int)

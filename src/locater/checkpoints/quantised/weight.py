@@ -169,10 +169,10 @@ def parts_of(store: Checkpoint, module: str, endings: tuple[str, ...]) -> dict[s
     return {ending: name for ending, name in names if name in store.entries}
 
 
-def whole_number(settings: JsonMapping, key: str, default: int | None = None, *, least: int = 1) -> int:
+def stated_count(settings: JsonMapping, key: str, default: int | None = None) -> int:
     """A whole number that the config must hold."""
     value = settings.get(key, default)
-    if type(value) is not int or not least <= value < 2**31:
+    if type(value) is not int or not 0 < value < 2**31:
         raise bad_value(f"a count as `{key}` in quantization_config", f"{value!r:.60}", "fetch config.json again")
     return value
 

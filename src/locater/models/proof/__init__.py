@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,30 +86,27 @@ def version() -> str:
 def prove(model_type: str, values: JsonMapping | None = None) -> Proof:
     """Build the twin, watch one pass of it, and look for a row for each of its stacks of attention."""
     from . import twin
-    from .observe import observe_twin
 
     known = Proof(model_type, version())
     try:
         config = twin.full_config(model_type, values)
-        model, seen = twin.run_twin(config, partial(observe_twin, offers=twin.offered_inputs))
-        return _judge(known, model, seen)
+        return _judge(known, twin.run_twin(config))
     except Refusal as reason:
         return replace(known, reason=str(reason))
     except Exception as reason:  # a config that transformers itself cannot read
         return replace(known, reason=twin.error_line(reason))
 
 
-def _judge(known: Proof, model: Any, seen: Any) -> Proof:
+def _judge(known: Proof, evidence: Any) -> Proof:
     """Call the type proven if some stack is and no decoder is left over; name whatever else is left over."""
     from .check import later, unheard, unread
-    from .evidence import Evidence
     from .search import find_recipe
 
-    evidence = Evidence(model, seen)
-    known = replace(known, inputs=tuple(name for name in INPUTS if name in inspect.signature(model.forward).parameters))
+    takes = inspect.signature(evidence.model.forward).parameters
+    known = replace(known, inputs=tuple(name for name in INPUTS if name in takes))
     proven: dict[str, Any] = {}  # by block: verdict and row
     left: list[tuple[str | None, str, str]] = []  # block, place, why
-    notes = [*later(model.config.to_dict())]
+    notes = [*later(evidence.model.config.to_dict())]
     for calls in evidence.places():
         verdict = find_recipe(calls)
         row = row_of(verdict.recipe) if verdict.recipe else None
@@ -163,7 +159,8 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
         if further
         else []
     )
-    unread = [path for path in telling(values) if not twin.known_entries(proof.model_type, values) & {*path.split(".")}]
+    known = twin.known_entries(proof.model_type, values)
+    unread = [path for path in telling(values) if known.isdisjoint(path.split("."))]
     notes += [f"not read in the config: `{path[:120]}`" for path in unread[:1]]
     left_out = ", ".join(notes) or None
     family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)

@@ -1,20 +1,107 @@
-"""One watched pass of a twin as evidence: its tensors under the names of a file, and the attention that it made."""
+"""One watched pass of a twin as evidence: every softmax over keys, and its tensors under the names of a file."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...attention.calls import AttentionCall
+from ...attention.kernels import FUNCTION, SOFTMAX
 from ...errors import Refusal
 from ...records import Json
 from ..config import Config, resolve
+from ..live.discover import Finder
+from ..live.tensors import ModuleTensors
+from ..live.watch import OF_PAIRS
+from ..module import AttentionModule
 from ..neighbours import LAYER
 from ..tensors import Held
-from .observe import ObservedPass, SoftmaxCall
+
+
+@dataclass
+class SoftmaxCall:
+    """One softmax over keys: logits (batch, heads, queries, keys), masked ones far below zero."""
+
+    module: str
+    logits: Tensor
+    explain: Callable[[], AttentionModule]
+    weights: Tensor | None = None  # None where a kernel made the average
+    averages: list[tuple[Tensor | None, Tensor]] = field(default_factory=list)  # what was multiplied, and the product
+
+    @property
+    def is_sunk(self) -> bool:
+        """Tell whether the softmax runs over a column more than there are keys."""
+        return self.logits.shape[-1] == self.logits.shape[-2] + 1
+
+    @property
+    def own(self) -> Tensor:
+        """The logits of real keys: a sink's column is the last."""
+        return self.logits[..., :-1] if self.is_sunk else self.logits
+
+    @cached_property
+    def found(self) -> AttentionModule:
+        """The attention module that explains the call, or its reason for not being found."""
+        return self.explain()
+
+    def is_average(self, left: Tensor | None) -> bool:
+        """Tell whether a product with this on its left is the average of values; a sink's column may be left out."""
+        if left is None or self.weights is None:
+            return left is self.weights
+        own = self.weights[..., : left.shape[-1]]
+        return own.numel() == left.numel() and bool((own.reshape(left.shape) - left).abs().max() <= 1e-6)
+
+
+class ObservedPass:
+    """One forward pass: the calls in order, and what went into and came out of every module, call by call."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        self.finder, self.batch = Finder(ModuleTensors(model)), batch
+        self.calls: list[SoftmaxCall] = []
+        self.inputs: dict[str, list[Tensor | None]] = defaultdict(list)
+        self.outputs: dict[str, list[Tensor | None]] = defaultdict(list)
+
+    def see(self, call: AttentionCall) -> None:
+        logits = call.final() if call.logits is None else call.logits
+        if logits.dim() == 3 and self.batch and logits.shape[0] % self.batch == 0:
+            logits = logits.unflatten(0, (self.batch, -1))  # heads within the batch (BLOOM): else no call is seen
+        if logits.dim() == 4:
+            explain = partial(self.finder.explained, call, self.finder.watch.copy())
+            seen = SoftmaxCall(self.finder.name_of(call), logits.detach().clone(), explain)
+            self.calls.append(seen)
+        self.finder.watch.next_call()
+
+    def follow(self, func: Any, args: tuple, kwargs: Json, output: Any) -> None:
+        """Keep the weights of the last call, and what they are multiplied into."""
+        last = self.calls[-1] if self.calls else None
+        if last is not None and func is FUNCTION:
+            last.averages.append((None, output))
+        elif last is not None and func in SOFTMAX and last.weights is None and output.numel() == last.logits.numel():
+            last.weights = output.detach()
+        elif last is not None and last.weights is not None and func in OF_PAIRS:
+            left = args[0]
+            if left.numel() and left.shape[-1] <= last.weights.shape[-1] and left.shape[-2] == last.weights.shape[-2]:
+                last.averages.append((left, output))
+
+    @contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as handles:
+            for name, module in model.named_modules():
+                before, after = partial(self._before, name), partial(self._after, name)
+                handles.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                handles.callback(module.register_forward_hook(after, always_call=True).remove)
+            yield
+
+    def _before(self, name: str, module: object, args: tuple, kwargs: Json) -> None:
+        first = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
+        self.inputs[name].append(None if first is None else first.detach().clone())
+
+    def _after(self, name: str, module: object, args: tuple, output: object) -> None:
+        self.outputs[name].append(output.detach().clone() if isinstance(output, Tensor) else None)
 
 
 @dataclass(frozen=True)
@@ -184,41 +271,6 @@ def _mark(tensor: Tensor) -> tuple:
     """Equal for equal tensors; random weights never share it."""
     flat = tensor.detach().flatten()
     return (tuple(tensor.shape), float(flat.double().sum()), float(flat[0]) if len(flat) else 0.0)
-
-
-def same(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
-    """Equal up to rounding, relative to the largest entry."""
-    return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * (1 + right.abs().max()))
-
-
-def is_norm(name: str, module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
-
-
-def norm_behind(evidence: Evidence, x: Tensor) -> str | None:
-    """The norm whose output this is, as a whole or put together from its calls: in chunks, in windows, reshaped."""
-    outputs = {name: made for name, made in evidence.seen.outputs.items() if is_norm(name, evidence.modules[name])}
-    for name, made in outputs.items():
-        if any(y is not None and y.shape == x.shape and torch.equal(y, x) for y in made):
-            return name
-    return next((name for name in outputs if normed_rows(evidence, name, x)), None)
-
-
-def normed_rows(evidence: Evidence, name: str, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows of x that are not zero, and what the norm was given for each; None unless it made all of them."""
-    calls = zip(evidence.seen.inputs[name], evidence.seen.outputs[name], strict=False)
-    calls = [(given, made) for given, made in calls if given is not None and made is not None]
-    pairs = [(given.flatten(0, -2), made.flatten(0, -2)) for given, made in calls if given.shape == made.shape]
-    pairs = [(given, made) for given, made in pairs if made.shape[-1] == x.shape[-1]]
-    wanted = x.flatten(0, -2)
-    wanted = wanted[wanted.any(-1)]  # what pads a window
-    if not pairs or not len(wanted):
-        return None
-    given, made = (torch.cat(side) for side in zip(*pairs, strict=True))
-    places = {row.numpy().tobytes(): number for number, row in enumerate(made)}
-    found = [places.get(row.numpy().tobytes()) for row in wanted]
-    numbers = [number for number in found if number is not None]
-    return (wanted, given[numbers]) if len(numbers) == len(found) else None
 
 
 def _path(config: object, own: object) -> str | None:

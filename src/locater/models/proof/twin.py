@@ -8,21 +8,24 @@ import inspect
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...attention.interception import Interception
 from ...errors import Refusal, refusal
 from ...records import JsonMapping
+from .evidence import Evidence, ObservedPass
 from .shrink import ATTEMPTS, VOCABULARY, Sizes, shrink
 
 NUM_TOKENS, BATCH, MOST_PARAMETERS, MOST_SECONDS = 12, 2, 12_000_000, 8.0
 NOT_TAKEN = ("model_type", "auto_map", "dtype", "torch_dtype", "quantization_config")
 OLDER_ROTATIONS = {"rope_theta", "rope_scaling", "rope_type", "partial_rotary_factor"}  # read into rope_parameters
 HOPELESS = ("ImportError", "can be made small")  # failures that other sizes do not mend
+Offers = Callable[[Any], Iterable[Mapping[str, Tensor]]]  # the inputs worth trying on a model
 AUTO_CLASSES = (
     "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "CTC",
     "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "TEXT_ENCODING", "PRETRAINING",
@@ -162,8 +165,8 @@ def _attempts(config: Any) -> list[Sizes]:
     return [sizes for number, sizes in enumerate(ATTEMPTS) if small[number] not in small[:number]]
 
 
-def run_twin(config: Any, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tuple[Any, Any]:
-    """The first twin that can be built and run, and what `watch(model, inputs)` made of its pass."""
+def run_twin(config: Any) -> Evidence:
+    """Run the first twin that can be built once, and observe that pass."""
     failures: list[str] = []
     start = time.process_time()
     with without_warnings():
@@ -180,7 +183,7 @@ def run_twin(config: Any, watch: Callable[[Any, dict[str, Tensor]], Any]) -> tup
             for inputs in offered_inputs(model):
                 try:
                     with torch.no_grad():
-                        return model, watch(model, inputs)
+                        return Evidence(model, observe_twin(model, inputs, offered_inputs))
                 except Exception as reason:
                     failures.append(f"{model_class.__name__} on {'+'.join(inputs)}: {error_line(reason)}")
     raise Refusal(failures[0] if failures else "expected a model class in transformers, got none")
@@ -190,3 +193,41 @@ def error_line(reason: BaseException) -> str:
     """Return the first line of an error, or of its cause where it ends in a colon (config checks name themselves)."""
     line = f"{type(reason).__name__}: {reason}".splitlines()[0]
     return error_line(reason.__cause__) if line.endswith(":") and reason.__cause__ else line[:160]
+
+
+def observe_twin(model: nn.Module, inputs: Mapping[str, Tensor], offers: Offers = lambda part: ()) -> ObservedPass:
+    """One pass of the model, watched; then one of each model inside it that has not run, such as an image tower."""
+    seen = ObservedPass(model, len(next(iter(inputs.values()))))
+
+    def follow_both(*done: Any) -> None:
+        follow(*done)
+        seen.follow(*done)
+
+    with (
+        seen.hooked(model),
+        seen.finder.recording() as follow,
+        Interception(seen.see, written_out=True, follow=follow_both),
+    ):
+        model(**inputs)
+        for name, part in model.named_modules():
+            if name and hasattr(part, "main_input_name") and not _has_run(name, seen):
+                _run_alone(part, offers(part), seen)
+    return seen
+
+
+def _has_run(name: str, seen: ObservedPass) -> bool:
+    return any(calls and (other == name or other.startswith(f"{name}.")) for other, calls in seen.inputs.items())
+
+
+def _run_alone(part: nn.Module, offers: Iterable[Mapping[str, Tensor]], seen: ObservedPass) -> None:
+    """The first inputs that it takes; what a failed try has left is taken back."""
+    for inputs in offers:
+        num_calls, known = len(seen.calls), {name: len(calls) for name, calls in seen.inputs.items()}
+        try:
+            part(**inputs)
+            return
+        except Exception:
+            del seen.calls[num_calls:]
+            for record in (seen.inputs, seen.outputs):
+                for name, calls in record.items():
+                    del calls[known.get(name, 0) :]

@@ -16,7 +16,7 @@ from ..schema import (
     both_normed,
     causal,
     every_layer,
-    typed,
+    layer_types_or,
     window,
 )
 
@@ -31,17 +31,17 @@ def smollm3_turns(config: Config, layer: int) -> bool:
     return bool(turns[layer]) if turns is not None else (layer + 1) % config.get("no_rope_layer_interval", 4) != 0
 
 
-@typed
+@layer_types_or
 def qwen2_slides(config: Config, layer: int) -> bool:
     return layer >= config.get("max_window_layers", 28)
 
 
-@typed
+@layer_types_or
 def qwen2_moe_slides(config: Config, layer: int) -> bool:
     return layer % 2 == 0 and layer < config.get("max_window_layers", 28)
 
 
-@typed
+@layer_types_or
 def smollm3_slides(config: Config, layer: int) -> bool:
     return bool(config.get("use_sliding_window", False)) and not smollm3_turns(config, layer)
 
@@ -168,7 +168,7 @@ NEMOTRON = replace(
     input_norm=NormAt("layer", INPUT_NORM, epsilon=entry("norm_eps", 1e-5), plus_one=True),
     rotary=RotaryAt(fraction=entry("partial_rotary_factor", 0.5)),
 )
-DOTS1 = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(typed(lambda config, layer: False), default=4096))
+DOTS1 = replace(QWEN3, d_head=LLAMA.d_head, lookback=window(layer_types_or(lambda config, layer: False), default=4096))
 
 
 def olmo_partial(config: Config) -> str | None:

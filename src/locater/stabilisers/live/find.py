@@ -15,7 +15,7 @@ from ...models.live import open_live
 from ...models.live.modules import Explicit
 from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
-from ...models.slices import Latent, is_normed, logit_scale, num_columns, rotary
+from ...models.slices import Latent, has_qk_norm, logit_scale, num_columns, rotary
 from ...projections import whole
 from .pairs import Inner, Pair
 from .weights import find_rows, find_weight
@@ -47,7 +47,7 @@ def find_pairs(
             skipped += read_heads(site).refused
             continue
         for pair in _pairs_of(site, tensors, skipped, latent=latent):
-            is_bounded = is_normed(site) or NORM in pair.query.weight.attention._modules
+            is_bounded = has_qk_norm(site) or NORM in pair.query.weight.attention._modules
             reason = NORMED if by_scale and is_bounded else _unfit(pair) if trained else None
             if reason:
                 skipped.append(f"{pair.name}: {reason}")
@@ -109,7 +109,7 @@ def _latent_pair(module: AttentionModule, heads: Sequence[HeadRows], tensors: Mo
     """The heads of a layer of latent attention; None where they are made in another way than `Pair` knows."""
     head = heads[0]
     inner = [None if side.latent is None else _inner(side.latent, tensors) for side in (head.key, head.query)]
-    if is_normed(module) or inner[0] is None or (inner[1] is None) != (head.query.latent is None):
+    if has_qk_norm(module) or inner[0] is None or (inner[1] is None) != (head.query.latent is None):
         return None
     return _pair(module, [[rows] for rows in heads], tensors, *inner)
 
