@@ -337,7 +337,7 @@ def test_an_adapter_beside_weights_is_not_passed_over(tmp_path):
     merged, name = save("llama", tmp_path), "model.layers.0.self_attn.q_proj.weight"
     for file in (tmp_path / "adapter").iterdir():
         file.rename(tmp_path / "base" / file.name)
-    with pytest.raises(Refusal, match="adapter_config.json beside model.safetensors"):
+    with pytest.raises(Refusal, match="adapter_config.json next to model.safetensors"):
         checkpoints.open(tmp_path / "base")
     with checkpoints.open(tmp_path / "base", adapter=tmp_path / "base") as both:
         torch.testing.assert_close(both.read(name), merged[name], rtol=1e-5, atol=1e-5)

@@ -85,7 +85,7 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
 
     if weights := found_in(folder):
         remedy = f"name {weights[0][:80]} for these weights alone, or name the adapter too (--adapter)"
-        raise refusal("weights or an adapter, not both in one place", f"{ADAPTER} beside {weights[0][:80]}", remedy)
+        raise refusal("weights or an adapter, not both in one place", f"{ADAPTER} next to {weights[0][:80]}", remedy)
     settings = read_adapter_settings(folder) or {}
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(name, str) or not (is_hub_id(name) or LocalFolder.is_one(name)):
