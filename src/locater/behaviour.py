@@ -63,7 +63,7 @@ class Word(NamedTuple):
     limit: float
     is_low: bool = False  # the number is at most the limit, not at least
     is_apart: bool = False  # only heads that do not rest on the first token
-    is_rare: bool = False  # too few such heads were measured twice to say it of another text
+    is_rare: bool = False  # too few such heads were measured twice: it is judged in docs/evidence.md, and never said
     margin: float | None = None  # beyond the limit, on random ids; None: random ids do not tell it
 
     @property
@@ -79,11 +79,9 @@ class Word(NamedTuple):
     def clause(self, heads: str, number: int, *, probably: str = "") -> str:
         """Say of some heads that the word holds.
 
-        >>> VOCABULARY[0].clause("2 of 9 heads", 2), VOCABULARY[1].clause("1 of 9 heads", 1)
-        ('2 of 9 heads rest on the first token', 'in 1 of 9 heads tokens look mostly at themselves')
+        >>> VOCABULARY[0].clause("2 of 9 heads", 2), VOCABULARY[0].clause("1 of 9 heads", 1)
+        ('2 of 9 heads rest on the first token', '1 of 9 heads rests on the first token')
         """
-        if self.name == "itself":  # it is a token that looks at itself, not a head
-            return f"in {heads}{'' if 'head' in heads else ' of them'} tokens look mostly at themselves"
         return f"{heads} {probably}{self.singular if number == 1 else self.plural}"
 
     def stricter(self, margin: float) -> "Word":
@@ -125,7 +123,6 @@ NO_WORD = "none"  # the name in tables where no word holds
 FIT_NONE, FITS_NONE = "fit none of these words", "fits none of these words"
 UNCLEAR, TOO_CLOSE = "unclear", "too close to call"  # in tables and in words: an estimate between near and far
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
-RARE = "too rare in the reference models to expect it of other texts"
 RESTS = 0.5  # of the mass: more is "rests on"
 VOCABULARY = (
     Word("first token", "rest on the first token", "first", RESTS),
@@ -148,7 +145,7 @@ def numbers_of(numbers: Mapping[str, float], profile: Sequence[float]) -> MeanAt
 def spoken(text: str) -> list[Word]:
     """List the words that may be said from this text: on random ids some, each with a margin."""
     if text != RANDOM_IDS:
-        return list(VOCABULARY)
+        return [word for word in VOCABULARY if not word.is_rare]
     return [word.stricter(word.margin) for word in VOCABULARY if word.margin is not None]
 
 
@@ -156,7 +153,7 @@ def words_of(attention: MeanAttention, text: str = "") -> list[Word]:
     """List the words that hold for a head, the most telling first.
 
     >>> [word.name for word in words_of(MeanAttention(near=0.9, entropy=0.05, first=0.0, itself=0.97, adjacent=0.01))]
-    ['itself', 'one token', 'near']
+    ['one token', 'near']
     """
     return [word for word in spoken(text) if word.holds(attention)]
 
@@ -176,7 +173,8 @@ def describe_heads(places: Sequence[Place], attentions: Sequence[MeanAttention],
     source = "on random ids" if text == RANDOM_IDS else "on the text measured"
     counts = []
     for word, heads in members.items():
-        brackets = "; ".join(filter(None, ("" if counts else source, RARE * word.is_rare)))  # the source is said once
+        places_said = _count_places([attentions[n] for n in heads]) if word.name == "one token" else ""
+        brackets = "; ".join(filter(None, ("" if counts else source, places_said)))  # the source is said once
         sentence = f"{_count(len(heads), len(places), word)}{in_layers(places, heads)}" + (
             f" ({brackets})" if brackets else ""
         )
@@ -193,7 +191,7 @@ def _unusual(places: Sequence[Place], members: Mapping[Word, list[int]], text: s
     """Tell what differs most from the models that come with this package, which were measured on text."""
     if text == RANDOM_IDS:
         return []
-    words = {word.name: word for word in VOCABULARY if not word.is_rare}
+    words = {word.name: word for word in spoken(text)}
     blocks = {place[0] for place in places}
     found = unusual(blocks, len(places), {name: len(members.get(word, ())) for name, word in words.items()})
     return [
@@ -256,11 +254,25 @@ def _look_first(
 
 
 def _why(attention: MeanAttention, word: Word) -> str:
-    """Say of one head what it is to be looked at for; the one token may be the first."""
-    if word.name == "itself":
-        return f"in which tokens look mostly at themselves ({_value(attention, word)})"
-    first = ", the first" if word.name == "one token" and attention.first >= MOST else ""
-    return f"which {word.singular}{first} ({_value(attention, word)})"
+    """Say of one head what it is to be looked at for, and of the one token which it is."""
+    place = _place(attention) if word.name == "one token" else ""
+    return f"which {word.singular}{f', {place}' if place else ''} ({_value(attention, word)})"
+
+
+def _place(attention: MeanAttention) -> str:
+    """Name the place of the one token that a head keeps to, where it is the same for all queries.
+
+    >>> _place(MeanAttention(0.5, 0.0, 0.99, 0.0, 0.0)), _place(MeanAttention(1.0, 0.0, 0.01, 0.99, 0.01))
+    ('the first', "the query's own")
+    """
+    if attention.first >= MOST:
+        return "the first"
+    return "the query's own" if attention.itself * (1 - attention.first) >= MOST else ""
+
+
+def _count_places(attentions: Sequence[MeanAttention]) -> str:
+    counts = Counter(place for one in attentions if (place := _place(one)))
+    return ", ".join(f"{place} in {count:,}" for place, count in counts.most_common())
 
 
 def _value(attention: MeanAttention, word: Word) -> str:

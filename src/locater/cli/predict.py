@@ -82,7 +82,7 @@ def _print(console: Console, found: "Prediction", *, heads: bool) -> None:
     console.print(HeatMap.of(found.to_json(), "measured_near_mass_beyond_first"))
     console.print()
     console.print(_agreement(found))
-    console.print("[dim]ceiling: what a perfect prediction would have, about, since measured windows are few[/dim]")
+    console.print("[dim]ceiling: about what a perfect prediction would reach, since few windows are measured[/dim]")
     for sentence in found.warnings:
         console.print(f"[red]![/red] {escape(shown(sentence))}")
     for sentence in found.left_out:

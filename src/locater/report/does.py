@@ -27,7 +27,7 @@ MEASURED_SIDES = ("measured_", "")  # of a column's name, the best evidence firs
 MOST_WORDS = 3  # in the page's first sentence
 # Colours that stay apart in print and for colour-blind readers (after Okabe and Ito).
 COLOURS = ("#3b3b3b", "#CC79A7", "#E69F00", "#D55E00", "#e8dfc4", "#0072B2", "#7fc8b0", "#56B4E9", "#8a6100")
-LETTERS = {"first token": "1", "itself": "i", "adjacent": "a", "one token": "o", "broad": "b", "near": "n", "far": "f"}
+LETTERS = {"first token": "1", "adjacent": "a", "one token": "o", "broad": "b", "near": "n", "far": "f"}
 
 
 Words = tuple[str, ...] | None  # that hold for a head, the most telling first; None: nothing is known
@@ -46,6 +46,7 @@ def legend() -> list[Document]:
         {"name": word.name, "letter": LETTERS.get(word.name, word.name[0]), "colour": colour, "meaning": word.singular,
          "rule": word.condition}
         for word, colour in zip(VOCABULARY, COLOURS, strict=False)
+        if not word.is_rare
     ]  # fmt: skip
     blank = {"letter": "·", "colour": "#b9b3a4"}
     none = {"name": NO_WORD, **blank, "meaning": FITS_NONE, "rule": "no rule is met"}

@@ -103,7 +103,7 @@ def page(
         "basis": "".join(f'<p class="basis">{html.escape(one)}</p>' for one in _bases(views)),
         "note": f'<p class="note">{html.escape(shown(note))}</p>\n' if note else "",
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
-        "click": CLICK if any(one.heads for one in sentences) else "",
+        "click": CLICK if any(one.heads and len(views[one.view].heads) > 1 for one in sentences) else "",
         "made": definitions(all_shown(facts or {}) | _sources(views)),
         "glossary": definitions(GLOSSARY),
         "primer": _primer(views) if views else "",

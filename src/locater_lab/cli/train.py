@@ -32,7 +32,7 @@ Preset = Annotated[
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Options from a YAML or JSON file, such as a run's config.json; --set goes before."
+        metavar="FILE", help="Options from a YAML or JSON file, such as a run's config.json; --set overrides it."
     ),
 ]
 Settings = Annotated[

@@ -18,7 +18,7 @@ from .checksums import SEAL
 from .config import GONE, GROUPS, PRESETS, Config
 from .methods import METHODS, WORDS, written
 
-HEADING = "# locater train --config FILE reads this; what is left out is the preset's, --set goes before the file.\n"
+HEADING = "# locater train --config FILE reads this; what is left out is the preset's, --set overrides the file.\n"
 FIELDS = {one.name: one for kind in GROUPS.values() for one in fields(kind) if one.init}
 
 

@@ -74,7 +74,7 @@ function bothNumbers(app) {
     if (pair.every(Number.isFinite)) body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
       ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, numberOf(quantity, value))), html("td", {}, `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`)));
   }
-  const heading = (name) => html("th", { scope: "col", title: name }, shortName(name));
+  const heading = (name) => html("th", { scope: "col", title: name }, shortName(name).replaceAll("/", "/\u200b"));
   return html("table", { class: "numbers pair" }, html("thead", {}, html("tr", {}, ...["number", ...view.frames, "difference"].map(heading))), body);
 }
 
