@@ -53,8 +53,8 @@ class Quantity:
 
 _ATTENTION = (
     Quantity(
-        "normalised_entropy", "H", "how evenly attention is spread", "on one token", "over all tokens alike",
-        "share", MEASURED, "entropy", ".3f",
+        "normalised_entropy", "entropy", "how evenly attention is spread", "on one token", "over all tokens alike",
+        "share", MEASURED, digits=".3f",
     ),
     Quantity(
         "near_mass", "near", f"share of attention on the {NEAR} nearest tokens", "looks far", "looks near",
@@ -74,7 +74,7 @@ _ATTENTION = (
     ),
     Quantity("max_logit", "max ω", "largest logit seen", "small logits", "large logits", basis=MEASURED),
     Quantity("participation", "1/Σp²", "number of tokens that share the attention", "one", "many", basis=MEASURED),
-    Quantity("entropy", "entropy", "entropy of attention, in nats", "on one token", "over many", basis=MEASURED),
+    Quantity("entropy", "entropy (nats)", "entropy of attention, in nats", "on one token", "over many", basis=MEASURED),
 )  # fmt: skip
 _SIDES = (("measured", MEASURED), ("predicted", PREDICTED), ("estimated", ESTIMATE))
 

@@ -18,6 +18,8 @@ from locater.prediction.predict import Effort, Terms, Text, Tokens, predict
 from locater.prediction.running import run_model, self_attention
 from locater.prediction.windows import split_windows
 from locater.quantities import FIRST_QUERY, NEAR
+from locater.report.views import views_of
+from locater.scanning.scan import scan
 from predict_cases import LENGTH, MODELS, VOCABULARY, WORDS, model, save_with_tokenizer, tokens
 
 QUICK = Effort(window=LENGTH, calibration=6, test=2, texts=4)
@@ -328,3 +330,11 @@ def test_frame():
 def test_help_needs_no_torch():
     code = "import sys; import locater.cli.program; import locater.cli.predict; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_packaged_model_keeps_the_name_that_was_given_so_that_a_page_joins_its_scan():
+    found = predict("pip:locater", text="random", effort=Effort(window=64, calibration=2, test=2))
+    scanned = scan("pip:locater")
+    assert found.source == "pip:locater" == scanned.to_json()["source"]
+    (view,) = views_of([scanned.to_json(), found.to_json()])
+    assert {"xi", "measured_near_mass_beyond_first"} <= view.columns.keys() and view.name == "locater"

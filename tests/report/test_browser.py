@@ -347,7 +347,7 @@ def test_a_page_names_its_text_and_says_no_share_of_a_remnant(browser, tmp_path)
         browser.open(tmp_path / "one.html")
         assert words in browser.run("return document.querySelector('.say').textContent")
     browser.open(tmp_path / "page.html")
-    type_filter(browser, "near_measured>0.3 H_measured<0.1")
+    type_filter(browser, "near_measured>0.3 entropy_measured<0.1")
     assert browser.run("return document.getElementById('filter-says').textContent") == "1 of 3 heads"
     assert "fits none of these words" not in browser.run("return document.body.innerText")
     assert browser.run("return document.querySelector('.primer details details').open") is False

@@ -73,12 +73,13 @@ def predict(
     _check_options(source)
     if isinstance(source, Live):
         return _predict_whole(source, text, layers, effort, terms, progress)
-    source = replace(source, place=packaged(source.place))
-    with door(source.name, seconds=source.timeout):
+    # Results bear the name that was given, as a scan's do: a page joins both by it, and no path of a machine is sent.
+    given, source = source.name, replace(source, place=packaged(source.place))
+    with door(given, seconds=source.timeout):
         if isinstance(text, Text) and text.path == RANDOM:
             with suppress(CannotStream):
-                return _predict_streamed(source, layers, effort, terms, progress)
-        return _predict_whole(source, text, layers, effort, terms, progress)
+                return replace(_predict_streamed(source, layers, effort, terms, progress), source=given)
+        return replace(_predict_whole(source, text, layers, effort, terms, progress), source=given)
 
 
 def _check_options(source: Stored | Live) -> None:

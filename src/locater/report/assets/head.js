@@ -65,14 +65,15 @@ function numbersOf(app) {
   return html("table", { class: "numbers" }, head, body);
 }
 
-// Of two models: the number of each, and how far it moved.
+// Of two models: the number of each, and how far it moved; what is a difference already has no value of either.
 function bothNumbers(app) {
   const { view, selected } = app;
   const body = html("tbody", {});
   for (const quantity of app.shownQuantities()) {
     const pair = [0, 1].map((frame) => view.value(quantity.name, frame, selected));
+    const change = quantity.name === "moved" ? shownNumber(pair[1]) : `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`;
     if (pair.every(Number.isFinite)) body.append(html("tr", {}, html("th", { scope: "row" }, quantity.symbol, " ", html("small", {}, quantity.words)),
-      ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, numberOf(quantity, value))), html("td", {}, `${pair[1] > pair[0] ? "+" : ""}${shownNumber(pair[1] - pair[0])}`)));
+      ...pair.map((value, frame) => html("td", frame === 1 ? { "data-quantity": quantity.name } : {}, quantity.name === "moved" ? "" : numberOf(quantity, value))), html("td", {}, change)));
   }
   const heading = (name) => html("th", { scope: "col", title: name }, shortName(name).replaceAll("/", "/\u200b"));
   return html("table", { class: "numbers pair" }, html("thead", {}, html("tr", {}, ...["number", ...view.frames, "difference"].map(heading))), body);
