@@ -25,7 +25,7 @@ class Budget:
     config_bytes: int = 4 * 2**20  # of a config, beside which a header of the largest size may lie
     pickle_bytes: int = 64 * 2**20
     opcodes: int = 3_000_000  # of one pickle
-    layout_bytes: int = 2**20
+    layout_bytes: int = 2**17  # a second or two of the YAML reader
     tensors: int = 2**20
     name: int = 1000  # letters of a tensor's name
     names: int = 64 * 2**20  # of all of them

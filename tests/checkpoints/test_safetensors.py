@@ -180,3 +180,15 @@ def test_tensors_that_an_index_does_not_name_are_there_all_the_same(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with checkpoints.open(tmp_path) as checkpoint:
         assert sorted(checkpoint.names) == ["a.bias", "a.weight"] and checkpoint.read("a.bias").equal(torch.ones(3))
+
+
+def test_the_file_that_a_config_names_is_read_as_transformers_reads_it(tmp_path):
+    for number, name in enumerate(("model", "later")):
+        save_file({"a": torch.full((2,), float(number))}, tmp_path / f"{name}.safetensors")
+    for named, expected in (({}, 0.0), ({"transformers_weights": "later.safetensors"}, 1.0)):
+        (tmp_path / "config.json").write_text(json.dumps(named))
+        assert checkpoints.open(tmp_path).read("a").tolist() == [expected] * 2
+        assert checkpoints.open(tmp_path / "model.safetensors").read("a").tolist() == [0.0] * 2
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "../x.safetensors"}))
+    with pytest.raises(Refusal, match="names of files next to config.json"):
+        checkpoints.open(tmp_path)

@@ -113,6 +113,7 @@ def test_by_the_table(name, tmp_path):
     for entry in (
         dict(attn_logit_multiplier=3.0),
         dict(nested={"qk_clip_value": 2}),
+        dict(per_layer_config={"1": {"rms_norm_eps": 0.3}}),
         dict(auto_map={"AutoModel": "a.B"}),
     ):
         before = (tmp_path / "config.json").read_text()

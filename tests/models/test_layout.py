@@ -66,6 +66,7 @@ def test_the_guides_layout_describes_it(unknown):
         ("attention: [{block: decoder, query: a, key: b, rotary: 7}]", "table at attention[0].rotary"),
         ("attention: [{block: decoder, query: a, key: b, heads: [1]}]", "a number, a word"),
         ("attention: []", "blocks among"),
+        (f"attention: [{'a,' * 100_000}]", "at most 131072 layout bytes"),  # a minute of the YAML reader, at a megabyte
     ],
 )
 def test_a_bad_layout_is_one_sentence(unknown, text, words):

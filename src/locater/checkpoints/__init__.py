@@ -11,6 +11,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..documents import check_beside
 from ..errors import failed, refusal, within
 from ..packaged import PREFIX, packaged
 from ..records import Json
@@ -65,7 +66,7 @@ def _open_plain(source: Source, *, allow_pickle: bool, is_base: bool = False) ->
         folder, file = locate(source)
         if file is None and not is_base and has_adapter(folder):
             return _open_adapter_alone(folder, allow_pickle=allow_pickle)
-        return _dequantised(_open_files(folder, [file] if file else choose(folder), allow_pickle=allow_pickle))
+        return _dequantised(_open_files(folder, file, allow_pickle=allow_pickle))
 
 
 def _dequantised(store: Checkpoint) -> Checkpoint:
@@ -97,12 +98,15 @@ def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
     if has_adapter(base_folder):
         raise refusal("a base without an adapter of its own", f"{ADAPTER} in {name[:80]}", "name base and adapter both")
     # That pickles are allowed is said of the adapter, not of what it names.
-    base = _open_files(base_folder, choose(base_folder), allow_pickle=False)
+    base = _open_files(base_folder, None, allow_pickle=False)
     return _adapted(_dequantised(base), folder, allow_pickle=allow_pickle)
 
 
-def _open_files(folder: Folder, files: list[str], *, allow_pickle: bool) -> Checkpoint:
+def _open_files(folder: Folder, file: str | None, *, allow_pickle: bool) -> Checkpoint:
+    """The file that the user names, or that the config names as transformers lets it, or the usual ones."""
     config = read_model_config(folder)
+    named = None if file else config.get("transformers_weights")
+    files = [file] if file else choose(folder) if named is None else [check_beside(named, "config.json")]
     first = find_file(folder, files[0])
     if files[0].endswith(METADATA):
         from .distributed import Distributed

@@ -116,7 +116,7 @@ TELLING = re.compile(
     r"rope|rotary|alibi|soft_?cap|(^|_)qk_|qkv|attn|attention|window|sliding|temperature|relative|sink|clip_|theta"
     r"|scale_logits|query_pre|causal|norm_type|norm_first|softmax|sdpa|bidirectional|(^|_)ntk|mscale|yarn|dilat|head_scale"
     r"|^[qk]_|(^|_)(qk|query|key)_|_qk$|pos(ition)?_?(enc|emb|scale|bias)|logits?_(temp|cap|scale|multi)|score_func"
-    r"|shared?_kv|kv_share|cosine_att"
+    r"|shared?_kv|kv_share|cosine_att|^per_layer_config$"
 )
 # Words that say what the code of a declared type settles.
 UNDECLARED = re.compile(TELLING.pattern + r"|mup|norm(_class_name|_kind)?$|kv_heads?$|bidirectional|prefix_lm|pos_emb")
@@ -128,8 +128,9 @@ HARMLESS = re.compile(
     r"|max_window_layers|every_n_layers|no_rope_layer_interval|conv_pos|learned_pos_emb|sinusoidal_pos|tdnn|(key|value)_length$"
 )
 
-NOTHING = (None, False, 0, "", "none", "default", "absolute", [])
+NOTHING = (None, False, 0, "", "none", "default", "absolute", [], {})
 READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
+WHOLE = ("per_layer_config",)  # a table that says anything of a layer
 
 
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
@@ -159,7 +160,7 @@ def _other_sizes(config: Config, stacks: Sequence[Stack]) -> Iterator[str]:
 def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:
     """Yield entries, nested ones by their path, that by their names may change a logit."""
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and key not in WHOLE:
             yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
             says_no = words is UNDECLARED and value is False and "causal" in key

@@ -49,7 +49,7 @@ def known_entries(model_type: str, values: JsonMapping) -> set[str]:
     from transformers import CONFIG_MAPPING
 
     config = full_config(model_type)
-    known = {*_names(config.to_dict()), *type(config).attribute_map}
+    known = {*_names(config.to_dict()), *type(config).attribute_map, "per_layer_config"}
     known |= OLDER_ROTATIONS if "rope_parameters" in known else set()
     for table in values.values():
         if isinstance(table, dict) and table.get("model_type") in CONFIG_MAPPING:
