@@ -15,6 +15,7 @@ from .budget import budget
 from .errors import DEBUG, Refusal, refusal, within
 from .records import Json
 
+DEEPEST = 64  # tables and lists of YAML within each other
 Constant = Callable[[str], Any] | None  # what NaN, Infinity and -Infinity stand for
 
 
@@ -63,10 +64,14 @@ def read_yaml(path: Path) -> Any:
     """The value in a YAML file of bounded size; an alias is refused, since a few of them can stand for gigabytes."""
     import yaml
 
-    text = _read(path, most="layout bytes")
+    text, depth = _read(path, most="layout bytes"), 0
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            raise refusal("every value written out", "an alias (*)", "repeat what it stands for")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise refusal("every value written out", "an alias (*)", "repeat what it stands for")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:  # the time of its reader grows with the square of the depth
+                raise refusal(f"at most {DEEPEST} tables and lists within each other", "more", "restore the file")
         return yaml.safe_load(text)
     except Refusal:
         raise

@@ -66,6 +66,7 @@ def test_the_guides_layout_describes_it(unknown):
         ("attention: [{block: decoder, query: a, key: b, rotary: 7}]", "table at attention[0].rotary"),
         ("attention: [{block: decoder, query: a, key: b, heads: [1]}]", "a number, a word"),
         ("attention: []", "blocks among"),
+        ("[" * 100_000, "at most 64 tables and lists"),
         (f"attention: [{'a,' * 100_000}]", "at most 131072 layout bytes"),  # a minute of the YAML reader, at a megabyte
     ],
 )
