@@ -130,7 +130,7 @@ HARMLESS = re.compile(
 
 NOTHING = (None, False, 0, "", "none", "default", "absolute", [], {})
 READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
-WHOLE = ("per_layer_config",)  # a table that says anything of a layer
+UNDIVIDED = ("per_layer_config",)  # a table that says anything of a layer
 
 
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
@@ -160,7 +160,7 @@ def _other_sizes(config: Config, stacks: Sequence[Stack]) -> Iterator[str]:
 def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:
     """Yield entries, nested ones by their path, that by their names may change a logit."""
     for key, value in values.items():
-        if isinstance(value, Mapping) and key not in WHOLE:
+        if isinstance(value, Mapping) and key not in UNDIVIDED:
             yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
             says_no = words is UNDECLARED and value is False and "causal" in key
