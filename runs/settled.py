@@ -184,9 +184,9 @@ def floors(stage: str) -> list[str]:
 
 LONGER = """Twice the length (`python runs/settle.py DATA OUT --arms none,held --until A --steps 20000`, with the kept
 rows of `tune` and `rates` copied to OUT/rows), `none` and the best arm of A, at the strengths and rates above:"""
-WORDS_NOT_RUN = """Rates of the words are not tuned: {ended} of the six runs on the tuning seed have ended. `python
-runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, runs the others (16 minutes each, on a core of its own)
-and judges an arm anew whose best is another rate."""
+WORDS_NOT_RUN = """Tuned rates of the words were not afforded: {ended} of the six runs on the tuning seed has ended.
+`python runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, runs the others (16 minutes each, on a core of
+its own) and judges an arm anew whose best is another rate. `python runs/settled.py take OUT` writes it here."""
 
 
 def words_untuned(kept: Path = KEPT) -> str:
@@ -268,7 +268,7 @@ def section(kept: Path = KEPT) -> str:
     parts = [OPENING, "", "`python runs/settled.py`", "", *summary(kept)]
     for stage, title in (("A", "A. Byte pairs:"), ("A-20000", LONGER), ("B", f"B. {WORDS}")):
         arms = read(stage, kept)
-        told = _stage(stage, arms, kept) if arms else ["No run has ended yet."]
+        told = _stage(stage, arms, kept) if arms else ["Not afforded: none of these runs has ended."]
         parts += [title, "", *told, ""]
     texts = (tuning(kept), short_tuning(kept), budgets(kept), cost(kept), words_untuned(kept))
     parts += [part for text in texts if text for part in (text, "")]

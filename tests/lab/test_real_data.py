@@ -106,6 +106,19 @@ def test_the_page_is_that_of_the_kept_rows():
     )
 
 
+def test_words_by_constants_of_the_other_decoders_are_those_of_the_kept_rows():
+    root = Path(__file__).parents[2]
+    kept = json.loads((root / "runs" / "studies" / "words_left_out.json").read_text(encoding="utf-8"))
+    page = " ".join((root / PAGE).read_text(encoding="utf-8").split())
+    for row in kept.values():
+        shown = ", ".join("{} of {}".format(*row[word]) if row[word][1] else "–" for word in ("near", "far"))
+        assert f"{row['error']:.2f} | {shown} |" in page
+    near, far = (
+        [sum(part) for part in zip(*(row[word] for row in kept.values()), strict=True)] for word in ("near", "far")
+    )
+    assert "*near* is right of {} of {} heads and *far* of {} of {}.".format(*near, *far) in page and len(kept) == 3
+
+
 def test_the_record_that_a_scan_quotes_is_that_of_the_kept_rows():
     rows = json.loads((Path(__file__).parents[2] / ROWS).read_text(encoding="utf-8"))["models"]
     near, far = (

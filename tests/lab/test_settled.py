@@ -140,7 +140,7 @@ def test_words_are_tuned_once_each_arm_is_judged_at_its_best_rate(tmp_path, monk
     )
     shutil.rmtree(tmp_path / "B-rates" / "held-0.003")
     assert settled.how_tuned("B", tmp_path) == settled_said.UNTUNED
-    assert "not tuned: 3 of the six runs" in settled.words_untuned(tmp_path)
+    assert "not afforded: 3 of the six runs" in settled.words_untuned(tmp_path)
 
 
 def test_words_whose_best_rate_was_not_judged_are_not_tuned(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def test_twice_the_steps_are_told_beside_the_first(tmp_path):
     assert "| byte pairs, 20,000 steps | 0.97" in page and "(reproduction_twice.png)" in page
     assert "; with twice the steps 0.97" in said_advice(tmp_path) and "hold κ through it" in said_advice(tmp_path)
     shutil.rmtree(tmp_path / "A-20000")
-    assert not settled.longer(tmp_path) and "No run has ended yet." in settled.section(tmp_path)
+    assert not settled.longer(tmp_path) and "Not afforded: none of these runs has ended." in settled.section(tmp_path)
 
 
 def test_a_ratio_that_stays_is_not_said_to_move(tmp_path):

@@ -171,6 +171,8 @@ def test_a_matched_difference_sees_through_a_confounder():
     assert matched_difference(strata[:1] * 3) == pytest.approx(0)
     effect = [([True] * 5 + [False] * 5, [False] * 10), ([True] * 10, [True, False] * 5)]
     assert matched_difference(effect) == pytest.approx(0.5)
+    sizes = [([True], [False]), ([False] * 8, [False] * 8)]  # a difference of 1 in two points, of 0 in sixteen
+    assert matched_difference(sizes) == pytest.approx(1 / 9)
     assert math.isnan(matched_difference(strata[2:]))
 
 
@@ -218,17 +220,26 @@ def test_softmax_close_at_small_scale_and_far_at_large(tmp_path):
     assert "rank correlation over 5 points 1.000" in softmax.conclude(rows).first
 
 
-def test_softmax_names_the_scale_that_orders_the_distance_and_the_word_that_is_lost():
+@pytest.mark.parametrize(
+    ("scale", "planted"),
+    [
+        ("T·η(1 + |ξ|)/λ", lambda length, eta, xi: length * eta * (1 + abs(xi))),
+        ("T·η/λ", lambda length, eta, xi: length * eta),
+        ("√T·η/λ", lambda length, eta, xi: math.sqrt(length) * eta),
+    ],
+)
+def test_softmax_names_the_scale_that_orders_the_distance_and_the_word_that_is_lost(scale, planted):
     words = {True: ("middle", "late"), False: ("late", "late")}
     rows = [
-        {"length": length, "eta": eta, "xi": xi, "distance": length * eta / 1000}
+        {"length": length, "eta": eta, "xi": xi, "distance": planted(length, eta, xi) / 1000}
         | dict(zip(("regime", "softmax_regime"), words[eta > 0.5], strict=True))
         for length in (16, 64, 256)
         for eta in (0.01, 0.1, 1.0)
         for xi in (0.0, 6.0)
     ]
     found = softmax.conclude(rows)
-    assert "goes with T·η/λ (rank correlation over 18 points 1.000" in found.first
+    assert f"goes with {scale} (rank correlation over 18 points 1.000" in found.first
+    assert found.first.count("1.000") == 1, "no other scale orders them"
     assert "*middle* on 0 of 6" in found.second and "on 12 of 18 points" in found.second
     assert [row[:3] for row in found.table.rows] == [["middle", "6", "0"], ["late", "12", "12"]]
     null = softmax.conclude([row | {"distance": QUIET.random()} for row in rows * 8])

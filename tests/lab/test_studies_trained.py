@@ -219,8 +219,11 @@ def test_copying_is_seen_where_it_is_built_in(ran):
 
 
 def test_metrics_that_move_are_told_from_those_that_do_not():
-    """Over arms, and against none; an arm's own effect, the same on all seeds, is no relation with where it looks."""
-    own, names = (2, 0, 4, 1, 5, 3, 2.5), ("none", "window 8", "LocAteR", "ξ", "temperature 3", "far", "window 2")
+    """Over arms, and against none; an arm's own effect, the same on all seeds, is no relation with where it looks.
+
+    Its rank correlation is 0.89: chance among nine measures of seven arms, which 35 points would not be.
+    """
+    own, names = (0, 2, 1, 4, 3, 6, 5), ("none", "window 8", "LocAteR", "ξ", "temperature 3", "far", "window 2")
     rows = [
         {"condition": "", "arm": arm, "seed": seed, "near_mass": n / 6}
         | {name: own[n] + 0.01 * RANDOM.random() for name in metrics.METRICS}
