@@ -1,4 +1,4 @@
-"""`runs/settle.py` rehearsed on a tiny text: tuned, run, resumed after a kill, and compared to the bit."""
+"""`runs/settle.py` rehearsed on a tiny text; that a killed run ends equal to the bit is in test_training_killed.py."""
 
 import os
 import subprocess
