@@ -289,6 +289,15 @@ def test_foreign_metrics_are_refused(folder, content):
     assert result.err.count("\n") == 1 and "move the folder elsewhere" in result.err
 
 
+@pytest.mark.parametrize("values", [(1.7e308, 1.0), (1.7e308, -1.7e308)], ids=["huge", "without a difference"])
+def test_numbers_that_arithmetic_does_not_hold_are_drawn_or_refused(values, tmp_path):
+    rows = [row(step, value) for step, value in zip((10, 20), values, strict=True)]
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / f"late-seed{seed}", rows, seed=seed)
+    result = locater("runs", tmp_path / "runs")
+    assert result.code in (0, 1) and "please report it" not in result.err and result.err.count("\n") <= 1
+
+
 BAD = {
     "nowhere": (["nowhere"], "expected a folder with runs of locater train, got nowhere"),
     "a file": (["runs/none-seed0.log"], "expected a folder with runs of locater train, got runs/none-seed0.log"),

@@ -50,8 +50,8 @@ def sparkline(values: Sequence[float], *, width: int = 8) -> str:
 
     >>> sparkline([9, 3, 1, 0])
     '█▃▂▁'
-    >>> sparkline([2, 2])
-    '▄▄'
+    >>> sparkline([2, 2]), sparkline([1.7e308, 0])
+    ('▄▄', '█▁')
     """
     count = min(width, len(values))
     edges = [round(number * len(values) / count) for number in range(count + 1)]
@@ -59,7 +59,7 @@ def sparkline(values: Sequence[float], *, width: int = 8) -> str:
     low, high = min(means, default=0), max(means, default=0)
     if high == low:
         return EIGHTHS[4] * count
-    return "".join(EIGHTHS[1 + round(7 * (value - low) / (high - low))] for value in means)
+    return "".join(EIGHTHS[1 + round(7 * ((value - low) / (high - low)))] for value in means)
 
 
 def _width(numbers: Iterable[int]) -> int:

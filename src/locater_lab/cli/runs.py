@@ -12,6 +12,7 @@ from rich.markup import escape
 from locater.cli.options import HtmlPath, JsonPath, PlotPath
 from locater.cli.output import console_for, parse_spans, table
 from locater.cli.results import save
+from locater.documents import as_written
 from locater.errors import shown
 from locater.records import Json
 
@@ -40,8 +41,9 @@ def runs(
     console = console_for(json)
     some = arms.split(",") if arms else None
     document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
-    _print(console, document, chosen=step is not None)
-    save(document, json=json, html=html, plot=plot)
+    with as_written(folder):
+        _print(console, document, chosen=step is not None)
+        save(document, json=json, html=html, plot=plot)
 
 
 def _print(console: Console, document: Json, *, chosen: bool) -> None:
