@@ -40,8 +40,8 @@ def runs(
 
     console = console_for(json)
     some = arms.split(",") if arms else None
-    document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
     with as_written(folder):
+        document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
         _print(console, document, chosen=step is not None)
         save(document, json=json, html=html, plot=plot)
 
