@@ -271,8 +271,15 @@ def _place(attention: MeanAttention) -> str:
 
 
 def _count_places(attentions: Sequence[MeanAttention]) -> str:
+    """Count heads by the token that they keep to.
+
+    >>> first = MeanAttention(0.5, 0.0, 0.99, 0.0, 0.0)
+    >>> _count_places([first]), _count_places([first, first._replace(first=0.5)])
+    ('the first', 'the first in 1')
+    """
     counts = Counter(place for one in attentions if (place := _place(one)))
-    return ", ".join(f"{place} in {count:,}" for place, count in counts.most_common())
+    said = (place + f" in {count:,}" * (count < len(attentions)) for place, count in counts.most_common())
+    return ", ".join(said)
 
 
 def _value(attention: MeanAttention, word: Word) -> str:
