@@ -64,9 +64,12 @@ def test_the_wheel_carries_the_table_of_families():
 
 def test_the_placeholder_of_the_owner_stands_where_the_checklist_says():
     """One word to replace before the first release, and no other address of a host in the project's metadata."""
-    places = {path for path in ("pyproject.toml", "docs/notebooks.md") if "OWNER" in (ROOT / path).read_text()}
-    checklist = (ROOT / "CONTRIBUTING.md").read_text()
-    assert places == {"pyproject.toml", "docs/notebooks.md"} and all(path in checklist for path in places)
+    pages = [ROOT / "pyproject.toml", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    checklist = ROOT / "CONTRIBUTING.md"
+    places = {str(path.relative_to(ROOT)) for path in pages if re.search(r"\b(OWNER|ADDRESS)\b", path.read_text())}
+    places -= {checklist.name, "CHANGELOG.md"}
+    assert places == {"pyproject.toml", "README.md", "docs/notebooks.md"}
+    assert all(path in checklist.read_text() for path in places)
 
 
 WRITERS = {
