@@ -136,8 +136,9 @@ def turns(arms: Arms) -> str:
 
 OPENING = """Two epochs are a start. `runs/settle.py` asks about the end: 2,048 byte pairs, fairseq's gain, a cosine to
 2 % over 10,000 steps, four arms (`none`, κ held, κ released by a quarter of the run, weight decay on queries and keys),
-five seeds; then words. Every arm has its own strength and rate, tuned on seed 100, which is not judged. A ratio is that
-of perplexities, with an interval of 95 %, paired by seed; of fewer than three seeds there is none."""
+five seeds; then words. Every arm of byte pairs has its own strength and rate, tuned on seed 100, which is not judged;
+words take these strengths. A ratio is that of perplexities, with an interval of 95 %, paired by seed; of fewer than
+three seeds there is none."""
 WORDS = "Words (33,278), dropout 0.1, decoupled decay 0.01, four epochs of a cosine:"
 
 
