@@ -424,7 +424,7 @@ def test_an_action_without_a_name_leaves_resting_heads_alone():
             done.append(self.name)
 
     table = Responses({"": [Counted("any"), heard.append], "dead heads (uniform)": Counted("named")})
-    table(Event(Report(1, (), alarms=(resting,)), nn.Linear(1, 1), OwnLoop(nn.Linear(1, 1))))
+    table.act(Event(Report(1, (), alarms=(resting,)), nn.Linear(1, 1), OwnLoop(nn.Linear(1, 1))))
     assert done == ["named"] and len(heard) == 1
 
 

@@ -209,7 +209,9 @@ class Responses:
         for action in self.all():
             action.begin(model, host, sample)
 
-    def __call__(self, event: Event) -> None:
+    def act(self, event: Event) -> Report:
+        """Answer a report; return it with a line for everything that was done since the last one."""
+        event.lines, self.lines = self.lines, []
         kinds = {alarm.kind for alarm in event.report.alarms}
         serious = kinds.intersection(SERIOUS)
         for action in self.all():  # each once, however many kinds it is for
@@ -219,6 +221,7 @@ class Responses:
                 self._do(action, action, event)
             elif not serious:
                 self._do(action, action.good, event)
+        return replace(event.report, actions=tuple(event.lines))
 
     def _do(self, action: Action, act: Callable[[Event], None], event: Event) -> None:
         """One action, which must not end the run; a function of the user's may."""
@@ -233,12 +236,6 @@ class Responses:
                 self.failed[action] = words
                 warnings.warn(words, stacklevel=4)
                 event.say(words)
-
-    def act(self, event: Event) -> Report:
-        """Answer a report; return it with a line for everything that was done since the last one."""
-        event.lines, self.lines = self.lines, []
-        self(event)
-        return replace(event.report, actions=tuple(event.lines))
 
     def step(self, number: int, host: Host, stabilisers: "list[Stabiliser]") -> None:
         """Step what actions attached; what fails is taken off, and the run goes on."""

@@ -162,8 +162,8 @@ class Alarms:
             return
         remedy, trend = choose_remedy(condition.remedies, layer, unfit(layer)), ""
         if condition.kind == "logit explosion":
-            trend = trends.words(layer, "max_logit", list(wrong))
-            remedy = f"{remedy}, or {SLOWLY}" if trends.is_fast(layer, "max_logit", wrong) else remedy
+            trend, is_fast = trends.describe(layer, "max_logit", wrong)
+            remedy = f"{remedy}, or {SLOWLY}" if is_fast else remedy
         yield _alarm(layer, condition, wrong, limit, remedy=remedy, trend=trend)
 
     def _may_begin(self, layer: LayerReport, head: int | None) -> bool:

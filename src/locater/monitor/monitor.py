@@ -1,6 +1,7 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +32,7 @@ UNSEEN = (
     "torch.compile gave; a model that is compiled around its hooks is seen from its second pass on, and one that had "
     "run before must be reset with torch.compiler.reset()"
 )
+Layers = dict[Mode, tuple[LayerReport, ...]]
 OUR_NORM = "qk_norm"  # the name of what our own QKNorm adds to a module; of a model's own norms its heads tell
 
 
@@ -135,19 +137,19 @@ class AttentionMonitor:
         Fails where passes ran and nothing of their attention could be seen.
         """
         merged = self.seen.merged()
-        training, no_grad, evaluation = (self._layers(merged, mode) for mode in MODES)
+        layers: Layers = {mode: self._layers(merged, mode) for mode in MODES}
         has_run = self.hooks is not None and self.hooks.num_passes > 0
-        self.seen.check((*training, *no_grad, *evaluation), has_run=has_run)
+        self.seen.check(list(chain(*layers.values())), has_run=has_run)
+        # Passes without gradients have the weights of those that train, and stand for them where there are no others.
+        trained: Mode = "training" if layers["training"] else "no_grad"
         if self.weights is not None:
-            measured = tuple(self.weights.measured(layer, evaluation) for layer in training or no_grad)
-            training, no_grad = (measured, no_grad) if training else (training, measured)
+            layers[trained] = tuple(self.weights.measured(one, layers["evaluation"]) for one in layers[trained])
         if self.seen.agreement.is_spread:
-            training, no_grad, evaluation = (exchange(part, self.group) for part in (training, no_grad, evaluation))
-        self.trends.add(self.num_steps, training)
-        training = tuple(map(self.trends.with_growth, training))
-        alarms = self._alarms(training, no_grad, evaluation)
-        notes = self._notes((*training, *no_grad, *evaluation))
-        report = Report(self.num_steps, training, evaluation, alarms, notes, no_grad, per_head=self.scope.per_head)
+            layers = {mode: exchange(part, self.group) for mode, part in layers.items()}
+        self.trends.add(self.num_steps, layers["training"])
+        layers["training"] = tuple(map(self.trends.with_growth, layers["training"]))
+        alarms, notes = self._alarms(layers, trained), self._notes(list(chain(*layers.values())))
+        report = Report(self.num_steps, **layers, alarms=alarms, notes=notes, per_head=self.scope.per_head)
         self._begin()
         with unwatched():
             report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
@@ -168,14 +170,9 @@ class AttentionMonitor:
                 found.append(LayerReport.of(*place, tally, self.seen.through.get(index, ""), module))
         return tuple(found)
 
-    def _alarms(
-        self, training: tuple[LayerReport, ...], no_grad: tuple[LayerReport, ...], evaluation: tuple[LayerReport, ...]
-    ) -> tuple[Alarm, ...]:
-        """Passes without gradients have the weights of those that train, and are judged where there are no others."""
-        self.alarms.begin(self.num_steps, (*training, *no_grad, *evaluation))
-        judged: dict[Mode, tuple[LayerReport, ...]] = {
-            "training": training, "no_grad": () if training else no_grad, "evaluation": evaluation,
-        }  # fmt: skip
+    def _alarms(self, layers: Layers, trained: Mode) -> tuple[Alarm, ...]:
+        self.alarms.begin(self.num_steps, list(chain(*layers.values())))
+        judged: Layers = {mode: layers[mode] for mode in (trained, "evaluation")}
         attached = self._attached()
         attached |= {*OF_WEIGHTS} if "QKNorm" in attached else set()  # a norm undoes what they do
         return self.alarms.find(judged, lambda layer: attached | self._unfit(layer))
@@ -193,13 +190,28 @@ class AttentionMonitor:
         names |= {"QKNorm"} if any(OUR_NORM in one._modules for one in self.seen.model.modules()) else set()
         return names | self.seen.shown | writers(self.seen.model)
 
-    def _notes(self, seen: tuple[LayerReport, ...]) -> tuple[str, ...]:
-        """List remarks that the numbers do not make."""
-        num_cached, skipped = 0, sum(self.seen.spending.skipped.values())
+    def _notes(self, layers: Sequence[LayerReport]) -> tuple[str, ...]:
+        """List remarks that the numbers do not make, the most important first."""
+        num_cached, num_skipped = 0, sum(self.seen.spending.skipped.values())
         if self.hooks is not None:
             num_cached = self.hooks.num_cached
             self.seen.refused.update(self.hooks.unseen())
-        return _remarks(seen, self.seen.refused, num_cached, skipped)
+        notes = [] if layers or num_cached or num_skipped or self.seen.refused else [UNSEEN]
+        notes += sorted(self.seen.refused)
+        if rebuilt := sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS}):
+            notes.append(
+                f"layers {spans(rebuilt)} called no attention kernel: reconstructed from their modules' inputs"
+            )
+        if thinned := {layer.layer for layer in layers if layer.share_of_queries < 1}:
+            least, where = min(layer.share_of_queries for layer in layers), spans(sorted(thinned))
+            notes.append(
+                f"to keep within the budget, {least:.1%} of the queries or more were looked at in layers {where}"
+            )
+        if num_skipped:
+            notes.append(f"the budget was spent: {num_skipped} calls of attention were not looked at")
+        if num_cached:
+            notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
+        return tuple(notes)
 
     def _begin(self) -> None:
         self.seen.begin()
@@ -234,24 +246,3 @@ class AttentionMonitor:
         self.responses.lines = list(state.get("lines", ()))
         if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
             self._try_actions(self.sample)
-
-
-def _remarks(
-    layers: Sequence[LayerReport], refused: Iterable[str], num_cached: int, num_skipped: int
-) -> tuple[str, ...]:
-    """List the remarks of a report, the most important first."""
-    notes = [] if layers or num_cached or num_skipped or refused else [UNSEEN]
-    notes += sorted(refused)
-    rebuilt = sorted({layer.layer for layer in layers if layer.through == MODULE_INPUTS})
-    if rebuilt:
-        notes.append(f"layers {spans(rebuilt)} called no attention kernel: reconstructed from their modules' inputs")
-    thinned = [layer for layer in layers if layer.share_of_queries < 1]
-    if thinned:
-        least = min(layer.share_of_queries for layer in thinned)
-        where = spans(sorted({layer.layer for layer in thinned}))
-        notes.append(f"to keep within the budget, {least:.1%} of the queries or more were looked at in layers {where}")
-    if num_skipped:
-        notes.append(f"the budget was spent: {num_skipped} calls of attention were not looked at")
-    if num_cached:
-        notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
-    return tuple(notes)

@@ -5,7 +5,7 @@ Weights are measured through d_h×d_h products, without any d×d matrix. Per lay
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,18 +57,16 @@ class Trends:
         known = {name: values for name, values in rates.items() if not all(map(math.isnan, values))}
         return replace(layer, weights=layer.weights | known)
 
-    def is_fast(self, layer: LayerReport, name: str, heads: Iterable[Any]) -> bool:
-        """Tell whether a head grows more than tenfold in 100 steps: no slow drift, but steps that are too large."""
-        rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
-        return any(100 * rates[head] > math.log(10) for head in heads)
+    def describe(self, layer: LayerReport, name: str, heads: Collection[Any]) -> tuple[str, bool]:
+        """Say how fast the fastest of some heads grows, and whether that is more than tenfold in 100 steps.
 
-    def words(self, layer: LayerReport, name: str, heads: list[Any]) -> str:
-        rates = dict(zip(layer.heads, self.growth(layer, name), strict=True))
-        known = [rates[head] for head in heads if not math.isnan(rates[head])]
-        fastest = max(known, default=0.0)
-        if self.is_fast(layer, name, heads):
-            return "growing more than tenfold in 100 steps"
-        return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else ""
+        So fast is no slow drift: steps are too large.
+        """
+        rates = zip(layer.heads, self.growth(layer, name), strict=True)
+        fastest = max((rate for head, rate in rates if head in heads and not math.isnan(rate)), default=0.0)
+        if 100 * fastest > math.log(10):
+            return "growing more than tenfold in 100 steps", True
+        return f"growing by {math.expm1(100 * fastest):+.0%} in 100 steps" if fastest > 0 else "", False
 
     def state_dict(self) -> State:
         return {"moments": self.moments}
