@@ -31,13 +31,11 @@ def families(
     console = console_for(json)
     entries = _surveyed(types, update=update)
     numbers = count_kinds(entries)
-    console.print(
-        table(
-            ["model type", "known by", "row or reason"],
-            map(_cells, entries),
-            words=["model type", "known by", "row or reason"],
-        )
-    )
+    headings, rows = ["model type", "known by", "row or reason"], []
+    for entry in entries:
+        how = f"{known_by(entry)} ({entry.listed})" if entry.listed else known_by(entry)
+        rows.append([escape(entry.model_type), how, escape(words(entry))])
+    console.print(table(headings, rows, words=headings))
     console.print()
     console.print(f"{summary(numbers)}, with transformers {version()}")
     if listed := [entry.listed for entry in entries if entry.listed]:
@@ -76,10 +74,8 @@ def summary(numbers: dict[str, int]) -> str:
     return f"{read}, {numbers['refused']} refused, {numbers['untried']} not tried; {media}"
 
 
-def _cells(entry: "SurveyEntry") -> list[str]:
-    how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
-    how = f"{how} ({entry.listed})" if entry.listed else how
-    return [escape(entry.model_type), how, escape(words(entry))]
+def known_by(entry: "SurveyEntry") -> str:
+    return entry.how if entry.error is None else f"proven ({entry.error:.0e})"
 
 
 def words(entry: "SurveyEntry") -> str:
@@ -99,6 +95,6 @@ def as_markdown(entries: "list[SurveyEntry]", numbers: dict[str, int], transform
         "|---|---|---|---|",
     ]
     for entry in entries:
-        how = entry.how if entry.error is None else f"proven ({entry.error:.0e})"
-        lines.append(f"| {entry.model_type} | {how} | {', '.join(entry.inputs)} | {words(entry).replace('|', '/')} |")
+        cells = entry.model_type, known_by(entry), ", ".join(entry.inputs), words(entry).replace("|", "/")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

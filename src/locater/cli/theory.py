@@ -187,7 +187,8 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     from ..report.terminal import draw
 
     console = console_for(json)
-    best = _most_faithful(document["profiles"])
+    profiles = document["profiles"]
+    best = profiles.get("exact") or profiles.get("closed") or profiles["monte-carlo"]["mean"]  # the most faithful
     console.print(
         f"[bold]{document['regime']}[/bold]: {REGIME_WORDS[document['regime']].meaning}.\n"
         f"T = {document['length']}, λ = {document['temperature']:.4g}, trace {document['trace']:.4g}, "
@@ -223,10 +224,6 @@ def _softmax_sentence(found: Json, length: int) -> str:
         f"{bound}{found['normalised_entropy']:.2f} of ln T, from logits of variance {found['variance']:.3g} "
         f"(long texts freeze beyond 2 ln T = {found['border']:.3g})."
     )
-
-
-def _most_faithful(profiles: Json) -> list[float]:
-    return profiles.get("exact") or profiles.get("closed") or profiles["monte-carlo"]["mean"]
 
 
 def _profile_table(document: Json) -> FittedTable:

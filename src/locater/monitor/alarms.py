@@ -74,21 +74,17 @@ def _by_head(name: str) -> Callable[[LayerReport], dict[int | None, float]]:
     return lambda layer: dict(zip(layer.heads, layer.statistics[name], strict=True))
 
 
-def _explosion(layer: LayerReport, limits: Thresholds) -> float | None:
-    return None if limits.logit_explosion is None else limits.logit_explosion * max(1.0, layer.log_keys)
-
-
-def _resting(layer: LayerReport, limits: Thresholds) -> float | None:
-    return limits.dead_sink if layer.block != "cross" and layer.log_keys > 1 else None
-
-
 # The worst first.
 CONDITIONS = (
     _Condition(
         "not finite", lambda layer: {None: layer.rows_not_finite / max(1, layer.num_queries)},
         lambda layer, limits: limits.not_finite, True, "share of queries with NaN or infinite logits", RESTART,
     ),
-    _Condition("logit explosion", _by_head("max_logit"), _explosion, True, "largest", SHRINK),
+    _Condition(
+        "logit explosion", _by_head("max_logit"),
+        lambda layer, limits: limits.logit_explosion and limits.logit_explosion * max(1.0, layer.log_keys),
+        True, "largest", SHRINK,
+    ),
     _Condition(
         "entropy collapse", _by_head("normalised_entropy"),
         lambda layer, limits: limits.entropy_collapse, False, "lowest normalised entropy", SHARPEN,
@@ -97,7 +93,11 @@ CONDITIONS = (
         "rank collapse", lambda layer: {None: layer.ranks.get("residual", math.nan)},
         lambda layer, limits: limits.rank_collapse, False, "residual", SPREAD,
     ),
-    _Condition(RESTING[0], _by_head("sink_mass"), _resting, True, "mass on the first token", REST),
+    _Condition(
+        RESTING[0], _by_head("sink_mass"),
+        lambda layer, limits: limits.dead_sink if layer.block != "cross" and layer.log_keys > 1 else None,
+        True, "mass on the first token", REST,
+    ),
     _Condition(
         RESTING[1], _by_head("normalised_entropy"),
         lambda layer, limits: limits.dead_uniform, True, "normalised entropy", REVIVE,

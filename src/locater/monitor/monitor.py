@@ -150,7 +150,10 @@ class AttentionMonitor:
         layers["training"] = tuple(map(self.trends.with_growth, layers["training"]))
         alarms, notes = self._alarms(layers, trained), self._notes(list(chain(*layers.values())))
         report = Report(self.num_steps, **layers, alarms=alarms, notes=notes, per_head=self.scope.per_head)
-        self._begin()
+        self.seen.begin()
+        if self.hooks is not None:
+            self.hooks.num_cached = self.hooks.num_passes = 0
+            self.hooks.outside.clear()
         with unwatched():
             report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
@@ -212,12 +215,6 @@ class AttentionMonitor:
         if num_cached:
             notes.append(f"{num_cached} calls with cached keys were not looked at: their inputs are gone")
         return tuple(notes)
-
-    def _begin(self) -> None:
-        self.seen.begin()
-        if self.hooks is not None:
-            self.hooks.num_cached = self.hooks.num_passes = 0
-            self.hooks.outside.clear()
 
     @property
     def should_stop(self) -> bool:

@@ -113,26 +113,19 @@ def whole_call(call: AttentionCall, site: AttentionModule, modules: dict[str, nn
     """All heads of a call: under tensor parallelism each process has its own, and they are gathered in order."""
     if call.logits is not None or call.query.dim() != 4 or call.query.shape[1] == site.num_heads:
         return call
-    group = _shards(modules.get(site.query_name))
-    if group is None or call.query.shape[1] * dist.get_world_size(group) != site.num_heads:
+    weight = getattr(modules.get(site.query_name), "weight", None)
+    if not isinstance(weight, DTensor) or Shard(0) not in weight.placements:
         return call
-    query, key = (_gathered(part, group) for part in (call.query, call.key))
-    return call.changed(query=query, key=key)
-
-
-def _shards(projection: nn.Module | None) -> dist.ProcessGroup | None:
-    weight = getattr(projection, "weight", None)
-    if not isinstance(weight, DTensor):
-        return None
-    return next(
-        (weight.device_mesh.get_group(number) for number, one in enumerate(weight.placements) if one == Shard(0)), None
-    )
-
-
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.detach().contiguous(), group=group)
-    return torch.cat(parts, 1)
+    group = weight.device_mesh.get_group(weight.placements.index(Shard(0)))
+    if call.query.shape[1] * dist.get_world_size(group) != site.num_heads:
+        return call
+    sides: list[Tensor] = []
+    for part in (call.query, call.key):
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        sides.append(torch.cat(parts, 1))
+    return call.changed(query=sides[0], key=sides[1])
 
 
 class _Place(NamedTuple):

@@ -213,11 +213,9 @@ class Report(Shown):
 
     def summary(self) -> str:
         """The alarms, what was done about them, and notes, in plain words."""
-        return "\n".join([*self.told(), *self.actions, *self.notes]) or self._quiet()
-
-    def _quiet(self) -> str:
         count = len({(layer.block, layer.layer) for mode in MODES for layer in getattr(self, mode)})
-        return f"no alarm in {counted(count, 'layer')}" if count else "nothing was seen"
+        quiet = f"no alarm in {counted(count, 'layer')}" if count else "nothing was seen"
+        return "\n".join([*self.told(), *self.actions, *self.notes]) or quiet
 
     def told(self) -> Iterator[str]:
         """A sentence for each alarm; advice that several share stands in the first of them."""

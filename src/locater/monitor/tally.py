@@ -36,7 +36,8 @@ class Tally:
 
     @classmethod
     def empty(cls, num_heads: int, device: torch.device | str = "cpu") -> "Tally":
-        new = torch.zeros(len(NAMES), num_heads, 5, dtype=_wide(device), device=device)
+        wide = torch.float32 if torch.device(device).type == "mps" else torch.float64  # where there is any
+        new = torch.zeros(len(NAMES), num_heads, 5, dtype=wide, device=device)
         ranks = new.new_zeros(len(RANKS), 2)
         return cls(new, new.new_zeros(7), ranks, new.new_full((num_heads,), -math.inf))
 
@@ -97,11 +98,6 @@ def merge_tallies(tallies: Sequence[Tally], group: dist.ProcessGroup | None = No
         whole = torch.cat(everyone)
     parts = whole.cpu().split([len(vector) for vector in vectors], -1)
     return [Tally.of_vectors(rows, len(tally.maximum)) for rows, tally in zip(parts, tallies, strict=True)]
-
-
-def _wide(device: torch.device | str) -> torch.dtype:
-    """float64 where there is any."""
-    return torch.float32 if torch.device(device).type == "mps" else torch.float64
 
 
 @dataclass(frozen=True)

@@ -215,11 +215,13 @@ def measure(
     """Measure each head on these windows, and the loss per token where the model predicts the next one."""
     gatherers = [[Gatherer(head, windows.shape[1]) for head in layer.heads] for layer in layers]
     losses: list[float] = []
+    # The logits of all tokens are held together: few windows at once where the vocabulary is large.
+    batch = max(1, min(batch, MOST_LOGITS // (windows.shape[1] * (vocabulary_size(model) or 1))))
 
     def take(number: int, x: Tensor) -> None:
         _gather(gatherers[number], layers[number], x)
 
-    for ids in windows.split(_batch_size(model, windows.shape[1], batch)):
+    for ids in windows.split(batch):
         output = run_model(model, layers, ids, take)
         losses += next_token_losses(output, ids, model)
         step(len(ids))
@@ -232,11 +234,6 @@ def _gather(gatherers: Sequence[Gatherer], layer: AttentionModule, x: Float[Tens
     for gatherer, head in zip(gatherers, layer.heads, strict=True):
         for text in x.float().split(1):
             gatherer.add(gatherer.logits(head, text))
-
-
-def _batch_size(model: nn.Module, length: int, batch: int) -> int:
-    """Bound the number of windows whose logits of all tokens are held together."""
-    return max(1, min(batch, MOST_LOGITS // (length * (vocabulary_size(model) or 1))))
 
 
 class _Steps:

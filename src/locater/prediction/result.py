@@ -92,11 +92,11 @@ class Prediction(Shown):
         √(2r/(1 + r)), r the rank correlation of two halves of the measured windows (Spearman and Brown): what noise
         in the measurement leaves.
         """
-        return {name: ceiling(*self._halves(name)) for name in NAMES}
-
-    def _halves(self, name: str) -> tuple[list[float], list[float]]:
         pairs = [head.halves for head in self.heads if head.halves is not None]
-        return [getattr(one, name) for one, _ in pairs], [getattr(other, name) for _, other in pairs]
+        return {
+            name: ceiling([getattr(one, name) for one, _ in pairs], [getattr(other, name) for _, other in pairs])
+            for name in NAMES
+        }
 
     def behaviour(self) -> list[Told]:
         """Describe what the heads do on the measured windows: how many, in which layers, and whom to look at first."""

@@ -59,17 +59,16 @@ def does(view: View) -> Does:
     measured = [attentions_of(view, frame) for frame in range(len(view.frames))]
     if any(one for frame in measured for one in frame):
         text = view.facts.get("text", "")
-        words = [[None if one is None else _words(one, text) for one in frame] for frame in measured]
+        words: list[list[Words]] = [
+            [None if one is None else tuple(word.name for word in words_of(one, text)) or (NO_WORD,) for one in frame]
+            for frame in measured
+        ]
         return Does(words, "measured on random ids" if text == RANDOM_IDS else "measured on text")
     near = view.columns.get("estimated_near_mass")
     if near is None or not any(record.get("estimated_near_mass_interval") for record in view.records):
         return Does([[None] * len(view.heads) for _ in view.frames], "")
     words = [[None if mass is None else (looks(mass) or UNCLEAR,) for mass in frame] for frame in near]
     return Does(words, ESTIMATED)
-
-
-def _words(attention: MeanAttention, text: str) -> Words:
-    return tuple(word.name for word in words_of(attention, text)) or (NO_WORD,)
 
 
 def attentions_of(view: View, frame: int) -> list[MeanAttention | None]:

@@ -86,6 +86,7 @@ def page(
     said = verdict(views)
     sentences = [one for one in headline(views, [*runs, *studies]) if one.text not in said]
     title = shown(title or _title(views, [*runs, *studies]), MOST_CHARACTERS)
+    sources = {view.name: "; ".join(f"{name}: {value}" for name, value in view.facts.items()) for view in views}
     pack = Pack()
     data = {
         "title": title,
@@ -104,7 +105,7 @@ def page(
         "note": f'<p class="note">{html.escape(shown(note))}</p>\n' if note else "",
         "sentences": "\n".join(_sentence(number, one) for number, one in enumerate(sentences)),
         "click": CLICK if any(one.heads and len(views[one.view].heads) > 1 for one in sentences) else "",
-        "made": definitions(all_shown(facts or {}) | _sources(views)),
+        "made": definitions(all_shown(facts or {}) | sources),
         "glossary": definitions(GLOSSARY),
         "primer": _primer(views) if views else "",
         "paper": PAPER,
@@ -163,13 +164,6 @@ def _sentence(number: int, sentence: Sentence) -> str:
     return f'<li class="{sentence.tone}">{text}</li>'
 
 
-def _sources(views: list[View]) -> dict[str, str]:
-    found = {}
-    for view in views:
-        found[view.name] = "; ".join(f"{name}: {value}" for name, value in view.facts.items())
-    return found
-
-
 def definitions(entries: dict[str, str]) -> str:
     rows = (f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in entries.items())
     return f"<dl>{''.join(rows)}</dl>"
@@ -224,11 +218,7 @@ def _curves(records: list[Document], pack: Pack) -> Document:
     for group in ("profiles", "expected_logits", "attention_profile", "logit_profile"):
         names = dict.fromkeys(name for record in records for name in record.get(group) or {})
         lines = {name: [record.get(group, {}).get(name) for record in records] for name in names}
-        found[group] = {name: pack.add_scaled(_pad(rows)) for name, rows in lines.items()}
+        # A head without a line has NaN: zeros would be drawn as if measured.
+        blank = {name: [math.nan] * max(len(row) for row in rows if row) for name, rows in lines.items()}
+        found[group] = {name: pack.add_scaled([row or blank[name] for row in rows]) for name, rows in lines.items()}
     return found
-
-
-def _pad(rows: list[list[float] | None]) -> list[list[float]]:
-    """Fill lines to one length; a head without one has NaN: zeros would be drawn as if measured."""
-    length = max(len(row) for row in rows if row)
-    return [row if row else [math.nan] * length for row in rows]

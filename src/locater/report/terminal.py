@@ -106,7 +106,8 @@ class HeatMap:
         if not console.is_terminal:
             return
         room = options.max_width - LABEL - 2
-        cells = _merge_layers([_merge_heads(row, room) for row in self.cells])
+        columns = _merge([*zip(*self.cells, strict=True)], room)  # heads, then layers beyond what a screen holds
+        cells = _merge([*zip(*columns, strict=True)], MOST_LAYERS)
         every = -(-len(self.cells) // len(cells))
         known = [value for row in cells for value in row if value is not None]
         if not known:
@@ -161,17 +162,11 @@ def _shade(share: float | None) -> str:
     return " " if share is None else SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))]
 
 
-def _merge_heads(row: Sequence[float | None], room: int) -> list[float | None]:
-    """Average neighbouring heads where there is no room for each."""
-    each = -(-len(row) // max(1, room))
-    return [_mean(row[start : start + each]) for start in range(0, len(row), each)]
-
-
-def _merge_layers(rows: list[list[float | None]]) -> list[list[float | None]]:
-    """Average neighbouring layers beyond what a screen holds."""
-    each = -(-len(rows) // MOST_LAYERS)
+def _merge(rows: Sequence[Sequence[float | None]], room: int) -> list[tuple[float | None, ...]]:
+    """Average neighbouring rows where there is no room for each."""
+    each = -(-len(rows) // max(1, room))
     groups = (rows[start : start + each] for start in range(0, len(rows), each))
-    return [[_mean(column) for column in zip(*group, strict=True)] for group in groups]
+    return [tuple(_mean(column) for column in zip(*group, strict=True)) for group in groups]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -194,17 +194,14 @@ def _read_predict(document: Document) -> View:
         regimes=[[None] * len(records)],
         records=records,
         refused=list(document.get("left_out", ())),
-        accuracy=document.get("accuracy") or _accuracy(document),
+        accuracy=document.get("accuracy")
+        or describe_accuracy(document.get("spearman", {}), document.get("calibration_error", {})),
         basis=describe_windows(*(document[name] for name in READ)) if all(name in document for name in READ) else "",
         bins=document["distance_bins"],
     )
 
 
 READ = ("text", "window", "windows", "tokens")
-
-
-def _accuracy(document: Document) -> list[str]:
-    return describe_accuracy(document.get("spearman", {}), document.get("calibration_error", {}))
 
 
 def _read_steps(document: Document) -> View:

@@ -95,8 +95,9 @@ class LocAteR(Stabiliser):
         self.check_found("a step")
         self.writes.check()
         self.steps += 1
-        if self.gauge is not None:
-            self._choose(self.gauge)
+        if self.gauge is not None and self.auto is not None:  # κ holds for the step that follows
+            self.auto.add(self.gauge.read())
+            self._settle(self.auto)
         if self.optimizer is not None:
             rates = Rates(self.optimizer)
             finite = [pair.descend(*self._objective(n), rates) for n, pair in enumerate(self.pairs)]
@@ -149,12 +150,6 @@ class LocAteR(Stabiliser):
         target = self.mean.target
         wanted = None if target is None else target.at(self.steps, self.initial[number])
         return None if wanted is None else wanted * self.pairs[number].temperature
-
-    def _choose(self, gauge: Gauge) -> None:
-        """One more step to go by; κ holds for the step that follows."""
-        assert self.auto is not None
-        self.auto.add(gauge.read())
-        self._settle(self.auto)
 
     def _settle(self, auto: Auto) -> None:
         """Update κ; detach the hooks when it is settled."""

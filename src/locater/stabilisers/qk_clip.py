@@ -209,7 +209,8 @@ class Maxima:
             return dict(largest)
         if not self.places:
             self._agree()
-        device = next((values.device for values in largest.values()), self._device())
+        of_weights = next(iter(self.queries.values())).weight.read().device
+        device = next((values.device for values in largest.values()), of_weights)
         vector = torch.full((sum(size for _, size in self.places.values()),), -math.inf, device=device)
         for name, values in largest.items():
             start, _ = self.places[self.identities[name]]
@@ -239,6 +240,3 @@ class Maxima:
                 if is_split and number * weight.device_mesh.size(dim) == self.num_heads[name]:
                     return number * weight.device_mesh.get_local_rank(dim)
         return 0
-
-    def _device(self) -> torch.device:
-        return next(iter(self.queries.values())).weight.read().device

@@ -58,8 +58,7 @@ class HeadShard:
         """The Gram matrices over all columns: one message for the three of them."""
         if self.across_columns is None:
             return grams
-        flat = torch.cat([gram.flatten() for gram in grams])
-        dist.all_reduce(flat, group=self.across_columns)
+        flat = self.complete_sums(torch.cat([gram.flatten() for gram in grams]))
         parts = flat.split([gram.numel() for gram in grams])
         return Grams(*(part.view(gram.shape) for part, gram in zip(parts, grams, strict=True)))
 
@@ -133,20 +132,23 @@ def shard_of(
     weights = tuple(current(one) if exact or hasattr(one, "ds_id") else one for one in parameters)
     plans = {_axis(weight, rows) for weight, rows in zip((weights[0], weights[-1]), rows, strict=True)}
     axis, mesh_axis = plans.pop() if len(plans) == 1 else ("gathered", -1)
-    mesh = weights[0].device_mesh if isinstance(weights[0], DTensor) else None
-    if axis == "columns" and mesh is not None:
+    where: dict[str, Any] = {}
+    if axis == "columns" or (axis == "rows" and _holds_whole_groups(rows, weights, mesh_axis)):
+        mesh = weights[0].device_mesh  # type: ignore  # sharded, so a DTensor
         local = [weight.to_local() for weight in weights]  # type: ignore
-        columns = _columns(d_model, local[0].shape[1 - rows[0].row_axis], mesh, mesh_axis)
-        where: dict[str, Any] = dict(columns=columns, across_columns=mesh.get_group(mesh_axis))
-        return _shard(name, rows, parameters, weights, local, **where)
-    if axis == "rows" and mesh is not None and _holds_whole_groups(rows, weights, mesh.size(mesh_axis)):
-        count = rows[0].num_groups // mesh.size(mesh_axis)
-        groups = slice(mesh.get_local_rank(mesh_axis) * count, (mesh.get_local_rank(mesh_axis) + 1) * count)
-        local = [weight.to_local() for weight in weights]  # type: ignore
-        own = replace(rows[0], num_groups=count), replace(rows[1], num_groups=count)
-        where = dict(groups=groups, across_heads=mesh.get_group(mesh_axis))
-        return _shard(name, own, parameters, weights, local, **where)
-    return _shard(name, rows, parameters, weights, [whole(weight) for weight in weights])
+        if axis == "columns":
+            columns = _columns(d_model, local[0].shape[1 - rows[0].row_axis], mesh, mesh_axis)
+            where = dict(columns=columns, across_columns=mesh.get_group(mesh_axis))
+        else:
+            count, first = rows[0].num_groups // mesh.size(mesh_axis), mesh.get_local_rank(mesh_axis)
+            rows = replace(rows[0], num_groups=count), replace(rows[1], num_groups=count)
+            groups = slice(first * count, (first + 1) * count)
+            where = dict(groups=groups, across_heads=mesh.get_group(mesh_axis))
+    else:
+        local = [whole(weight) for weight in weights]
+    working = tuple(widen(tensor.detach()) for tensor in local)
+    views = rows[0].view(working[0]), rows[1].view(working[-1])
+    return HeadShard(name, parameters, weights, *views, working, rows, **where)
 
 
 def check_not_spread(model: nn.Module) -> None:
@@ -172,19 +174,6 @@ def _wrappers() -> Iterator[nn.Module]:
         yield from (one for one in gc.get_objects() if issubclass(type(one), kinds))
 
 
-def _shard(
-    name: str,
-    rows: tuple[Rows, Rows],
-    weights: tuple[Tensor, ...],
-    bases: tuple[Tensor, ...],
-    local: list[Tensor],
-    **where: Any,
-) -> HeadShard:
-    working = tuple(widen(tensor.detach()) for tensor in local)
-    views = rows[0].view(working[0]), rows[1].view(working[-1])
-    return HeadShard(name, weights, bases, *views, working, rows, **where)
-
-
 def _axis(weight: Tensor, rows: Rows) -> tuple[str, int]:
     """Return what the one sharded axis of the mesh holds of this weight: rows, columns, or neither."""
     if not isinstance(weight, DTensor):
@@ -203,9 +192,9 @@ def _columns(d_model: int, number: int, mesh: Any, mesh_axis: int) -> slice:
     return slice(first, first + number)
 
 
-def _holds_whole_groups(rows: tuple[Rows, Rows], weights: tuple[Tensor, ...], num_ranks: int) -> bool:
+def _holds_whole_groups(rows: tuple[Rows, Rows], weights: tuple[Tensor, ...], mesh_axis: int) -> bool:
     alone = len(weights) == 2 and all(one.is_whole for one in rows)
-    return alone and rows[0].num_groups % num_ranks == 0
+    return alone and rows[0].num_groups % weights[0].device_mesh.size(mesh_axis) == 0  # type: ignore
 
 
 def _placed_as(full: Tensor, weight: Tensor) -> Tensor:
