@@ -15,7 +15,7 @@ from gaussian_tokens import HeadInputs, expected_attention, profile
 from locater import theory
 from locater.attention.input_moments import InputMoments, MomentsCollector
 from locater.head import Head
-from locater.packaged import packaged
+from locater.packages import packaged
 from locater.prediction.language_model import load_model, load_tokenizer
 from locater.prediction.numbers import NAMES, Numbers
 from locater.prediction.predict import Effort, HeadPrediction, Prediction, measure

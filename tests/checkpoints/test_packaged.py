@@ -6,7 +6,7 @@ import pytest
 
 from command import locater
 from locater.errors import Refusal
-from locater.packaged import EXAMPLE, packaged
+from locater.packages import EXAMPLE, packaged
 
 
 @pytest.fixture

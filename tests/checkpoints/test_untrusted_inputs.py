@@ -14,7 +14,7 @@ import locater
 from command import locater as command
 from locater import budget
 from locater.errors import Refusal, Unforeseen, callers_own, net
-from locater.packaged import EXAMPLE
+from locater.packages import EXAMPLE
 from locater.prediction.predict import Tokens
 from locater.scanning.compare import compare, in_processes
 from locater_lab.train.model import LanguageModel

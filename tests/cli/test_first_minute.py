@@ -13,7 +13,7 @@ from locater.cli import results as module
 from locater.cli.results import progress
 from locater.errors import Refusal
 from locater.models import Config
-from locater.packaged import EXAMPLE, packaged
+from locater.packages import EXAMPLE, packaged
 
 pytestmark = pytest.mark.quick
 

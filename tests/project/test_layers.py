@@ -12,8 +12,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 # Lowest first; names on one line do not import each other.
 LAYERS = {
     "locater": [
-        {"errors", "plugins"},
-        {"budget", "records", "packaged", "reference", "texts", "positions", "projections", "spectra"},
+        {"errors"},
+        {"budget", "records", "packages", "reference", "texts", "positions", "projections", "spectra"},
         {"documents", "head", "quantities"},
         {"attention", "behaviour"},
         {"theory"},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..documents import check_beside
 from ..errors import failed, refusal, within
-from ..packaged import PREFIX, packaged
+from ..packages import PREFIX, packaged
 from ..records import Json
 from .base import QUANTISATION, Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import BadArguments, failed
-from ..packaged import EXAMPLE
+from ..packages import EXAMPLE
 from ..records import STANDARD_OUTPUT
 
 LONGEST_SPAN = 100_000  # larger is certainly a typo, and would fill the memory

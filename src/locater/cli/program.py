@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from .. import __version__
 from ..errors import BadArguments, Refusal, net, shown
-from ..plugins import plugins
+from ..packages import plugins
 from .output import speak_plainly, writing
 
 NARROW = 72

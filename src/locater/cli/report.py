@@ -9,7 +9,7 @@ from rich.markup import escape
 from ..budget import limited
 from ..documents import as_written
 from ..errors import net, refusal
-from ..plugins import plugins
+from ..packages import plugins
 from ..records import Json
 from .options import PagePath, Timeout
 from .output import console_for, example

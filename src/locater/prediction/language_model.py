@@ -17,7 +17,7 @@ from ..checkpoints.gguf.header import read_header
 from ..errors import Refusal, import_extra, missing, refusal
 from ..models import Config
 from ..models.registry import find_family
-from ..plugins import plugins
+from ..packages import plugins
 from ..records import Json
 from .windows import Tokenizer
 

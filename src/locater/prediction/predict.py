@@ -16,7 +16,7 @@ from ..budget import door
 from ..errors import callers_own, refusal
 from ..models import AttentionModule, read_heads, wanted_layers
 from ..models.sources import Live, Source, Stored, as_source
-from ..packaged import packaged
+from ..packages import packaged
 from ..texts import embedded_text
 from .language_model import load_model, load_tokenizer, type_note
 from .numbers import Gatherer

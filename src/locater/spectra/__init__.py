@@ -4,8 +4,7 @@ Every function takes `query` and `key` of shape (…, d_h, d); leading dimension
 (groups, 1, d_h, d) beside queries (groups, heads, d_h, d) and their Gram matrix is made once per group.
 """
 
-from .covariance import Covariance, covariance_root, whiten
-from .grams import Grams, gram_products, grams
+from .grams import Covariance, Grams, covariance_root, gram_products, grams, whiten
 from .moments import ETA_WEIGHTS, Moments, eigenvalues, moments, moments_of, spread
 from .rotary import RotaryForms, rotary_forms, rotation
 from .singular import (

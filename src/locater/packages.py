@@ -1,6 +1,10 @@
-"""Weights that an installed Python package carries, named `pip:PACKAGE`; found without importing anything of it."""
+"""What installed Python packages bring: weights, named `pip:PACKAGE`, and additions, found by their entry points.
+
+Nothing of a package is imported to find either.
+"""
 
 import os
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -39,3 +43,13 @@ def _places(text: str) -> list[Path]:
         remedy = install if name.isidentifier() else "check the spelling"
         raise refusal("the name of an installed package", f"{name[:120]!r}, which is not installed", remedy)
     return [Path(place) for place in spec.submodule_search_locations]
+
+
+def plugins(kind: str) -> dict[str, EntryPoint]:
+    """The additions of one kind by their names, the laboratory's among them; nothing is imported before `load()`.
+
+    The groups are `locater.verbs` (functions of the command line), `locater.loaders` (by model type: a module with
+    `load_trained_model` and `load_trained_tokenizer`), `locater.folders` (folders of results as documents, None for any
+    other folder) and `locater.documents` (by the name of a schema: a document as one that the page draws).
+    """
+    return {point.name: point for point in entry_points(group=f"locater.{kind}")}
