@@ -11,7 +11,7 @@ from locater import Head, Projection, scan
 from locater.positions import Alibi, Buckets, Rotary, YaRN
 from locater.projections import Norm
 from locater.scanning.layer import Settings, analyse
-from locater.scanning.rows import failures, parse
+from locater.scanning.rows import failures, parse_conditions
 from locater.spectra import grams, largest_singular_value, side_norms
 
 pytestmark = pytest.mark.quick
@@ -93,7 +93,7 @@ def test_nothing_is_said_where_nothing_bounds():
     assert bound_of(made(position_bias=Alibi(0.5))) is None
     (row,) = analyse([head], Settings(64, raw=True)).rows
     assert row.logit_bound is None and row.sigma > 0
-    conditions = parse("logit_bound>0 sigma>0 symmetry<2")
+    conditions = parse_conditions("logit_bound>0 sigma>0 symmetry<2")
     assert [condition.column for condition in failures(conditions, [row])] == ["sigma", "symmetry"]
 
 

@@ -18,7 +18,7 @@ from locater.report.views import views_of
 from locater.scanning import direct, estimate
 from locater.scanning.batch import HeadBatch, batches
 from locater.scanning.products import multiply
-from locater.scanning.rows import failures, parse
+from locater.scanning.rows import failures, parse_conditions
 from predict_cases import model
 
 pytestmark = pytest.mark.quick
@@ -291,5 +291,5 @@ def test_layers_that_share_their_weights_are_shown_once():
 def test_conditions_on_estimates_skip_what_is_not_known():
     row = scan(model("llama")).heads[0]
     known, unknown = replace(row, estimated_near_mass=0.2), replace(row, estimated_near_mass=None)
-    (condition,) = parse("estimated_near_mass<0.3")
+    (condition,) = parse_conditions("estimated_near_mass<0.3")
     assert failures([condition], [known, unknown]) == {condition: [known]}

@@ -69,12 +69,12 @@ def scan(
     """Show every head's query-key spectrum, the theory's word for it and where it probably looks: weights alone."""
     load("scanning.scan")
     from ..models.sources import Stored
-    from ..scanning.rows import parse
+    from ..scanning.rows import parse_conditions
     from ..scanning.scan import scan as run
 
     console = console_for(json)
     stored = Stored(source or example(), adapter, layout, allow_pickle, timeout)
-    conditions = [] if fail_on is None else parse(fail_on)
+    conditions = [] if fail_on is None else parse_conditions(fail_on)
     asked = {name for name in spectrum.split(",") if name}
     if unknown := asked - {"raw", "eigenvalues", "exact"}:
         raise BadArguments(f"--spectrum expects raw, eigenvalues or exact, got {min(unknown)!r}")

@@ -128,10 +128,10 @@ class Condition:
         return value is not None and self.compare(value, self.value)
 
 
-def parse(text: str) -> tuple[Condition, ...]:
+def parse_conditions(text: str) -> tuple[Condition, ...]:
     """Conditions separated by whitespace or commas; a row that meets any of them counts.
 
-    >>> [condition.column for condition in parse("xi<0.5, regime=no-signal")]
+    >>> [condition.column for condition in parse_conditions("xi<0.5, regime=no-signal")]
     ['xi', 'regime']
     """
     conditions = tuple(_parse_one(part) for part in re.split(r"[\s,]+", text.strip()) if part)

@@ -110,7 +110,7 @@ class HeadShard:
         return blank
 
     def commit(self) -> None:
-        """Write heads that were changed in place back to parameters that they are not the memory of."""
+        """Write heads that were changed in place back to the parameters, where they are copies of them."""
         for working, base, weight in zip(self.working, self.bases, self.weights, strict=True):
             write_master(weight, _placed_as(working, base))
 
