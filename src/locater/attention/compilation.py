@@ -78,7 +78,7 @@ def run_compiled(kernel: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 
 def _wanted_outputs() -> int:
-    """Count the outputs of FlexAttention's operator that its caller asked for: the first, the only one on a CPU, or all."""
+    """Count the outputs of FlexAttention's operator that its caller asked for: all, or the one there is on a CPU."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "flex_attention":
         frame = frame.f_back

@@ -86,7 +86,7 @@ class WeightNumbers:
     @classmethod
     @torch.no_grad()
     def of(cls, heads: Sequence[Head]) -> "WeightNumbers | None":
-        """Copy the weights of some heads as they are now; None for projections whose weight is a product, no one matrix."""
+        """Copy the weights of some heads as they are now; None where the weight of a projection is a product."""
         if not heads or any(side.low_rank is not None for head in heads for side in (head.query, head.key)):
             return None
         query, key = (torch.stack([getattr(head, side).weight.detach() for head in heads]) for side in ("query", "key"))

@@ -75,11 +75,9 @@ def estimate_near_mass(
     elif first.block not in ("cross", "vision") and first.lookahead == 0 and first.rotary is not None:
         margin, near = ROTARY_MARGIN, _rotary(batch, first.rotary, acting, biases, num_layers)
     known = [mass if math.isfinite(mass) else None for mass in near]
-    return known, [None if mass is None or margin is None else _within(mass, margin) for mass in known]
-
-
-def _within(mass: float, margin: float) -> Interval:
-    return max(0.0, mass - margin), min(1.0, mass + margin)
+    return known, [
+        None if mass is None or margin is None else (max(0.0, mass - margin), min(1.0, mass + margin)) for mass in known
+    ]
 
 
 @lru_cache(maxsize=8)
@@ -104,8 +102,8 @@ def _rotary(batch: HeadBatch, rotary: Rotary, acting: Grams, biases: SideBiases,
     common whose logit falls off with distance as fast as the pairs turn. O(pairs · LENGTH) per head. NaN where the
     estimate does not hold.
     """
-    strength = _strengths(acting, rotary)
-    total = (strength.sum(-1) + _still(acting, rotary)).clamp(min=torch.finfo(strength.dtype).tiny)
+    strength, still = _strengths(acting, rotary)
+    total = (strength.sum(-1) + still).clamp(min=torch.finfo(strength.dtype).tiny)
     if _num_turning(rotary) < FEWEST_TURNING or not _is_trained(batch, strength, total):
         return [math.nan] * len(batch)
     cosines, sines = _turns(rotary)
@@ -136,19 +134,13 @@ def near_by_distance(logits: Float[Tensor, "heads distances"]) -> Float[Tensor, 
     return (weights[:, NEAR - 1, None] / weights[:, FIRST_QUERY:]).mean(-1)
 
 
-def _strengths(acting: Grams, rotary: Rotary) -> Float[Tensor, "heads pairs"]:
-    """‖q rows‖‖k rows‖ of every pair, from the diagonals of the Gram products."""
+def _strengths(acting: Grams, rotary: Rotary) -> tuple[Float[Tensor, "heads pairs"], Float[Tensor, " heads"]]:
+    """‖q rows‖‖k rows‖ of every pair, and of the rows that do not turn, from the diagonals of the Gram products."""
     query, key = (gram.diagonal(dim1=-2, dim2=-1) for gram in (acting.query, acting.key))
-    pairs = rotary.pairs
-    return (query[..., pairs].sum(-1) * key[..., pairs].sum(-1)).sqrt().flatten(0, 1).double()
-
-
-def _still(acting: Grams, rotary: Rotary) -> Float[Tensor, " heads"]:
-    """The strength of the rows that do not turn."""
-    query, key = (gram.diagonal(dim1=-2, dim2=-1) for gram in (acting.query, acting.key))
-    rows = (query * key).sqrt().double()
-    rows[..., rotary.pairs.flatten()] = 0
-    return rows.sum(-1).flatten()
+    pairs = (query[..., rotary.pairs].sum(-1) * key[..., rotary.pairs].sum(-1)).sqrt().flatten(0, 1).double()
+    still = (query * key).sqrt().double()
+    still[..., rotary.pairs.flatten()] = 0
+    return pairs, still.sum(-1).flatten()
 
 
 @lru_cache(maxsize=8)

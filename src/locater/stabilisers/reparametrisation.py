@@ -51,7 +51,7 @@ class SpectralScale(nn.Module):
         return getattr(self, f"left{number}"), getattr(self, f"right{number}")
 
     def norms(self, weight: Float[Tensor, "rows columns"]) -> list[Float[Tensor, ""]]:
-        """The largest singular value of each block, differentiable by the weight; in training after one more iteration."""
+        """The largest singular value of each block, differentiable by the weight; in training one iteration nearer."""
         matrix, found = (weight.mT if self.axis else weight), []
         for number in range(self.count):
             rows = getattr(self, f"rows{number}")
