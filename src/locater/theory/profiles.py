@@ -62,7 +62,8 @@ def profile(
         return rotary.profile(query, key, length=length, temperature=head.temperature, turns=turns)
     if method == "exact":
         return exact.profile(query, key, length=length, temperature=head.temperature)
-    bias = _bias(head, length)
+    added = head.position_bias  # to the logits of the last query
+    bias = None if added is None else added(torch.arange(length - 1, -1, -1)[None])[0].detach().double()
     return closed_form.from_moments(moments(query, key), length=length, temperature=head.temperature, bias=bias)
 
 
@@ -72,13 +73,6 @@ def _check(head: Head, method: str) -> None:
         allowed += ["monte-carlo"] if head.rotary is not None else ["exact", "monte-carlo"]
     if method not in allowed:
         raise refusal(f"a method among {', '.join(allowed)} for this head's positions", repr(method))
-
-
-def _bias(head: Head, length: int) -> Float[Tensor, " {length}"] | None:
-    """Compute the bias that positions add to the logits of the last query."""
-    if head.position_bias is None:
-        return None
-    return head.position_bias(torch.arange(length - 1, -1, -1)[None])[0].detach().double()
 
 
 def example_head() -> tuple[Float[Tensor, "d_head d_model"], Float[Tensor, "d_head d_model"]]:
@@ -102,16 +96,14 @@ def profile_of_weights(
     """Moments, regime and the profiles of a head given by its weights."""
     temperature = math.sqrt(query.shape[-2]) if temperature is None else temperature
     query, key = whiten(query, key, covariance)
-    profiles: Json = {}
-    if "closed" in methods:
-        profiles["closed"] = closed_form.profile(query, key, length=length, temperature=temperature)
-    if "exact" in methods:
-        profiles["exact"] = exact.profile(query, key, length=length, temperature=temperature)
-    if "monte-carlo" in methods:
-        walks = torch.Generator().manual_seed(seed)
-        profiles["monte-carlo"] = monte_carlo.profile(
-            query, key, length=length, temperature=temperature, num_walks=NUM_WALKS, generator=walks
-        )
+    walks = torch.Generator().manual_seed(seed)
+    simulate = partial(monte_carlo.profile, num_walks=NUM_WALKS, generator=walks)
+    compute = {"closed": closed_form.profile, "exact": exact.profile, "monte-carlo": simulate}
+    profiles: Json = {
+        name: method(query, key, length=length, temperature=temperature)
+        for name, method in compute.items()
+        if name in methods
+    }
     return _document(moments(query, key), length, temperature, profiles, limit)
 
 
@@ -137,8 +129,8 @@ def profile_of_moments(
 
 def _document(found: Moments, length: int, temperature: float, profiles: Json, limit: bool) -> Json:
     # The most faithful profile available decides the words.
-    name = next(name for name in ("exact", "closed", "monte-carlo") if name in profiles)
-    best = profiles[name].mean if name == "monte-carlo" else profiles[name]
+    best = next(profiles[name] for name in ("exact", "closed", "monte-carlo") if name in profiles)
+    best = best.mean if isinstance(best, Estimate) else best
     document: Json = {
         "schema": "locater.theory/1",
         "length": length,
