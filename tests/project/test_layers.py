@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = {
     "locater": [
         {"errors"},
-        {"budget", "records", "packages", "reference", "texts", "positions", "projections", "spectra"},
-        {"documents", "head", "quantities"},
+        {"budget", "packages", "reference", "texts", "positions", "projections", "spectra"},
+        {"records", "head"},
+        {"quantities"},
         {"attention", "behaviour"},
         {"theory"},
         {"report", "models"},

@@ -221,8 +221,8 @@ PARSE_THEMSELVES = {
 
 
 def test_there_is_one_reader():
-    """Whoever reads JSON or YAML from disk goes through `locater.documents`."""
+    """Whoever reads JSON or YAML from disk goes through `locater.records`."""
     source = Path(__file__).parents[2] / "src"
     parse = re.compile(r"\b(json\.loads?|yaml\.\w*load\w*)\(")
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if parse.search(path.read_text("utf-8"))}
-    assert found - PARSE_THEMSELVES == {"locater/documents.py"}
+    assert found - PARSE_THEMSELVES == {"locater/records.py"}

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ..budget import budget, limited
-from ..documents import check_object, parse_json
 from ..errors import Refusal, failed, instead, missing, refusal, within
-from ..records import Json
+from ..records import Json, check_object, parse_json
 
 
 class ByteSource(ABC):

@@ -13,9 +13,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from ..budget import budget, check_memory
-from ..documents import check_beside
 from ..errors import missing, refusal
-from ..records import Json
+from ..records import Json, check_beside
 from .base import Checkpoint, Entry, Rows, are_counts
 from .bytes import ByteSource, Folder, LocalFolder, Part, check_range, find_file
 from .torch import find_weights, open_archive

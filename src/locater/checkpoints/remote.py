@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from ..budget import budget, timed
-from ..documents import check_beside
 from ..errors import Refusal, failed, import_extra, install, instead, refusal
-from ..records import Json, JsonMapping
+from ..records import Json, JsonMapping, check_beside
 from .bytes import ByteSource, Folder, LocalFolder, check_range, read_object
 from .sharded import INDEX, METADATA, WEIGHTS, choose
 

@@ -7,9 +7,8 @@ from contextlib import suppress
 from jaxtyping import Shaped
 from torch import Tensor
 
-from ..documents import check_beside
 from ..errors import missing, refusal, within
-from ..records import Json
+from ..records import Json, check_beside
 from .base import Checkpoint, Entry, Rows
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_object
 

@@ -7,10 +7,9 @@ import typer
 from rich.markup import escape
 
 from ..budget import limited
-from ..documents import as_written
 from ..errors import net, refusal
 from ..packages import plugins
-from ..records import Json
+from ..records import Json, as_written
 from .options import PagePath, Timeout
 from .output import console_for, example
 from .results import progress, save_html

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from ..documents import read_yaml
+from ..records import read_yaml
 from ..errors import Refusal, missing, refusal, within
 from ..head import BLOCKS
 from .config import Config, ask, resolve

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from ..documents import as_written, read_json, read_lines
 from ..errors import refusal, within
+from ..records import as_written, read_json, read_lines
 from .stories import MONITOR, STEPS, steps_of
 from .views import READERS, Document
 

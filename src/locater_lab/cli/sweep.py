@@ -14,9 +14,8 @@ from rich.markup import escape
 from locater.cli.options import Engine, Jobs, JsonPath, Retry
 from locater.cli.output import console_for, table
 from locater.cli.results import progress
-from locater.documents import as_written, read_yaml
 from locater.errors import BadArguments, refusal, within
-from locater.records import Json
+from locater.records import Json, as_written, read_yaml
 
 if TYPE_CHECKING:
     from ..studies.sweep.folder import Sweep

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from locater.documents import read_json
-from locater.records import Json, write
+from locater.records import Json, read_json, write
 
 from .statistics import together
 from .study import STUDIES, document, flat

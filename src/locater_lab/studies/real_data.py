@@ -8,12 +8,11 @@ from statistics import median
 from typing import Any
 
 from locater.behaviour import looks
-from locater.documents import as_written, read_json
 from locater.head import Head
 from locater.prediction.predict import RANDOM, Text, predict
 from locater.prediction.result import mean_absolute_error, spearman
 from locater.prediction.windows import Effort
-from locater.records import Json, write_json
+from locater.records import Json, as_written, read_json, write_json
 from locater.scanning.estimate import LENGTH, in_texts_of
 from locater.scanning.rows import HeadRow
 from locater.scanning.scan import scan

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import StatisticsError, fmean, stdev
 from typing import NamedTuple
 
-from locater.documents import read_json
 from locater.errors import Refusal, missing, refusal
-from locater.records import Json
+from locater.records import Json, read_json
 
 from ..train.metrics import METRICS, Row, read_metrics
 from .sweep.folder import LIST, RUNS

@@ -9,9 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from locater.documents import as_written
 from locater.errors import BadArguments
-from locater.records import Json
+from locater.records import Json, as_written
 
 from .floors import ARMS as FLOORS
 from .floors import Floors, floors

@@ -9,9 +9,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from locater.documents import check_beside, read_json
 from locater.errors import Refusal, refusal
-from locater.records import Json
+from locater.records import Json, check_beside, read_json
 
 CHECKSUMS, SEAL = "checksums.json", "checksum"
 UNVERIFIED = "restore it, or go on with what is there by --set verified=no"

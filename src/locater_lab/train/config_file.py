@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from locater.documents import read_json, read_yaml
 from locater.errors import BadArguments, refusal, within
-from locater.records import Json
+from locater.records import Json, read_json, read_yaml
 
 from ..fields import choices_of
 from .checksums import SEAL

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from locater import checkpoints
-from locater.documents import as_written, read_json
 from locater.errors import refusal
-from locater.records import Json, write, write_json
+from locater.records import Json, as_written, read_json, write, write_json
 from locater.stabilisers.reparametrisation import remove
 
 from ..data import vocabulary

@@ -11,9 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from locater.documents import as_written, read_lines
 from locater.errors import failed, missing, refusal
-from locater.records import Json, JsonMapping, head_key, layer_key, write
+from locater.records import Json, JsonMapping, as_written, head_key, layer_key, read_lines, write
 
 from .checksums import UNVERIFIED
 

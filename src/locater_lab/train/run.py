@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from locater.documents import read_json
 from locater.errors import Refusal, failed, refusal, within
-from locater.records import Json, write_json
+from locater.records import Json, read_json, write_json
 
 from ..data.sources import open_data
 from ..data.text import would_read

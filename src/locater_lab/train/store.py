@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from locater.checkpoints.distributed import check_harmless
-from locater.documents import check_beside, read_json
 from locater.errors import Refusal, failed, refusal, within
-from locater.records import Json, State, write_json
+from locater.records import Json, State, check_beside, read_json, write_json
 
 from .checksums import CHECKSUMS, UNVERIFIED, checksum_of, checksums_of, damaged_files, seal, unseal
 from .processes import Processes

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...documents import as_written, read_json
 from ...errors import Refusal
-from ...records import Json, JsonMapping, cache_folder, write_json
+from ...records import Json, JsonMapping, as_written, cache_folder, read_json, write_json
 from ..config import Config
 from ..coverage import telling
 from ..registry import is_in_tables

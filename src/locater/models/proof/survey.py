@@ -11,8 +11,7 @@ from importlib import resources
 
 import torch
 
-from ...documents import parse_json
-from ...records import Json
+from ...records import Json, parse_json
 from ..registry import FAMILIES
 from . import Proof, keep, path_of_proof, read_proof, recall, version
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locater.documents import check_beside, read_json
 from locater.errors import Refusal, refusal
-from locater.records import Json, write_json
+from locater.records import Json, check_beside, read_json, write_json
 
 try:
     import fcntl

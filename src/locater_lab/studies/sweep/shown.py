@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from locater.documents import as_written, read_json
 from locater.errors import refusal
-from locater.records import Json
+from locater.records import Json, as_written, read_json
 from locater.report.reading import check_document, is_record
 
 from ...train.metrics import METRICS
