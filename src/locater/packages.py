@@ -1,4 +1,4 @@
-"""What installed Python packages bring: weights, named `pip:PACKAGE`, and additions, found by their entry points.
+"""Installed Python packages: weights that they bring, named `pip:PACKAGE`, and additions, found by their entry points.
 
 Nothing of a package is imported to find either.
 """
