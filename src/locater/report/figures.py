@@ -119,18 +119,11 @@ def _independent_border(panel: "Axes", document: Json) -> None:
     if "independent_tokens" not in document:
         return
     border, deviations = document["independent_tokens"]["collapse_deviation"], document["deviation_over_temperature"]
-    height = _row_of(border, deviations)
+    height = _place(deviations, border)
     panel.axhline(height, color="white", linestyle="--", linewidth=1.2)
     words = "independent tokens: collapse above"
     middle = len(document["trace_over_temperature"]) / 2
     panel.text(middle, height - 0.15, words, color="white", fontsize=7, va="top", ha="center")
-
-
-def _row_of(value: float, levels: list[float]) -> float:
-    """Find the row of a value in a picture whose levels grow by factors."""
-    above = next((row for row, level in enumerate(levels) if level >= value), len(levels) - 1)
-    low, high = (math.log(levels[row]) for row in (max(above - 1, 0), above))
-    return above - 1 + (math.log(value) - low) / (high - low) if high > low else float(above)
 
 
 def _plane(panel: "Axes", document: Json) -> None:
@@ -151,7 +144,7 @@ def _plane(panel: "Axes", document: Json) -> None:
 
 def _place(points: list[float], value: float) -> float:
     """Place a value between points that are spaced by factors of one sign, or linearly around zero."""
-    above = next(number for number, point in enumerate(points) if point >= value - 1e-12)
+    above = next((number for number, point in enumerate(points) if point >= value - 1e-12), len(points) - 1)
     if above == 0 or points[above] == value:
         return float(above)
     low, high = points[above - 1], points[above]

@@ -22,7 +22,7 @@ from .figures import (
     save,
 )
 from .reading import RUNS, STUDY
-from .views import Document, View, all_shown, views_of
+from .views import Document, View, all_shown, mean_of_known, views_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,9 +101,16 @@ def _layer_curves(view: View, name: str) -> "Figure":
     steps = [int(frame) for frame in view.frames] if numbered else list(range(len(view.frames)))
     for number, layer in enumerate(layers):
         rows = [n for n, key in enumerate(view.heads) if key[:2] == layer]
-        means = [_mean([frame[n] for n in rows]) for frame in view.columns[name]]
+        known = [mean_of_known([frame[n] for n in rows]) for frame in view.columns[name]]
+        means = [math.nan if mean is None else mean for mean in known]
         colour = colormaps["viridis"](0.85 * number / max(1, len(layers) - 1))
-        panel.plot(steps, means, color=colour, lw=1.6, label=f"{layer[0]} {layer[1]}")
+        panel.plot(
+            steps,
+            [math.nan if mean is None else mean for mean in means],
+            color=colour,
+            lw=1.6,
+            label=f"{layer[0]} {layer[1]}",
+        )
     for step in {alarm["step"] for alarm in view.alarms} & set(steps):
         panel.axvline(step, color="#9a3d00", lw=1, ls=":")
     if not numbered:
@@ -114,11 +121,6 @@ def _layer_curves(view: View, name: str) -> "Figure":
     if len(layers) <= MOST_LAYERS:
         panel.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _mean(values: list[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else float("nan")
 
 
 def _map_figure(view: View, name: str) -> "Figure":

@@ -10,7 +10,7 @@ from rich.text import Text
 from ..errors import bad_value
 from ..quantities import quantity
 from ..records import JsonMapping
-from .views import all_shown, views_of
+from .views import all_shown, mean_of_known, views_of
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 SHADES = ".:-=+*#%@"
@@ -130,7 +130,9 @@ class HeatMap:
             share = step / (SCALE - 1)
             scale.append("█" if in_colour else _shade(share), Style(color=self._colour(share)) if in_colour else "")
         yield scale.append(f" {high:.3g}")
-        if (means := [mean for row in self.cells if (mean := _mean(row)) is not None])[2:]:  # two make no course
+        if (means := [mean for row in self.cells if (mean := mean_of_known(row)) is not None])[
+            2:
+        ]:  # two make no course
             yield Text(f"{'':>{LABEL}} {COURSE}{self._course(means, room - len(COURSE), console)}", style="dim")
 
     @staticmethod
@@ -166,9 +168,4 @@ def _merge(rows: Sequence[Sequence[float | None]], room: int) -> list[tuple[floa
     """Average neighbouring rows where there is no room for each."""
     each = -(-len(rows) // max(1, room))
     groups = (rows[start : start + each] for start in range(0, len(rows), each))
-    return [tuple(_mean(column) for column in zip(*group, strict=True)) for group in groups]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return [tuple(mean_of_known(column) for column in zip(*group, strict=True)) for group in groups]

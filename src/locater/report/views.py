@@ -269,6 +269,11 @@ def _key(record: Document) -> Key:
         raise refusal("heads with layer and head numbers", f"{record!s:.80}") from None
 
 
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def last_part(source: str) -> str:
     """The name that people call a source by: the last part of its path, without a file's suffix."""
     *folders, name = [part for part in source.removeprefix("pip:").split("/") if part] or [source]

@@ -26,6 +26,10 @@ from .products import FoldedNorms, bound_logits, multiply
 from .rows import HeadRow, make_rows
 
 Curves = dict[str, dict[str, list[float]]]
+MOMENTS = (
+    *("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero"),
+    *("xi", "eta", "symmetry"),
+)
 NUM_POINTS = 64
 NUM_EXACT_POINTS = 25  # each costs the eigenvalues of a 2d_h×2d_h matrix
 
@@ -185,7 +189,7 @@ def _rows(stored: HeadBatch, settings: Settings) -> list[HeadRow]:
     if not raw:
         near, intervals = estimate_near_mass(batch, grams, biases, inputs, queries, num_layers=settings.num_layers)
     temperature = settings.temperature_of(batch.first)
-    columns = _columns(spectrum) | {
+    columns = {name: getattr(spectrum, name).flatten().tolist() for name in MOMENTS} | {
         "spread": absent if values is None else spread(values, spectrum.d_model).tolist(),
         "localisation": regimes.localisation(profiles).tolist(),
         "regime": regimes.classify_all(profiles),
@@ -249,11 +253,6 @@ def _shift(batch: HeadBatch, length: int, positions: Tensor) -> Tensor | None:
         return None
     bias = added[:, 0].double().unflatten(0, (batch.num_groups, -1))
     return (bias - bias.mean(-1, keepdim=True))[..., positions - 1]
-
-
-def _columns(spectrum: Moments) -> dict[str, list]:
-    names = ("trace", "trace_of_square", "frobenius_squared", "mean", "variance", "mean_nonzero", "variance_nonzero")
-    return {name: getattr(spectrum, name).flatten().tolist() for name in (*names, "xi", "eta", "symmetry")}
 
 
 def _pairs(values: Tensor) -> list[tuple[tuple[float, float], ...]]:
