@@ -10,7 +10,7 @@ import pytest
 from test_runs import row, write_run
 
 from command import locater
-from locater import documents
+from locater import records
 from locater.errors import Refusal
 from locater_lab.studies.sweep.folder import create
 
@@ -36,12 +36,12 @@ NOT_BESIDE = [
 @pytest.mark.parametrize("name", [*NOT_BESIDE, None, 3, ["a"], {"a": 1}, "x" * 256, "\ud800"])
 def test_a_name_leads_nowhere_else(name):
     with pytest.raises(Refusal, match="names of files next to index.json"):
-        documents.check_beside(name, "index.json")
+        records.check_beside(name, "index.json")
 
 
 @pytest.mark.parametrize("name", ["a", "a b", "a..b", ".metadata", "parts/model-00001-of-2.safetensors", "κ=0.1-seed0"])
 def test_a_name_beside(name):
-    assert documents.check_beside(name, "index.json") == name
+    assert records.check_beside(name, "index.json") == name
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_a_name_beside(name):
 def test_what_is_no_object_is_refused(text, tmp_path):
     (tmp_path / "x.json").write_bytes(text)
     with pytest.raises(Refusal, match="x.json"):
-        documents.read_json(tmp_path / "x.json")
+        records.read_json(tmp_path / "x.json")
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" + text + b"\n{}")
     if text:
         with pytest.raises(Refusal, match="x.jsonl: line 2"):
-            documents.read_lines(tmp_path / "x.jsonl")
+            records.read_lines(tmp_path / "x.jsonl")
     else:
-        assert documents.read_lines(tmp_path / "x.jsonl") == [{}]
+        assert records.read_lines(tmp_path / "x.jsonl") == [{}]
 
 
 def mutated(document, draw: random.Random):
