@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from ..records import read_yaml
 from ..errors import Refusal, missing, refusal, within
 from ..head import BLOCKS
+from ..records import read_yaml
 from .config import Config, ask, resolve
 from .neighbours import outer_modules
 from .schema import Attention, BucketsAt, Family, LowRankAt, NormAt, RotaryAt
