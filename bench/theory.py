@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from locater import spectra
-from locater.theory import exact, monte_carlo, rotary
+from locater.theory import closed_form, exact, monte_carlo
 from locater.theory.random_walk import Turns
 
 LENGTH, D_HEAD, D_MODEL, NUM_WALKS = 1024, 64, 512, 20_000
@@ -81,7 +81,7 @@ def rotary_against_products() -> bool:
         "turns": Turns(torch.arange(128).reshape(2, 64).mT, 10_000.0 ** (-torch.arange(64) / 64)),
         "positions": torch.linspace(1, LENGTH, 64).long(),
     }
-    bare, whole = seconds(lambda: spectra.grams(query, key), lambda: rotary.profile(query, key, **settings))
+    bare, whole = seconds(lambda: spectra.grams(query, key), lambda: closed_form.rotary_profile(query, key, **settings))
     print(f"rotary profiles of 128 heads at 64 positions: {whole:.3f} s, their three products {bare:.3f} s")
     return verdict("rotary profiles, times the bare products", whole / bare, 2)
 

@@ -10,7 +10,7 @@ import torch
 from browser import serious_faults
 from command import locater
 from locater.spectra import Grams, Moments
-from locater.theory import closed_form, exact, regimes, rotary
+from locater.theory import closed_form, exact, regimes
 from locater.theory.random_walk import Turns
 from locater_lab.explorer import page as explorer
 
@@ -81,7 +81,7 @@ def test_rotary_positions_are_pythons(opened):
     for trace, norm, length in ((2.0, 3.0, 64), (-1.0, 0.2, 33), (5.0, 2.0, 256)):
         eye = torch.eye(64, dtype=torch.float64)
         grams = Grams(eye * trace / 64, eye * norm / 64, eye)
-        series = rotary.Series(length, torch.arange(1, length + 1), Turns(pairs, frequencies))
+        series = closed_form.Series(length, torch.arange(1, length + 1), Turns(pairs, frequencies))
         truth = series.profile(grams, temperature=1.0)
         script = (
             "return locater.rotaryForm({trace: arguments[0], norm: arguments[1]}, arguments[2], 10000, arguments[3])"

@@ -13,7 +13,7 @@ from locater.errors import Refusal
 from locater.head import BLOCKS
 from locater.scanning.scan import scan
 from locater.spectra import moments
-from locater.theory import closed_form, monte_carlo, regimes, rotary
+from locater.theory import closed_form, monte_carlo, regimes
 from locater.theory.random_walk import Turns
 from saved_models import by_place, case_named, heads_of
 
@@ -123,7 +123,7 @@ def full_profile(head, *, length, temperature=None):
         turning = dict(turns=Turns(head.rotary.pairs, head.rotary.frequencies(length)))
         rows = torch.ones(head.d_head, dtype=torch.float64)
         rows[head.rotary.pairs.flatten()] = head.rotary.amplitude
-        return rotary.profile(rows[:, None] * query, rows[:, None] * key, **given, **turning)
+        return closed_form.rotary_profile(rows[:, None] * query, rows[:, None] * key, **given, **turning)
     bias = head.position_bias and head.position_bias(torch.arange(length - 1, -1, -1)[None])[0]
     return closed_form.from_moments(moments(query, key), bias=bias, **given)
 

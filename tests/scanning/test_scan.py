@@ -124,13 +124,13 @@ def test_blocks_are_told_apart_and_ordered(tmp_path):
 def test_regime_under_rotary_positions_is_that_of_the_simulated_profile(llama):
     from locater import checkpoints
     from locater.models import Config, open_model
-    from locater.theory import regimes, rotary
+    from locater.theory import closed_form, regimes
     from locater.theory.random_walk import Turns
 
     _, folder = llama
     with checkpoints.open(folder) as checkpoint:
         head = next(open_model(Config(checkpoint.config), checkpoint).layers()).heads[1].folded()
-    profile = rotary.profile(
+    profile = closed_form.rotary_profile(
         head.query.weight,
         head.key.weight,
         length=48,

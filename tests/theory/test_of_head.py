@@ -43,7 +43,7 @@ def test_simulated_walks_agree_with_the_exact_law(head):
 def test_positions_enter(head):
     rotary = Rotary(100.0, 6)
     turning = dict(turns=Turns(rotary.pairs, rotary.frequencies(20)), temperature=1 / 0.3)
-    expected = theory.rotary.profile(*folded(head), length=20, **turning)
+    expected = theory.closed_form.rotary_profile(*folded(head), length=20, **turning)
     turned = replace(head, rotary=rotary)
     torch.testing.assert_close(theory.profile(turned, length=20), expected)
     walks = theory.profile(turned, length=20, method="monte-carlo", num_walks=2000)

@@ -8,10 +8,21 @@ from rich.markup import escape
 from ..behaviour import head_name
 from ..errors import BadArguments, counted
 from ..scanning import DEFAULT_LENGTH
-from .options import AllowPickle, HtmlPath, JsonPath, Layers, Layout, Length, Raw, TablePath, Timeout
 from .output import FittedTable, console_for, load, parse_spans
 from .output import table as fitted
-from .results import raise_refused, save
+from .results import (
+    AllowPickle,
+    HtmlPath,
+    JsonPath,
+    Layers,
+    Layout,
+    Length,
+    Raw,
+    TablePath,
+    Timeout,
+    raise_refused,
+    save,
+)
 
 if TYPE_CHECKING:
     from ..scanning.compare import Comparison

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from ..errors import counted, install
 from ..records import Json
-from .options import JsonPath
 from .output import console_for, table
-from .results import save
+from .results import JsonPath, save
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
 EXTRAS = {

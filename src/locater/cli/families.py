@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from ..errors import BadArguments, shown
-from .options import JsonPath, MarkdownPath
 from .output import console_for, table
-from .results import save
+from .results import JsonPath, MarkdownPath, save
 
 if TYPE_CHECKING:
     from ..models.proof.survey import SurveyEntry

@@ -12,9 +12,8 @@ from rich.markup import escape
 from ..behaviour import head_name
 from ..errors import BadArguments, counted, shown
 from ..quantities import quantity
-from .options import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout
 from .output import FittedTable, console_for, load, parse_spans, table
-from .results import progress, save
+from .results import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout, progress, save
 
 if TYPE_CHECKING:
     from ..prediction.predict import HeadPrediction, Prediction

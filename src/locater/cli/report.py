@@ -10,9 +10,8 @@ from ..budget import limited
 from ..errors import net, refusal
 from ..packages import plugins
 from ..records import Json, as_written
-from .options import PagePath, Timeout
 from .output import console_for, example
-from .results import progress, save_html
+from .results import PagePath, Timeout, progress, save_html
 
 
 def report(

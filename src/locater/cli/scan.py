@@ -14,10 +14,22 @@ from ..behaviour import RANDOM_WEIGHTS, describe_theory, head_name
 from ..errors import BadArguments, counted, shown
 from ..quantities import REGIME_WORDS, quantity
 from ..scanning import DEFAULT_LENGTH
-from .options import AllowPickle, Heads, HtmlPath, JsonPath, Layers, Layout, Length, TablePath, Timeout
 from .output import FittedTable, console_for, example, load, parse_spans, print_bullet
 from .output import table as fitted
-from .results import progress, raise_refused, save
+from .results import (
+    AllowPickle,
+    Heads,
+    HtmlPath,
+    JsonPath,
+    Layers,
+    Layout,
+    Length,
+    TablePath,
+    Timeout,
+    progress,
+    raise_refused,
+    save,
+)
 
 if TYPE_CHECKING:
     from ..scanning.rows import Condition, HeadRow

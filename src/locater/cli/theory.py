@@ -12,9 +12,8 @@ from ..budget import limited
 from ..errors import BadArguments, refusal
 from ..quantities import REGIME_WORDS
 from ..records import Json
-from .options import JsonPath, PlotPath, Timeout
 from .output import FittedTable, aside, console_for, table
-from .results import save
+from .results import JsonPath, PlotPath, Timeout, save
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from ..head import Head
 from ..positions import Rotary
 from ..spectra import Grams, Moments, largest_singular_value, moments_of, rotary_forms, rotation, spread
 from ..theory import closed_form, regimes
+from ..theory.closed_form import Series
 from ..theory.random_walk import Turns
-from ..theory.rotary import Series
 from .batch import HeadBatch, batches
 from .direct import Direct, no_direct_path, wanted_queries
 from .estimate import direct_into, estimate_near_mass

@@ -16,7 +16,7 @@ from ..errors import refusal
 from ..head import Head
 from ..records import Json
 from ..spectra import Covariance, Moments, moments, whiten
-from . import closed_form, exact, monte_carlo, random_energy, regimes, rotary
+from . import closed_form, exact, monte_carlo, random_energy, regimes
 from .random_walk import Estimate, Turns
 
 Method = Literal["closed", "exact", "monte-carlo"]
@@ -59,7 +59,7 @@ def profile(
         simulate = partial(monte_carlo.profile, query, key, num_walks=num_walks, generator=walks, turns=turns)
         return simulate(length=length, temperature=head.temperature).mean
     if turns is not None:
-        return rotary.profile(query, key, length=length, temperature=head.temperature, turns=turns)
+        return closed_form.rotary_profile(query, key, length=length, temperature=head.temperature, turns=turns)
     if method == "exact":
         return exact.profile(query, key, length=length, temperature=head.temperature)
     added = head.position_bias  # to the logits of the last query

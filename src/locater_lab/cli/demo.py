@@ -8,9 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from locater.cli.options import HtmlPath
 from locater.cli.output import console_for
-from locater.cli.results import save_html
+from locater.cli.results import HtmlPath, save_html
 from locater.errors import missing
 from locater.quantities import REGIME_WORDS
 from locater.records import Json

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from locater.cli.options import PagePath
 from locater.cli.output import console_for
-from locater.cli.results import facts_of, progress
+from locater.cli.results import PagePath, facts_of, progress
 from locater.errors import net, refusal
 
 NUM_WALKS = 64

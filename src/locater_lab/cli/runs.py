@@ -9,12 +9,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from locater.cli.options import HtmlPath, JsonPath, PlotPath
 from locater.cli.output import console_for, parse_spans, table
-from locater.cli.results import save
-from locater.documents import as_written
+from locater.cli.results import HtmlPath, JsonPath, PlotPath, save
 from locater.errors import shown
-from locater.records import Json
+from locater.records import Json, as_written
 
 NAME_WIDTH = 24
 MOST_NAMED = 6

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.budget import limited
-from locater.cli.options import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout
 from locater.cli.output import FittedTable, console_for, table
-from locater.cli.results import save
+from locater.cli.results import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout, save
 from locater.errors import BadArguments, net
 from locater.records import Json
 

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from locater.cli.options import Engine, Jobs, JsonPath, Retry
 from locater.cli.output import console_for, table
-from locater.cli.results import progress
+from locater.cli.results import Engine, Jobs, JsonPath, Retry, progress
 from locater.errors import BadArguments, refusal, within
 from locater.records import Json, as_written, read_yaml
 

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from locater.cli.options import JsonPath
 from locater.cli.output import FittedTable, aside, console_for, table
+from locater.cli.results import JsonPath
 from locater.errors import BadArguments
 from locater.records import Json
 
