@@ -7,8 +7,6 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from .records import Json
-
 THEORY = "the paper's random walk of tokens, not a text"
 WEIGHTS = "the weights alone"
 ESTIMATE = "an estimate from the weights, not a measurement"
@@ -47,7 +45,7 @@ class Quantity:
         """
         return f"{value:{self.digits}}"
 
-    def to_json(self) -> Json:
+    def to_json(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if name != "short"}
 
 

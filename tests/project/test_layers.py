@@ -14,8 +14,7 @@ LAYERS = {
     "locater": [
         {"errors"},
         {"budget", "packages", "reference", "texts", "positions", "projections", "spectra"},
-        {"records", "head"},
-        {"quantities"},
+        {"records", "head", "quantities"},
         {"attention", "behaviour"},
         {"theory"},
         {"report", "models"},
