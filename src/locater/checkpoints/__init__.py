@@ -11,10 +11,9 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..documents import check_beside
 from ..errors import failed, refusal, within
 from ..packages import PREFIX, packaged
-from ..records import Json
+from ..records import Json, check_beside
 from .base import QUANTISATION, Checkpoint, Entry
 from .bytes import ByteSource, Folder, LocalFolder, find_file, read_model_config
 from .safetensors import SafetensorsFile

@@ -21,7 +21,7 @@ from .results import (
     TablePath,
     Timeout,
     raise_refused,
-    save,
+    save_result,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def compare(
     console.print()
     console.print(_table(found, most))
     console.print(HeatMap.of(found.to_json(), "moved"))
-    save(found.to_json(), json=json, html=html, table=table, rows=(movement.to_record() for movement in found.heads))
+    save_result(
+        found.to_json(), json=json, html=html, table=table, rows=(movement.to_record() for movement in found.heads)
+    )
     raise_refused(found.refused)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from ..errors import counted, install
 from ..records import Json
 from .output import console_for, table
-from .results import JsonPath, save
+from .results import JsonPath, save_result
 
 # What each extra is for; which libraries it means stands in the package's own metadata.
 EXTRAS = {
@@ -46,7 +46,7 @@ def doctor(
         "extras": {extra: {name: installed(name) for name in libraries(extra)} for extra in EXTRAS},
     }
     show(document, console_for(json))
-    save(document, json=json)
+    save_result(document, json=json)
     if strict and (missing := [name for name, number in core.items() if number is None]):
         raise Refusal(f"expected every core library, {', '.join(missing)} missing; install with: pip install locater")
 

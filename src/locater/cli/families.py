@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from ..errors import BadArguments, shown
 from .output import console_for, table
-from .results import JsonPath, MarkdownPath, save
+from .results import JsonPath, MarkdownPath, save_result
 
 if TYPE_CHECKING:
     from ..models.proof.survey import SurveyEntry
@@ -41,7 +41,7 @@ def families(
         known = f"{len(listed)} of them were tried with transformers {listed[0]}, by the table of this package."
         console.print(f"{known} A scan tries its own model's type; --update tries all.")
     found = {"transformers": version(), "counts": numbers, "families": [entry.to_json() for entry in entries]}
-    save({"schema": "locater.families/1", **found}, json=json)
+    save_result({"schema": "locater.families/1", **found}, json=json)
     if markdown:
         text = as_markdown(entries, numbers, version())
         write(markdown, lambda path: path.write_text(text, encoding="utf-8"))

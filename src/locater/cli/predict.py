@@ -13,7 +13,7 @@ from ..behaviour import head_name
 from ..errors import BadArguments, counted, shown
 from ..quantities import quantity
 from .output import FittedTable, console_for, load, parse_spans, table
-from .results import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout, progress, save
+from .results import Heads, HtmlPath, JsonPath, Layers, PlotPath, Timeout, progress, save_result
 
 if TYPE_CHECKING:
     from ..prediction.predict import HeadPrediction, Prediction
@@ -58,7 +58,7 @@ def predict(
     with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
         found = run(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort, progress=tell)
     _print(console, found, heads=heads)
-    save(found.to_json(), json=json, html=html, plot=plot)
+    save_result(found.to_json(), json=json, html=html, plot=plot)
 
 
 def _print(console: Console, found: "Prediction", *, heads: bool) -> None:

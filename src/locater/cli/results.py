@@ -92,7 +92,7 @@ def raise_refused(sentences: Sequence[str]) -> None:
         raise Refusal(first + (f" (and {len(others)} more)" if others else ""))
 
 
-def save(
+def save_result(
     document: Json,
     *,
     json: Path | None = None,
@@ -106,9 +106,9 @@ def save(
 
     if plot:
         from ..report import figures
-        from ..report.head_figures import draw
+        from ..report.head_figures import draw_result
 
-        figures.save(draw(document), plot)
+        figures.save(draw_result(document), plot)
         console_for(json).print(f"picture: {escape(str(plot))}", soft_wrap=True)
     if json:
         write_json(document, json)

@@ -28,7 +28,7 @@ from .results import (
     Timeout,
     progress,
     raise_refused,
-    save,
+    save_result,
 )
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def scan(
     with progress(f"scanning {stored.place}", steps="layers") as tell:
         found = run(stored, layers=chosen, length=length, raw="raw" in asked, details=details, progress=tell)
     _print(console, found, heads=heads)
-    save(found.to_json(), json=json, html=html, table=table, rows=(row.to_record() for row in found.heads))
+    save_result(found.to_json(), json=json, html=html, table=table, rows=(row.to_record() for row in found.heads))
     raise_refused(found.refused)
     _exit_on(console, conditions, found)
 

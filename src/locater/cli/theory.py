@@ -13,7 +13,7 @@ from ..errors import BadArguments, refusal
 from ..quantities import REGIME_WORDS
 from ..records import Json
 from .output import FittedTable, aside, console_for, table
-from .results import JsonPath, PlotPath, Timeout, save
+from .results import JsonPath, PlotPath, Timeout, save_result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,7 +211,7 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
         console.print()
         console.print(depth_sentence(document["depth"]), markup=False)
         console.print(depth_table(document["depth"]))
-    save(document, json=json, plot=plot)
+    save_result(document, json=json, plot=plot)
 
 
 def _softmax_sentence(found: Json, length: int) -> str:

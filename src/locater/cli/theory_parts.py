@@ -7,7 +7,7 @@ from ..errors import refusal
 from ..quantities import REGIME_WORDS
 from ..records import Json
 from .output import FittedTable, console_for, table
-from .results import progress, save
+from .results import progress, save_result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     console.print()
     console.print(_counts(document))
     console.print(_describe_independent(document), markup=False)
-    save(document, json=json, plot=plot)
+    save_result(document, json=json, plot=plot)
 
 
 def _map(document: Json) -> str:

@@ -44,7 +44,7 @@ DRAWN: dict[str, Callable[[Document], "Figure"]] = {
 }
 
 
-def draw(document: Document) -> "Figure":
+def draw_result(document: Document) -> "Figure":
     """The one picture of a whole result, as `--plot` has it."""
     return DRAWN[document["schema"]](document)
 
@@ -55,7 +55,7 @@ def plot(
     """The map of one quantity (ξ unless named), its curves over steps or checkpoints, or one head (layer, number)."""
     (view,) = views_of([all_shown(document)]) or [None]
     if view is None:
-        return draw(document)
+        return draw_result(document)
     if head is not None:
         return _head_figure(view, head)
     name = name or next((one for one in MAPS if one in view.columns), next(iter(view.columns)))
@@ -88,7 +88,7 @@ def _all(documents: Sequence[Document]) -> "Iterator[tuple[str, Figure]]":
             yield f"{view.name}-regime", _map_figure(view, "regime")
     for document in map(all_shown, documents):
         if document["schema"] == RUNS or (document["schema"] == STUDY and document["rows"]):
-            yield "runs" if document["schema"] == RUNS else f"study-{document.get('study', '')}", draw(document)
+            yield "runs" if document["schema"] == RUNS else f"study-{document.get('study', '')}", draw_result(document)
 
 
 def _layer_curves(view: View, name: str) -> "Figure":

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from locater.cli.output import console_for, parse_spans, table
-from locater.cli.results import HtmlPath, JsonPath, PlotPath, save
+from locater.cli.results import HtmlPath, JsonPath, PlotPath, save_result
 from locater.errors import shown
 from locater.records import Json, as_written
 
@@ -41,7 +41,7 @@ def runs(
     with as_written(folder):
         document = compare_runs(folder, step=step, arms=some, seeds=parse_spans(seeds, "--seeds"), against=against)
         _print(console, document, chosen=step is not None)
-        save(document, json=json, html=html, plot=plot)
+        save_result(document, json=json, html=html, plot=plot)
 
 
 def _print(console: Console, document: Json, *, chosen: bool) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from locater.budget import limited
 from locater.cli.output import FittedTable, console_for, table
-from locater.cli.results import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout, save
+from locater.cli.results import Engine, HtmlPath, Jobs, JsonPath, Retry, Timeout, save_result
 from locater.errors import BadArguments, net
 from locater.records import Json
 
@@ -59,7 +59,7 @@ def study(
     on_ray.check_cluster(on)
     measure = partial(measure_all, jobs=jobs, retry=retry, on=on)
     found = _measured(console, name, out, quick=quick, measure=measure)
-    save(found, json=json, html=html)
+    save_result(found, json=json, html=html)
 
 
 def _questions() -> FittedTable:
