@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")])
-INSTANCES = {"head", "locater", "model", "monitor", "result"}  # names of objects, which modules have too
+INSTANCES = {"head", "locater", "model", "monitor", "result", "torch"}  # names of others, which modules have too
 CODE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 
 
