@@ -131,7 +131,10 @@ ENTRIES = {
     "position_scale": 4.0, "key_multiplier": 2.0, "score_function": "sigmoid", "use_alibi_bias": True,
     "bidirectional": True, "dilation": [1, 2], "mscale": 3.0, "ntk_alpha": 1000.0, "attention_type": "linear",
     "sdpa_scale": 2.0, "softmax_offset": 1.0, "query_scale": 2.0, "head_scale": [1, 2], "normalize_qk": True,
-    "pos_encoding": "alibi", "kv_shared_layers": 1, "attention_windows": [3, 9],
+    "pos_encoding": "alibi", "kv_shared_layers": 1, "attention_windows": [3, 9], "log_n_scaling": True,
+    "use_logn": True, "token_shift": True, "hadamard": True, "pos_type": "alibi", "norm_plus_one": True,
+    "use_rmsnorm": True, "max_logit": 50, "mixture_of_heads": True, "normalization": "layernorm", "pre_norm": True,
+    "use_mup": True, "use_rope": False,
 }  # fmt: skip
 
 
@@ -155,6 +158,7 @@ def test_tensors_of_the_table_that_are_unread(tmp_path):
         "q_proj.pre_scale",
     )
     beside = ("q_temperature.weight", "pos_bias.weight", "pre_attention_rotation.weight", "qk_shift", "attn_bias_table")
+    beside += ("qk_norm.weight", "q_norm.weight", "norm_q.weight", "ln_k.weight")
     in_layer = [f"model.layers.0.{name}" for name in (*beside, *(f"self_attn.{name}" for name in inside))]
     for name in [*in_layer, "model.alibi_slopes", "model.relative_attention_bias.weight", "pos_bias.weight", "sinks"]:
         planted = {name: torch.ones(4)}

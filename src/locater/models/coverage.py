@@ -116,8 +116,12 @@ TELLING = re.compile(
     r"rope|rotary|alibi|soft_?cap|(^|_)qk_|qkv|attn|attention|window|sliding|temperature|relative|sink|clip_|theta"
     r"|scale_logits|query_pre|causal|norm_type|norm_first|softmax|sdpa|bidirectional|(^|_)ntk|mscale|yarn|dilat|head_scale"
     r"|^[qk]_|(^|_)(qk|query|key)_|_qk$|pos(ition)?_?(enc|emb|scale|bias)|logits?_(temp|cap|scale|multi)|score_func"
-    r"|shared?_kv|kv_share|cosine_att|^per_layer_config$"
+    r"|shared?_kv|kv_share|cosine_att|^per_layer_config$|(^|_)log_?n(_|$)|logn|length_scal|differential|token_shift|hadamard"
+    r"|quarot|spinquant|^rotate|cross_layer|cla_factor|mixture_of_heads|pos_type|max_logit|tanh_cap|(^|_)mup(_|$)"
+    r"|normali[sz]ation$|norm_kind|ln_type|layernorm_type|plus_one|zero_cent|use_(rms_?norm|ln$|layer_?norm)|^(pre|post)_?norm$"
+    r"|embedding_norm|hidden_norm"
 )
+OFF = re.compile(r"(use_)?(rope|rotary)$")  # switches whose false says as much as another's true
 # Words that say what the code of a declared type settles.
 UNDECLARED = re.compile(TELLING.pattern + r"|mup|norm(_class_name|_kind)?$|kv_heads?$|bidirectional|prefix_lm|pos_emb")
 # Names with such words that say nothing of a logit, or repeat what tensors show.
@@ -163,7 +167,7 @@ def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = 
         if isinstance(value, Mapping) and key not in UNDIVIDED:
             yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
         elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
-            says_no = words is UNDECLARED and value is False and "causal" in key
+            says_no = value is False and (OFF.match(key) or (words is UNDECLARED and "causal" in key))
             yield from (f"{path}{key}",) if says_no or value not in NOTHING else ()
 
 

@@ -26,7 +26,8 @@ MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: f
 # Words that mean a term of the logits wherever in a layer, or beside all layers, they stand.
 TELLING = re.compile(
     r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias|temperature"
-    r"|pos(ition)?_bias|attention_rotation|(^|[._])(qk|q|k)_(shift|scale|gain|temp)"
+    r"|pos(ition)?_bias|attention_rotation|(^|[._])(qk|q|k)_(shift|scale|gain|temp|norm|ln|layernorm)"
+    r"|(norm|ln)_(qk|q|k)([._]|$)"
 )
 # How people call the projection that makes queries, alone or with keys and values.
 QUERY = re.compile(
