@@ -70,7 +70,7 @@ def _renumbered(kept: State, groups: Sequence[State]) -> State:
     return {**kept, "state": state, "param_groups": groups}
 
 
-def put_back(kept: Kept, model: nn.Module, host: Host, tell: Callable[[str], object]) -> None:
+def put_back(kept: Kept, model: nn.Module, host: Host, tell: Callable[[str], None]) -> None:
     """Everything that was kept; what an action has added to model or optimisers since stays as it is now."""
     now = model.state_dict()
     if lost := sorted(kept["model"].keys() - now.keys()):

@@ -26,15 +26,22 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line per report, with every head; the file is appended to, and complete after every line."""
+    """One line per report, with every head; the file is appended to, and complete after every line.
+
+    What a killed process left of a last line is taken off before the first: behind it no line could be read.
+    """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path, self.is_whole = Path(path), False
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, report: Report) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(report.to_json(), allow_nan=False) + "\n")
+        line = json.dumps(report.to_json(), allow_nan=False) + "\n"
+        with self.path.open("ab") as file:
+            if not self.is_whole and file.tell():
+                file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+            self.is_whole = True
+            file.write(line.encode("utf-8"))
 
     def close(self) -> None: ...
 

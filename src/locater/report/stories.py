@@ -16,6 +16,7 @@ STEPS = "locater.steps/1"
 SAME = {"sigma_1": "sigma"}
 SERIOUS = ("not finite", "logit explosion", "entropy collapse", "rank collapse")
 MOST_NAMED = 3
+STOPPED = re.compile(r"step (\d+): stopped")
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class Sentence:
 
 def steps_of(reports: Sequence[Json], source: str) -> Json:
     """One document of steps; the heads are those of training, or of evaluation where nothing was trained."""
-    steps, alarms, notes = [], [], []
+    steps, alarms, notes, story = [], [], [], tell(reports)
+    reports = standing(reports)
     for report in reports:
         heads = [head for layer in report.get("training") or report.get("evaluation") or [] for head in _heads(layer)]
         steps.append({"step": report["step"], "heads": heads})
         alarms += [alarm | {"step": report["step"]} for alarm in report.get("alarms", [])]
         notes += report.get("notes", [])
     notes = [line.rstrip(".") for report in reports for line in report.get("actions", [])] + notes
-    found = {"steps": steps, "alarms": alarms, "notes": list(dict.fromkeys(notes)), "story": tell(reports)}
+    found = {"steps": steps, "alarms": alarms, "notes": list(dict.fromkeys(notes)), "story": story}
     return {"schema": STEPS, "source": source, **found}
 
 
@@ -56,22 +58,37 @@ def _heads(layer: Json) -> list[Json]:
 
 def tell(reports: Sequence[Json]) -> list[str]:
     """Sentences about a monitor's reports, in the order in which they are asked for the morning after."""
-    reports = sorted(reports, key=lambda report: report["step"])
+    num_all, reports = len(reports), standing(reports)
     if not reports:
         return []
     wrong = [report for report in reports if _serious(report)]
     steps = f"steps {reports[0]['step']:,} to {reports[-1]['step']:,}"
-    counted = f"{len(reports)} report{'s' if len(reports) > 1 else ''} over {steps}"
+    again = f" ({num_all - len(reports)} of steps that were run again left out)" if num_all > len(reports) else ""
+    begin = f"{counted(len(reports), 'report')} over {steps}{again}"
     if not wrong:
-        return [f"{counted}, none with a serious alarm.", _extreme(reports)]
+        return [f"{begin}, none with a serious alarm.", _extreme(reports)]
     lines = [line for report in reports for line in report.get("actions", [])]
     return [
-        f"{counted}, {len(wrong)} with a serious alarm.",
+        f"{begin}, {len(wrong)} with a serious alarm.",
         _beginning(wrong[0]),
         _worst(wrong),
         _tried(lines),
         _outcome(reports, lines),
     ]
+
+
+def standing(reports: Sequence[Json]) -> list[Json]:
+    """Leave out reports whose steps were run again: a run taken up from a checkpoint writes behind the log it had.
+
+    >>> [one["step"] for one in standing([{"step": 0}, {"step": 10}, {"step": 20}, {"step": 10}])]
+    [0, 10]
+    """
+    kept: list[Json] = []
+    for report in reports:
+        while kept and kept[-1]["step"] >= report["step"]:
+            kept.pop()
+        kept.append(report)
+    return kept
 
 
 def _serious(report: Json) -> list[Json]:
@@ -135,10 +152,13 @@ def _outcome(reports: Sequence[Json], lines: Sequence[str]) -> str:
     still = sum(bool(_serious(report)) for report in after)
     sizes = [size for report in (*at[-1:], after[-1]) if (size := _largest(report)) is not None]
     change = f", and the largest logit went from {sizes[0]:.4g} to {sizes[1]:.4g}" if len(sizes) == 2 else ""
-    helped = "helped" if still == 0 else "did not help" if still == len(after) else "helped in part"
-    return (
-        f"What was tried {helped}: {still} of {len(after)} reports after step {since:,} have a serious alarm{change}."
+    in_part = "helped for a time" if _serious(reports[-1]) else "helped in the end"
+    helped = "helped" if still == 0 else "did not help" if still == len(after) else in_part
+    stopped = next(
+        (f" The run was stopped at step {match[1]}." for line in lines if (match := STOPPED.match(line))), ""
     )
+    words = f"{still} of {len(after)} reports after step {since:,} have a serious alarm{change}.{stopped}"
+    return f"What was tried {helped}: {words}"
 
 
 PLAINLY = {
