@@ -200,17 +200,14 @@ def find_stack(row: Attention, config: Config, tensors: Tensors) -> Stack:
     if not resolve(row.only, config):
         return ()
     prefixes = row.prefixes if row.prefixes is not None else _all_prefixes(row.query, tensors)
-    stacks = [_layers(AttentionModule(row, config, tensors, prefix=prefix)) for prefix in prefixes]
-    stacks = [stack for stack in stacks if stack]
+    firsts = [AttentionModule(row, config, tensors, prefix=prefix) for prefix in prefixes]
+    every = [[replace(first, number=layer) for layer in range(first.num_layers)] for first in firsts]
+    stored = (tuple(one for one in stack if one.stored(one.query_name)) for stack in every)
+    stacks = [stack for stack in stored if stack]
     if len(stacks) > 1:
         names = ", ".join(stack[0].query_name for stack in stacks)
         raise refusal(f"one place for {row.block} queries", names, "describe the one you mean with --layout")
     return stacks[0] if stacks else ()
-
-
-def _layers(module: AttentionModule) -> Stack:
-    every = (replace(module, number=layer) for layer in range(module.num_layers))
-    return tuple(one for one in every if one.stored(one.query_name))
 
 
 def _all_prefixes(pattern: str, tensors: Tensors) -> list[str]:

@@ -166,7 +166,8 @@ TELLING = re.compile(r"lambda|gate|sink|index|temper|bias_table|compress|router|
 def unread(calls: Calls, row: Attention) -> Iterator[str]:
     """In words, whatever happens in the stack's modules between the softmax and the output projection."""
     known = [pattern.rpartition(".")[2] for pattern in (row.sink, row.buckets and row.buckets.name) if pattern]
-    names = set(_own(calls.evidence.modules[calls.owner]))
+    own = (name for name, _ in calls.evidence.modules[calls.owner].named_parameters())
+    names = {name.removesuffix(".weight").removesuffix(".bias") for name in own}
     further = sorted(name for name in names if TELLING.search(name) and name not in known)
     named = f" ({', '.join(f'`{name}`' for name in further[:4])})" if further else ""
     every = [call for some in calls.by_layer.values() for call in some]
@@ -180,11 +181,6 @@ def unread(calls: Calls, row: Attention) -> Iterator[str]:
         yield f"the output gate of `{calls.place}`{named}"
     else:
         yield f"what `{calls.place}` does to its attention's output{named}"
-
-
-def _own(module: nn.Module) -> Iterator[str]:
-    """Names of parameters beneath a module."""
-    return (name.removesuffix(".weight").removesuffix(".bias") for name, _ in module.named_parameters())
 
 
 def is_plain(call: SoftmaxCall, evidence: Evidence) -> bool:

@@ -64,17 +64,11 @@ def _strip_prefixes(sink: Recipe, prefixes: list[str]) -> Recipe:
 
 
 def _sink(calls: Calls) -> Recipe:
-    """Find the parameter of an extra softmax column: a number for each head, if there is only one such."""
-    evidence = calls.evidence
-    sunk = {layer: seen[0].is_sunk for layer, seen in calls.by_layer.items()}
-    layer = next((layer for layer, is_sunk in sunk.items() if is_sunk), None)
-    if layer is None:
-        return {}
-    owner, num_heads = calls.name(layer), calls.by_layer[layer][0].logits.shape[1]
-    named = evidence.modules[owner].named_parameters(recurse=False)
-    own = [name for name, value in named if value.numel() == num_heads]
-    only = calls.rule(LAYERS, list(sunk.values()))
-    return dict(sink=evidence.pattern(f"{owner}.{own[0]}", layer), sink_only=only) if len(own) == 1 and only else {}
+    """The parameter of an extra softmax column, as the finder found it, and the layers that have one."""
+    names = {layer: seen[0].found.row.sink if seen[0].is_sunk else None for layer, seen in calls.by_layer.items()}
+    layer, name = next(((layer, name) for layer, name in names.items() if name), (0, None))
+    only = name and calls.rule(LAYERS, [name is not None for name in names.values()])
+    return dict(sink=calls.evidence.pattern(name, layer), sink_only=only) if name and only else {}
 
 
 # ------------------------------------------------------------------------------------------------ rows of the tables
