@@ -110,7 +110,9 @@ def of_scores(call: AttentionCall, products: Sequence[QueryKeyProduct]) -> Atten
             continue
         seen, theirs = admitted[..., :columns], logits[..., :columns].double()
         own = own.reshape(theirs.shape)
-        sides = [without_mean(side, seen) if _is_shifted(logits, admitted) else side for side in (own, theirs)]
+        # Where none is above 0, the model may have subtracted its largest logit from all.
+        is_shifted = bool((logits.masked_fill(~admitted, -torch.inf).amax(-1) <= 1e-6).all())
+        sides = [without_mean(side, seen) if is_shifted else side for side in (own, theirs)]
         found = next(_scales(sides[0][seen], sides[1][seen], allowed, scores.is_capped), None)
         if found is not None:
             scale, softcap = found
@@ -133,11 +135,6 @@ def _sinks(logits: Tensor, shift: Tensor, seen: Tensor, allowed: float) -> Tenso
     if not alike(sinks, sinks[:, :1].expand_as(sinks), allowed):
         raise refusal("a sink of one logit for each head", "a further column of other numbers")
     return sinks[:, 0].to(logits)
-
-
-def _is_shifted(logits: Tensor, admitted: Tensor) -> bool:
-    """Tell whether a model subtracts its largest logit from all."""
-    return bool((logits.masked_fill(~admitted, -torch.inf).amax(-1) <= 1e-6).all())
 
 
 def largest_gap(head: Head, own: Tensor, theirs: Tensor, admitted: Tensor) -> float:
