@@ -19,8 +19,8 @@ import torch
 from family_cases.base import shake
 from locater.errors import Refusal, Unforeseen
 from locater.models import Config, open_model
-from locater.models.proof.check import head_error, is_norm
-from locater.models.proof.evidence import Evidence
+from locater.models.proof.check import head_error
+from locater.models.proof.evidence import Evidence, is_norm
 from locater.models.proof.twin import observe_twin, without_warnings
 
 TOLERANCE = 2e-5  # of the largest logit

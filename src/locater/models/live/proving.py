@@ -26,6 +26,7 @@ from .explain import (
     explain_plain,
     explain_rotation,
     is_transposed,
+    norm_behind,
     norm_over,
     read_norm_of,
     tolerance,
@@ -257,11 +258,12 @@ class Search:
         return found.pop()
 
     def _input_norm(self, x: Tensor) -> NormAt | None:
-        """The norm whose output the projection was given, if it was one and its numbers can be made again."""
-        for norm in reversed(self.watch.norms):
-            if norm.y is x or (norm.y.shape == x.shape and torch.equal(norm.y, x)):
-                return read_norm_of(norm, 10 * self.allowed)
-        return None
+        """The norm whose output the projection was given, if it was one; refused where it cannot be made again."""
+        if (norm := norm_behind(self.watch.norms, x)) is None:
+            return None
+        if (place := read_norm_of(norm, 10 * self.allowed)) is None:
+            raise refusal("an input norm by mean and variance", f"`{norm.name}` ({type(norm.module).__name__})")
+        return place
 
     def _prove(self, row: Attention, query: Made, key: Made) -> None:
         """The heads of the row, computed in float64, give the logits of the call again, to the call's own precision."""

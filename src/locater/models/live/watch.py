@@ -75,7 +75,7 @@ class PassRecord:
                 self.names[stored.data_ptr()] = name
         with ExitStack() as stack:
             for name, module in named_modules(self.tensors.model).items():
-                if f"{name}.weight".lstrip(".") in self.tensors.names or _may_be_norm(module):
+                if f"{name}.weight".lstrip(".") in self.tensors.names or may_be_norm(module):
                     stack.callback(module.register_forward_hook(partial(self._see, name)).remove)
             yield self.follow
 
@@ -84,10 +84,10 @@ class PassRecord:
         weight = f"{name}.weight".lstrip(".")
         if not (inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor)):
             return
-        if _may_be_norm(module) and output.shape == inputs[0].shape:
-            self.norms.append(Normed(name, module, inputs[0], output))
-        elif weight in self.tensors.names and inputs[0].is_floating_point() and len(self.tensors.shape(weight)) == 2:
+        if weight in self.tensors.names and inputs[0].is_floating_point() and len(self.tensors.shape(weight)) == 2:
             self._add(Product(name, inputs[0], output))
+        elif may_be_norm(module) and output.shape == inputs[0].shape:
+            self.norms.append(Normed(name, module, inputs[0], output))
 
     def follow(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """One operation of the pass."""
@@ -137,8 +137,10 @@ class PassRecord:
         self.marks.clear()
 
 
-def _may_be_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+def may_be_norm(module: nn.Module) -> bool:
+    """Tell by its class, or because it holds nothing but a number for each feature: people have names of their own."""
+    own = [parameter.dim() for parameter in module.parameters()]
+    return "norm" in type(module).__name__.lower() or (bool(own) and {*own} == {1} and not any(module.children()))
 
 
 def _several(given: Any) -> Any:

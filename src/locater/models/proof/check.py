@@ -12,6 +12,7 @@ from ...errors import Refusal
 from ...head import Head
 from ...projections import Norm
 from ...records import JsonMapping
+from ..live.explain import norm_behind
 from ..live.logits import largest_gap
 from ..module import AttentionModule, find_stack
 from ..neighbours import misplaced_bias
@@ -105,48 +106,17 @@ def head_error(head: Head, x_query: Tensor, x_key: Tensor, call: SoftmaxCall) ->
 
 def _norm_differs(norm: Norm | None, x: Tensor, evidence: Evidence) -> str | None:
     """Compare this input with the row's norm: of all norms in the model, the one whose output it is."""
-    name = norm_behind(evidence, x)
+    found = norm_behind(evidence.norms, x)
     if norm is None:
-        return None if name is None else f"none in the row, `{name}` in the model"
-    if name is None:
+        return None if found is None else f"none in the row, `{found.name}` in the model"
+    if found is None:
         return "one in the row, none in the model"
-    rows = normed_rows(evidence, name, x)
-    return None if rows and same(norm(rows[1]), rows[0], 1e-5) else f"another than `{name}`"
+    return None if same(norm(found.x), found.y, 1e-5) else f"another than `{found.name}`"
 
 
 def same(left: Tensor, right: Tensor, tolerance: float = 1e-6) -> bool:
     """Equal up to rounding, relative to the largest entry."""
     return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * (1 + right.abs().max()))
-
-
-def is_norm(name: str, module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
-
-
-def norm_behind(evidence: Evidence, x: Tensor) -> str | None:
-    """The norm whose output this is, as a whole or put together from its calls: in chunks, in windows, reshaped."""
-    outputs = {name: made for name, made in evidence.seen.outputs.items() if is_norm(name, evidence.modules[name])}
-    for name, made in outputs.items():
-        if any(y is not None and y.shape == x.shape and torch.equal(y, x) for y in made):
-            return name
-    return next((name for name in outputs if normed_rows(evidence, name, x)), None)
-
-
-def normed_rows(evidence: Evidence, name: str, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows of x that are not zero, and what the norm was given for each; None unless it made all of them."""
-    calls = zip(evidence.seen.inputs[name], evidence.seen.outputs[name], strict=False)
-    calls = [(given, made) for given, made in calls if given is not None and made is not None]
-    pairs = [(given.flatten(0, -2), made.flatten(0, -2)) for given, made in calls if given.shape == made.shape]
-    pairs = [(given, made) for given, made in pairs if made.shape[-1] == x.shape[-1]]
-    wanted = x.flatten(0, -2)
-    wanted = wanted[wanted.any(-1)]  # what pads a window
-    if not pairs or not len(wanted):
-        return None
-    given, made = (torch.cat(side) for side in zip(*pairs, strict=True))
-    places = {row.numpy().tobytes(): number for number, row in enumerate(made)}
-    found = [places.get(row.numpy().tobytes()) for row in wanted]
-    numbers = [number for number in found if number is not None]
-    return (wanted, given[numbers]) if len(numbers) == len(found) else None
 
 
 # -------------------------------------------------------------------------------------------------- beyond equal logits

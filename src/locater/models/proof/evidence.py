@@ -17,7 +17,7 @@ from ...records import Json
 from ..config import Config, resolve
 from ..live.discover import Finder
 from ..live.tensors import ModuleTensors
-from ..live.watch import OF_PAIRS
+from ..live.watch import OF_PAIRS, Normed, may_be_norm
 from ..module import AttentionModule
 from ..neighbours import LAYER
 from ..tensors import Held
@@ -179,6 +179,17 @@ class Evidence:
         return dict(self.model.named_modules(remove_duplicate=False))
 
     @cached_property
+    def norms(self) -> list[Normed]:
+        """Every call of a module that may be a norm."""
+        return [
+            Normed(name, self.modules[name], given, made)
+            for name, outputs in self.seen.outputs.items()
+            if is_norm(name, self.modules[name])
+            for given, made in zip(self.seen.inputs[name], outputs, strict=False)
+            if given is not None and made is not None
+        ]
+
+    @cached_property
     def tensors(self) -> Held:
         """Under the names that `save_pretrained` would write."""
         return Held(_saved(self.model))
@@ -271,6 +282,11 @@ def _mark(tensor: Tensor) -> tuple:
     """Equal for equal tensors; random weights never share it."""
     flat = tensor.detach().flatten()
     return (tuple(tensor.shape), float(flat.double().sum()), float(flat[0]) if len(flat) else 0.0)
+
+
+def is_norm(name: str, module: nn.Module) -> bool:
+    """Tell by its class, its name, or what it holds."""
+    return may_be_norm(module) or re.search(r"norm|(^|\.)ln", name.rpartition(".")[2]) is not None
 
 
 def _path(config: object, own: object) -> str | None:
