@@ -167,7 +167,7 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
 
 
 # --------------------------------------------------------------------------------------------- proofs kept: a file each
-SEARCH = 9  # raise it when the search or the menu of recipes changes: older proofs are then made again
+SEARCH = 10  # raise it when the search or the menu of recipes changes: older proofs are then made again
 # Entries that say nothing of the attention, and differ between files of one model.
 IRRELEVANT = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "auto_map", "quantization_config",
@@ -209,7 +209,7 @@ def recall(model_type: str, values: JsonMapping | None = None, *, again: bool = 
     if not again and (kept := read_proof(path)) is not None:
         return kept
     proof = prove(model_type, values)
-    keep(proof, path)
+    keep_proof(proof, path)
     return proof
 
 
@@ -230,7 +230,7 @@ def read_proof(path: Path) -> Proof | None:
         return None
 
 
-def keep(proof: Proof, path: Path) -> None:
+def keep_proof(proof: Proof, path: Path) -> None:
     """Written whole or not at all; a cache that cannot be written costs time, not the scan."""
     try:
         write_json(proof.to_json(), path)

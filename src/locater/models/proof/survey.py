@@ -13,7 +13,7 @@ import torch
 
 from ...records import Json, parse_json
 from ..registry import FAMILIES
-from . import Proof, keep, path_of_proof, read_proof, recall, version
+from . import Proof, keep_proof, path_of_proof, read_proof, recall, version
 
 TIMEOUT = 120.0  # seconds of the clock, for machines that have other work too
 
@@ -99,7 +99,7 @@ class _Worker:
         except multiprocessing.TimeoutError:
             self.end()
         proof = Proof(model_type, version(), reason=f"took more than {TIMEOUT:g} s, or ended its process")
-        keep(proof, path_of_proof(model_type))
+        keep_proof(proof, path_of_proof(model_type))
         return proof
 
     def end(self) -> None:
