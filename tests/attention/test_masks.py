@@ -21,7 +21,7 @@ from locater.errors import Refusal
 from locater.models.live.logits import reach
 from locater.monitor import AttentionMonitor
 from locater.stabilisers import EntropyBonus, QKClip, QKNorm, SoftCap, ZLoss
-from mask_cases import Case, draw_case
+from mask_cases import FLOATS, Case, draw_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without"),
@@ -313,10 +313,43 @@ def test_a_mask_of_an_unknown_kind_is_named_and_ends_no_watched_run():
     model, holder, x = masked_model(torch.ones(6, 6, dtype=torch.bool).as_subclass(OwnMask))
     with AttentionMonitor(Live(holder, heads=model.heads, causal=False), every=1) as monitor:
         holder(x, x)
-        assert "test_masks.OwnMask" in " ".join(monitor.report().notes)
+        report = monitor.report()
+        assert "test_masks.OwnMask" in " ".join(report.notes)
+        assert not report.training, "nothing is reconstructed without a mask that is there"
     SoftCap(holder, heads=model.heads)
     with pytest.raises(Refusal, match="test_masks.OwnMask"):
         model(x, x)
+
+
+def test_a_head_that_sees_nothing_leaves_the_others_their_numbers():
+    mask = torch.ones(2, HEADS, 6, 6, dtype=torch.bool).tril()
+    mask[:, 1] = False
+    model, holder, x = masked_model(mask)
+    with AttentionMonitor(Live(holder, heads=model.heads, causal=False), every=1) as monitor:
+        holder(x, x)
+        (layer,) = monitor.report().training
+    found = torch.tensor(layer.statistics["entropy"], dtype=torch.float64)
+    p = logits_of(model.case, *list(model.make(x, x))[:2]).masked_fill(~mask, -torch.inf).softmax(-1)
+    expected = torch.special.entr(p).sum(-1).mean((0, 2))
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("low", FLOATS)
+@pytest.mark.parametrize("is_added", [False, True])
+def test_a_score_that_masks_is_a_mask(low, is_added):
+    """Whatever the number that FlexAttention's `score_mod` forbids by: it admits the same keys."""
+    sides = [torch.randn(1, 2, 20, 8) for _ in range(3)]
+
+    def score(logit, b, h, q, k):
+        return logit + torch.where(q >= k, 0.0, low) if is_added else torch.where(q >= k, logit, low)
+
+    calls = []
+    with Eagerly(), Interception(calls.append):
+        flex_attention(*sides, score_mod=score)
+        flex_attention(*sides, block_mask=create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 20, 20, device="cpu"))
+    ours, theirs = (statistics_of_call(call) for call in calls)
+    assert torch.equal(ours.num_keys, theirs.num_keys)
+    assert torch.allclose(ours.normalised_entropy, theirs.normalised_entropy, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 WRAPPER, FLEX = "compile_wrapper", "_flex_attention_hop_wrapper"  # torch's names of what surrounds compiled code
@@ -108,6 +109,11 @@ def in_shape_inference() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def in_transform() -> bool:
+    """Tell whether a transformation of torch.func is under way, beneath which tensors have no numbers to be read."""
+    return peek_interpreter_stack() is not None
 
 
 def is_full_graph(module: nn.Module) -> bool:

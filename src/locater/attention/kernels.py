@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.nn import functional
 
 from ..errors import refusal
+from ..projections import widen
 from .calls import AttentionCall, Rule, attend, call_of_softmax
 from .flash import KNOWN, REMEDY, is_flash, pack, read_flash
-from .masks import read_given
+from .masks import admits, read_given
 from .registered import KERNELS
 
 FUNCTION = functional.scaled_dot_product_attention  # torch replaces it in its module under context parallelism
@@ -30,7 +32,7 @@ EFFICIENT = "aten::_efficient_attention_forward"
 NAME = re.compile(r"attn|attention")
 BACKWARD = re.compile(r"backward|bwd|combine|metadata|grad")
 ABSENT, PARTIAL, FULL = range(3)
-PROBES = (0.0, -100.0, 100.0)  # logits of which −∞ is made where a place is masked, whatever its logit
+PROBES = (0.0, -100.0, 100.0)  # logits that are forbidden where a place is masked, whatever its logit
 
 
 def read_call(func: Any, args: tuple, kwargs: dict[str, Any], *, written_out: bool) -> AttentionCall | None:
@@ -128,12 +130,14 @@ def _flex(
 
     return AttentionCall(
         query, key, value, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3], through="flex_attention",
-        rule=read_rule(block_mask, mask_buffers, score), score=score,
+        rule=read_rule(block_mask, mask_buffers, score, widen(query[:0]).dtype), score=score,
     )  # fmt: skip
 
 
 def packed(call: AttentionCall) -> AttentionCall:
     """Texts of several lengths, as torch's jagged tensors hold them: one behind the other, each a segment."""
+    if any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ()):
+        raise refusal("a batch of texts outside of torch.vmap", "one that it has taken apart")
     if not call.query.is_nested:
         return call
     jagged: list[Any] = [call.query, call.key, call.value]
@@ -147,11 +151,13 @@ def packed(call: AttentionCall) -> AttentionCall:
     return call.changed(query=flat[0], key=flat[1], value=flat[2], segments=segments, offset=offset)
 
 
-def read_rule(block_mask: tuple, buffers: tuple = (), score: Callable[..., Tensor] | None = None) -> Rule:
+def read_rule(
+    block_mask: tuple, buffers: tuple = (), score: Callable[..., Tensor] | None = None, dtype: torch.dtype | None = None
+) -> Rule:
     """Read a block mask, as FlexAttention's operator is given it. `buffers` are what its function had closed over.
 
-    `score`, the change of logits, masks too: where it makes −∞ of any logit. The rule refuses to answer where its
-    blocks say otherwise than its function.
+    `score`, the change of logits of that `dtype`, masks too: where it makes a forbidden number of any logit. The rule
+    refuses to answer where its blocks say otherwise than its function.
     """
     mask_mod: Callable[..., Tensor] = block_mask[-1]
     table, (q_size, k_size) = _table(block_mask), block_mask[-3:-1]
@@ -163,17 +169,17 @@ def read_rule(block_mask: tuple, buffers: tuple = (), score: Callable[..., Tenso
             if bool(((blocks == ABSENT) & admitted | (blocks == FULL) & ~admitted).any()):
                 remedy = "make it by create_block_mask, or give it the mask_mod that its blocks were made of"
                 raise refusal("a block mask whose blocks and mask_mod admit the same", "one that admits others", remedy)
-        return admitted if score is None else admitted & ~_hidden(score, text, head, query, key)
+        return admitted if score is None else admitted & ~_hidden(score, dtype, text, head, query, key)
 
     return rule
 
 
-def _hidden(score: Callable[..., Tensor], *indices: Tensor) -> Tensor:
-    """Find the places where a change of logits makes −∞ of any logit."""
+def _hidden(score: Callable[..., Tensor], dtype: torch.dtype | None, *indices: Tensor) -> Tensor:
+    """Find the places where a change of logits makes a number that masks of any logit."""
     hidden = torch.ones((), dtype=torch.bool, device=indices[0].device)
     for logit in PROBES:
         if bool(hidden.any()):
-            hidden = hidden & (score(torch.tensor(logit, device=hidden.device), *indices) == -torch.inf)
+            hidden = hidden & ~admits(score(torch.tensor(logit, dtype=dtype, device=hidden.device), *indices))
     return hidden
 
 

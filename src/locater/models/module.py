@@ -52,6 +52,7 @@ class AttentionModule:
     heads: tuple[Head, ...] = ()  # empty until they are read
     refused: tuple[str, ...] = ()
     caller: str | None = None  # the innermost module that ran when its kernel was called, if that was seen
+    otherwise: str | None = None  # in words, how that call was masked, where heads cannot say it
 
     @property
     def block(self) -> Block:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
-from ..attention.compilation import Eagerly, in_compiled, in_shape_inference
+from ..attention.compilation import Eagerly, in_compiled, in_shape_inference, in_transform
 from ..attention.interception import Interception
 from ..attention.outside import OutsideHook
 from ..errors import missing
@@ -36,12 +36,16 @@ class Hooks:
         self.local = threading.local()
         self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
         self.outside: set[str] = set()  # attention modules that ran outside of every pass
+        self.was_transformed = False
         self.handles: list[RemovableHandle] = []
         self.owners: dict[str, list[AttentionModule]] = {}  # the layers that a module serves: several if they share it
+        self.first_names: dict[int, str] = {}  # of modules that stand in several places, and are called in turn
+        for name, module in self.modules.items():
+            self.first_names.setdefault(id(module), name)
         for site in () if seen.unknown else seen.sites:
             if site.owner not in self.modules:
                 raise missing(f"a module `{site.owner}` around the queries of layer {site.number}")
-            self.owners.setdefault(site.owner, []).append(site)
+            self.owners.setdefault(self._first_name(site.owner), []).append(site)
         self.owner_names = {id(self.modules[name]): name for name in self.owners}
         self._register(entry)
 
@@ -61,8 +65,8 @@ class Hooks:
             keep(owner.register_forward_hook(end))
             sides: dict[str, dict[str, list[AttentionModule]]] = defaultdict(lambda: defaultdict(list))
             for site in sites:
-                sides[site.query_name]["x_query"].append(site)
-                sides[site.key_name]["x_key"].append(site)
+                sides[self._first_name(site.query_name)]["x_query"].append(site)
+                sides[self._first_name(site.key_name)]["x_key"].append(site)
             for projection, attributes in sides.items():
                 if projection in self.modules and not projection.endswith(PACKED):
                     hook = self._hook(self.modules[projection], partial(self._capture, name, attributes))
@@ -70,6 +74,9 @@ class Hooks:
         # The last of all: the model itself may be the attention module, whose run must end before the pass does.
         for one in entries:
             keep(one.register_forward_hook(OutsideHook(one, self._end_pass), always_call=True))  # type: ignore
+
+    def _first_name(self, name: str) -> str:
+        return self.first_names[id(self.modules[name])] if name in self.modules else name
 
     def _hook(self, module: nn.Module, function: Callable[..., None], owner: str = "") -> Hook:
         """A compiled model sees one number to compare, and no graph breaks: passes that are observed run eagerly."""
@@ -93,6 +100,8 @@ class Hooks:
                 "passes in a graph compiled with fullgraph=True are not looked at: attach to what torch.compile "
                 "returned, AttentionMonitor(compiled, …)"
             )
+        if self.was_transformed:
+            yield "passes under a transformation of torch.func (grad, vmap) are not looked at"
         if self.outside:
             first, more = min(self.outside), f" and {len(self.outside) - 1} more" if len(self.outside) > 1 else ""
             yield f"`{first}`{more} ran outside of a call of the model itself, model(…): not looked at there"
@@ -124,8 +133,10 @@ class Hooks:
 
     def _is_left_out(self) -> bool:
         """A model that is compiled around these hooks compiles in its first pass: run as written, it never would."""
+        if transformed := in_transform():
+            self.was_transformed = True
         is_first, self.was_called = not self.was_called, True
-        return in_shape_inference() or (is_first and in_compiled())
+        return transformed or in_shape_inference() or (is_first and in_compiled())
 
     def _end_pass(self, own: Any, module: nn.Module, args: tuple, output: object) -> None:
         if own() is not module or not (passes := self._passes()):
@@ -184,12 +195,15 @@ class Hooks:
                 self.seen.by_call(None, call, None, run)
             elif not self.owners:
                 self.seen.written_out(call)
+            elif call.logits is None:
+                self.seen.further(call)
             return
         inputs = run.running.get(name)
         if call.logits is not None and (inputs is None or inputs.was_seen):
             return  # some other softmax: a router's, a pooling's
-        was_seen = self.seen.by_call(self._site(run, name), call, inputs, run)
-        if (was_seen or call.is_share) and inputs is not None:  # of a share, inputs would tell no more
+        was_read = self.seen.by_call(self._site(run, name), call, inputs, run)
+        # Of a share, or of a kernel's call that cannot be read, inputs tell no more: who masks, and how, is its own.
+        if (was_read or call.is_share or call.logits is None) and inputs is not None:
             inputs.was_seen = True
 
 

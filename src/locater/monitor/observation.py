@@ -16,7 +16,7 @@ from ..attention.kernels import packed
 from ..errors import Refusal, missing, refusal
 from ..head import Block
 from ..models import AttentionModule, read_heads, read_layout, spans
-from ..models.live import open_live
+from ..models.live import LiveModel, open_live
 from ..models.live.tensors import WholeTensors, named_modules, unwrap
 from ..models.sources import Live
 from .finding import FoundHeads
@@ -54,6 +54,8 @@ class Observation:
         self.layers = None if scope.layers is None else frozenset(scope.layers)
         self.modules = named_modules(self.model)
         self.unknown: Refusal | None = None
+        self.opened: LiveModel | None = None
+        self.changes: list[str] | None = None  # of the model, from the code and config by which it is read
         self.left_out: list[str] = []  # reasons why layers that were found cannot be read
         self.sites = self._find_sites()
         self.found = FoundHeads(live.module, live.sample, is_wanted=self.unknown is not None and scope.weights)
@@ -78,7 +80,8 @@ class Observation:
         model, heads = self.live.module, self.live.heads
         family = None if self.live.layout is None else read_layout(self.live.layout)
         try:
-            found = open_live(model, family=family, heads=heads, tensors=WholeTensors(model)).sites
+            opened = open_live(model, family=family, heads=heads, tensors=WholeTensors(model))
+            self.opened, found = opened, opened.sites
             known = [site for site in found if self._is_wanted(site)]
         except Refusal as reason:
             if heads or family is not None:
@@ -98,6 +101,12 @@ class Observation:
         name = module_name(call, self.modules)
         if name is not None and call.logits is not None and call.logits.dim() == 4 and min(call.logits.shape[-2:]) > 1:
             self.softmaxes.add(name)
+
+    def further(self, call: AttentionCall) -> None:
+        """A kernel's call in none of the layers that are known; said, unless layers were chosen or left out."""
+        name = module_name(call, self.modules)
+        if name is not None and self.layers is None and not self.left_out:
+            self.refused.add(f"the attention of `{name}` is of no layer that was read: not looked at")
 
     def _is_wanted(self, site: AttentionModule) -> bool:
         return (self.layers is None or site.number in self.layers) and bool(self.indices(site))
@@ -170,6 +179,13 @@ class Observation:
             layer = read_heads(site)
         except Refusal as reason:
             self.refused.add(str(reason))
+            return
+        if self.changes is None:  # no call will prove these heads
+            self.changes = [] if self.opened is None or self.live.heads else self.opened.changes()
+        if self.changes:
+            self.refused.add(
+                f"`{site.query_name}` calls no attention kernel, and is not reconstructed: {self.changes[0]}"
+            )
             return
         heads = [head for head in layer.heads if head.index in indices]
         if len(heads) < len(indices):

@@ -20,6 +20,8 @@ from .live.looking import Looker
 from .live.pairs import Pair, check_stored
 from .live.weights import Rows
 
+RECOMPUTED = "recompute activations by checkpoint(…, use_reentrant=False)"
+
 
 class AttentionLoss(Looker):
     """weight · mean over layers, heads and queries of a number of the logits, since the last `penalty()`.
@@ -55,6 +57,8 @@ class AttentionLoss(Looker):
         # A pass inside backward recomputes one that was counted; it must save the same tensors all the same.
         if not in_backward():
             self.gathered.setdefault(name, []).append(mean)
+        elif name not in self.gathered and name not in self.last:
+            raise refusal("passes with gradients", f"{name} run without, and again in backward", RECOMPUTED)
 
     def penalty(self) -> Float[Tensor, ""]:
         """Return the loss that the passes since the last call have gathered."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
+from ..attention.calls import in_backward
 from ..errors import refusal
 from ..models.live.watch import Sample
 from ..projections import whole
@@ -56,7 +57,7 @@ class SpectralScale(nn.Module):
         for number in range(self.count):
             rows = getattr(self, f"rows{number}")
             block = matrix if rows is None else matrix[rows]
-            if self.training:
+            if self.training and not in_backward():  # a recomputed pass must be the one that was run
                 self._iterate(number, block.detach())
             left, right = (vector.clone() for vector in self._vectors(number))
             found.append(left @ (block @ right))

@@ -1,7 +1,7 @@
 """Live models: the heads of an `nn.Module` as views of its parameters, so that gradients flow through them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from ..module import AttentionModule, module_of_row, refused_module
 from ..neighbours import Surroundings
 from ..reader import read_heads
 from ..registry import is_in_tables
-from ..schema import Family
+from ..schema import Attention, Family
 from ..tensors import Once
 from .changes import active_modes, changes
 from .discover import Finder, difference, discover, is_normed
@@ -30,6 +30,12 @@ OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed
 MOST_NAMED = 3  # of what differs in a model
 AS_NAMED = "as named, without positions, norms and mask, not run"
 BY_KINDS = "by the kinds of its modules, not run"
+
+
+def _masked_otherwise(sites: Iterable[AttentionModule]) -> list[str]:
+    """Name the first of the modules whose call was masked as no head says."""
+    names = [f"`{site.query_name}` {site.otherwise}" for site in sites if site.otherwise is not None]
+    return [names[0] + (f", and {len(names) - 1} more" if len(names) > 1 else "")] if names else []
 
 
 class Trial:
@@ -109,6 +115,7 @@ class Trial:
         found = [index for index in sorted(self.differing) if judged[index].num_heads]
         idle = [index for index in range(len(self.sites)) if index not in self.ran]
         reasons = [f"{self._named(lost)}: {self.differing[lost[0]]}"] if lost else []
+        reasons += _masked_otherwise(judged[index] for index in found)
         reasons += [f"the attention of `{self.further[0]}`, which no row names"] if self.further else []
         remarks = [] if idle else ["run on the sample"]
         if found:
@@ -154,10 +161,11 @@ class LiveModel:
         if self.is_proven:
             return self.read.without(active_modes())
         found = self.read if self.trial is None else self.trial.coverage(self.read, self.sites)
-        further = self._changes() if self.trial is None or found.basis else []
+        further = self.changes() if self.trial is None or found.basis else []
         return found.without([*further, *active_modes()])
 
-    def _changes(self) -> list[str]:
+    def changes(self) -> list[str]:
+        """Describe what differs from the code and the config, found without running it."""
         around = Surroundings.of(self.model.modules() if self.model is not None else ())
         found = changes(self.module, {site.owner for site in self.sites}, around.modules)
         further = len(found) - MOST_NAMED
@@ -193,7 +201,7 @@ def open_live(
     modules = named_modules(tensors.model)
     is_known = family is not None or is_in_tables(str(config.get("model_type")))
     if heads:
-        named = [module_of_row(explicit_row(entry, modules), tensors) for entry in heads]
+        named = [module_of_row(_held(explicit_row(entry, modules), tensors), tensors) for entry in heads]
         opened = _number(model, named, tensors, AS_NAMED)
     elif is_known or (sample is None and config.get("model_type") is not None):
         opened = _read_family(model, tensors, config, family)
@@ -207,6 +215,14 @@ def open_live(
         return opened
     trial = Trial(tensors, opened.sites).over(sample)
     return replace(opened, sites=tuple(trial.judged()), trial=trial)
+
+
+def _held(row: Attention, tensors: ModuleTensors) -> Attention:
+    """Return a row that names parameters; refuse a weight that a hook makes, as of `torch.nn.utils.prune`."""
+    for name in (row.query, row.key):
+        if not {f"{name}.weight", f"{name}_weight"} & tensors.names:
+            raise refusal(f"a parameter `{name}.weight`, or a parametrised one", "a weight that a hook computes")
+    return row
 
 
 def _unknown(tensors: ModuleTensors, config: Config) -> Refusal:
@@ -240,6 +256,7 @@ def _number(module: nn.Module, found: Sequence[AttentionModule], tensors: Module
         numbered.append(replace(one, number=numbers[one.block]))
         numbers[one.block] += 1
     refused = [one.query_name for one in found if one.reason is not None]
-    reasons = (f"without {', '.join(refused)}",) if refused else ()
-    read = Coverage(len(found) - len(refused), len(found), "modules", reasons, basis)
+    reasons = [f"without {', '.join(refused)}"] if refused else []
+    reasons += _masked_otherwise(found)
+    read = Coverage(len(found) - len(refused), len(found), "modules", tuple(reasons), basis)
     return LiveModel(module, "modules", tuple(numbered), read, tensors)

@@ -26,7 +26,7 @@ from ..neighbours import BEHIND, outer_modules
 from .tensors import called, is_adapter, named_modules, unwrap
 
 # Packages whose code the tables were held against, or which only wrap a module; and whose hooks leave logits alone.
-KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "numpy", "safetensors")
+KNOWN = ("torch", "transformers", "timm", "peft", "accelerate", "numpy", "safetensors", "typing_extensions")
 KNOWN += (*(sys.stdlib_module_names - {"__main__"}),)
 HOOKS = ("torch.distributed", "torch._dynamo", "accelerate", "transformers.utils.output_capturing")
 OWN = ("locater", "locater_lab")
@@ -114,8 +114,9 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
     classes = {kind for module in modules for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     known = sorted((kind for kind in classes if _is_known(kind.__module__, KNOWN)), key=str)
     homes = {kind.__module__ for kind in classes if kind.__module__.startswith(MODELS)}
-    places = [(kind.__qualname__, kind) for kind in known]
-    places += [(home, sys.modules[home]) for home in sorted({*homes, "torch.nn.functional"})]
+    homes |= {_home(function) for _, function in _registered(modules)} & sys.modules.keys()
+    places = [(kind.__qualname__, kind) for kind in (*known, Tensor)]
+    places += [(home, sys.modules[home]) for home in sorted({*homes, "torch", "torch.nn.functional"})]
     for place, holder in places:
         for name, value in _functions(holder):
             if not _is_all_known(value) or _is_of_another(holder, name, value):
@@ -124,7 +125,8 @@ def _patched(modules: Iterable[nn.Module]) -> Iterator[str]:
         yield "torch.nn.functional.scaled_dot_product_attention was replaced"
     of_all = nn.modules.module
     yield from _hooked("all modules", of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
-    yield from _own_attention(modules)
+    own = ((what, value) for what, value in _registered(modules) if not _is_all_known(value))
+    yield from (f"{what} is {_called(value)}" for what, value in own)
 
 
 def _hooked(where: str, *hooks: Mapping[int, object]) -> Iterator[str]:
@@ -148,16 +150,15 @@ def active_modes() -> list[str]:
     return [f"the mode {kind.__qualname__} around it" for kind in modes if not _is_known(kind.__module__, KNOWN)]
 
 
-def _own_attention(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """Attention functions and masks that the user registered with transformers under the name that the config gives."""
+def _registered(modules: Iterable[nn.Module]) -> Iterator[tuple[str, object]]:
+    """Attention functions and masks that transformers has under the name that the config gives."""
     names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}
     tables = (("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", "attention"),
               ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", "mask"))  # fmt: skip
     for home, table, what in tables:
         known: Any = getattr(sys.modules.get(home), table, {})
         for name in sorted(name for name in names if isinstance(name, str) and name in known):
-            if not _is_all_known(known[name]):
-                yield f"the {what} `{name}` is {_called(known[name])}"
+            yield f"the {what} `{name}`", known[name]
 
 
 def _chain(value: object) -> Iterator[object]:

@@ -96,8 +96,8 @@ class Finder:
                 torch.no_grad(),
                 torch.autocast(call.query.device.type, enabled=False),
             ):
-                row = Search(call, watch or self.watch, self.tensors).row()
-                return replace(module_of_row(row, self.tensors), caller=name)
+                search = Search(call, watch or self.watch, self.tensors)
+                return replace(module_of_row(search.row(), self.tensors), caller=name, otherwise=search.otherwise)
         except Refusal as reason:
             return refused_module("decoder", (name, name), str(reason))
 
@@ -131,8 +131,6 @@ def difference(
             return f"{further} keys are none that its projections made"
         columns = torch.cat([positions[1], positions[1].new_full((further,), num_keys - 1)])
         theirs, admitted = _logits(call, positions[0], columns)
-        if not bool(admitted.any()):
-            raise missing("keys that a query may see")
         eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, call.query))
         x_parts = tuple(x[:MOST_TEXTS, at].double() for x, at in zip(inputs, positions, strict=True))
         if masks and heads[0].block != "cross":
@@ -153,6 +151,8 @@ def _compare(
 ) -> str | None:
     """The first head that differs."""
     for row, head in enumerate(heads):
+        if not bool(admitted[:, row].any()):
+            raise missing(f"keys that a query of head {head.index} may see")
         largest = float(theirs[:, row][admitted[:, row]].abs().max())
         error = largest_gap(head, head.logits(*inputs, positions), theirs[:, row], admitted[:, row])  # type: ignore
         if not error <= allowed * max(largest, _reach(head, inputs)):
@@ -161,17 +161,16 @@ def _compare(
 
 
 def _other_mask(head: Head, seen: Bool[Tensor, "texts queries keys"], positions: tuple[Tensor, ...]) -> str | None:
-    """Describe how the call's mask differs: a key beyond the head's reach, or a distance within it that no query sees.
+    """Describe how the call's mask differs: a key beyond the head's reach, or one within it that a query does not see.
 
     Padding is ignored: keys that no query sees, and queries that see nothing.
     """
     admits = head.admits(*positions)
     if bool((seen & ~admits).any()):
         return "is shown keys that it should not see"
-    wanted = (admits & seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True)).any(0)
-    distance = positions[0][:, None] - positions[1]
-    lost = set(distance[wanted].tolist()) - set(distance[seen.any(0)].tolist())
-    return f"is not shown keys at a distance of {min(lost, key=abs)}" if lost else None
+    lost = (admits & seen.any(-1, keepdim=True) & seen.any(-2, keepdim=True) & ~seen).any(0)
+    distances = (positions[0][:, None] - positions[1])[lost].tolist()
+    return f"is not shown some keys at a distance of {min(distances, key=abs)}" if distances else None
 
 
 def _reach(head: Head, inputs: tuple[Tensor, ...]) -> float:

@@ -61,17 +61,19 @@ def cut_heads(rows: Float[Tensor, "batch tokens rows"], starts: tuple[int, ...],
 def _starts(
     wanted: Float[Tensor, "batch heads d_head"], rows: Float[Tensor, "batch rows"], allowed: float
 ) -> tuple[int, ...] | None:
-    """Find the row where each head's block begins; None if one of them is nowhere."""
+    """Find the row where each head's block begins; None if one of them is nowhere.
+
+    Heads that are alike, as copies are before training, or that are zero get rows of their own while there are some.
+    """
     size, limit = wanted.shape[-1], allowed * max(float(wanted.abs().max()), 1e-30)
     starts = []
     for head in wanted.unbind(1):
         close = ((rows - head[:, :1]).abs() <= limit).all(0)
         candidates = close[: rows.shape[-1] - size + 1].nonzero()[:, 0].tolist()
-        fits = (start for start in candidates if bool(((rows[:, start : start + size] - head).abs() <= limit).all()))
-        start = next(fits, None)
-        if start is None:
+        fits = [start for start in candidates if bool(((rows[:, start : start + size] - head).abs() <= limit).all())]
+        if not fits:
             return None
-        starts.append(start)
+        starts.append(next((fit for fit in fits if all(abs(fit - start) >= size for start in starts)), fits[0]))
     return tuple(starts)
 
 

@@ -51,6 +51,24 @@ def _limits(call: AttentionCall, shape: tuple[int, ...]) -> tuple[int | None, in
     return None if lookback >= shape[2] - 1 else lookback, None if lookahead >= shape[3] - 1 else max(lookahead, 0)
 
 
+def is_all_within(call: AttentionCall, lookback: int | None, lookahead: int | None) -> bool:
+    """Tell whether each query sees all keys within its reach: of its text, and but for padding, which no query sees."""
+    *_, num_queries, num_keys = shape = (*call.query.shape[:3], call.key.shape[2])
+    seen = [call.admitted(rows).expand(*shape[:2], -1, num_keys) for rows in _blocks(shape)]
+    is_key = torch.stack([part.any(-2) for part in seen]).any(0).any(1)[:, None, None]
+    for rows, part in zip(_blocks(shape), seen, strict=True):
+        distance = (torch.arange(num_queries)[rows, None] - torch.arange(num_keys)).to(part.device)
+        wanted = is_key & part.any(-1, keepdim=True)
+        wanted = wanted if lookback is None else wanted & (distance <= lookback)
+        wanted = wanted if lookahead is None else wanted & (distance >= -lookahead)
+        if call.segments is not None:
+            queries, keys = call.segments
+            wanted = wanted & (queries[:, rows, None] == keys[:, None])[:, None]
+        if not torch.equal(wanted.expand_as(part), part):
+            return False
+    return True
+
+
 def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     return (slice(start, min(start + ROWS, shape[2])) for start in range(0, shape[2], ROWS))
 

@@ -33,7 +33,7 @@ from .explain import (
     turned,
 )
 from .head_norms import Gain, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
-from .logits import Reach, of_scores, reach
+from .logits import Reach, is_all_within, of_scores, reach
 from .tensors import ModuleTensors
 from .watch import PassRecord, Product, module_of
 
@@ -46,8 +46,11 @@ class Search:
     def __init__(self, call: AttentionCall, watch: PassRecord, tensors: ModuleTensors) -> None:
         call = with_four_dimensions(call if call.logits is None else of_scores(call, watch.scores))
         self.call, self.watch, self.tensors = call, watch, tensors
-        self.allowed = tolerance(call.query.dtype)
+        self.allowed, self.otherwise = tolerance(call.query.dtype), None
         self.query, self.key = (part.transpose(1, 2)[:, :MOST_TOKENS].float() for part in (call.query, call.key))
+        if not (bool(self.query.any()) and bool(self.key.any())):  # any rows of a weight would explain them
+            remedy = "name the projections by heads=…, or look again after a step"
+            raise refusal("queries and keys that are not all zero", "zeros", remedy)
 
     def row(self) -> Attention:
         """The first pair of explanations, of queries and of keys, that gives the call's logits again."""
@@ -59,6 +62,7 @@ class Search:
                 try:
                     row = self._row(query, key, rotary, where)
                     self._prove(row, query, key)
+                    self.otherwise = self._otherwise(row, query.product.x)
                     return row
                 except Refusal as reason:
                     first = first or reason
@@ -237,6 +241,15 @@ class Search:
             lookahead=None if is_cross else where.lookahead,
             sink=self._sink(),
         )
+
+    def _otherwise(self, row: Attention, x: Tensor) -> str | None:
+        """Describe who sees whom in the call, where the row's window does not say it."""
+        texts, _, tokens, _ = self.call.query.shape
+        alike = x.dim() == 2 or (len(x) == texts and x.shape[1:-1].numel() == tokens)
+        if not alike and tuple(x.shape[:2]) != (tokens, texts):
+            return "has its tokens cut into other texts behind the projection"
+        is_window = is_all_within(self.call, row.lookback, row.lookahead)  # type: ignore[arg-type]
+        return None if is_window else "is masked otherwise than by a window"
 
     def _sink(self) -> str | None:
         """The parameter with the logits of a key that is no token; None for no such key."""

@@ -45,12 +45,12 @@ class ModuleTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         module, attribute = self._owner(name)
-        tensor = getattr(module, attribute)
+        tensor = held(module, attribute)
         return tuple(getattr(tensor, "ds_shape", tensor.shape))  # DeepSpeed ZeRO-3 leaves an empty placeholder
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Shaped[Tensor, "..."]:
         module, attribute = self._owner(name)
-        tensor = getattr(module, attribute)
+        tensor = held(module, attribute)
         if type(module).__module__.partition(".")[0] == "bitsandbytes" and not tensor.is_floating_point():
             raise refusal(f"floating-point weights in `{name}`", "a quantised module", "call model.dequantize() first")
         if tensor.shape != getattr(tensor, "ds_shape", tensor.shape):
@@ -67,8 +67,7 @@ class ModuleTensors:
 
     def parameter(self, name: str) -> Tensor:
         """The parameter itself, without adapters."""
-        module, attribute = self._owner(name)
-        return getattr(module, attribute)
+        return held(*self._owner(name))
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         if name not in self.owners:
@@ -89,6 +88,19 @@ class WholeTensors(ModuleTensors):
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         tensor = whole(super().read(name).detach())
         return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def held(module: nn.Module, attribute: str) -> Tensor:
+    """Return a module's tensor. What computes it does so as in evaluation: to look must not turn what it iterates."""
+    parts = module.parametrizations[attribute].modules() if parametrize.is_parametrized(module, attribute) else ()  # type: ignore
+    training = [part for part in parts if part.training]
+    for part in training:
+        part.training = False
+    try:
+        return getattr(module, attribute)
+    finally:
+        for part in training:
+            part.training = True
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -63,6 +63,8 @@ def modules_of(pairs: Iterable[Pair]) -> dict[nn.Module, str]:
     """Name each attention module by its pairs; refuse one that computes pairs of two names."""
     named: dict[nn.Module, str] = {}
     for pair in pairs:
+        if type(pair.query.weight.attention).forward is nn.Module.forward:  # of a list of layers, say
+            raise refusal(f"a module around {pair.name} that is called", "one without a forward", ALONE)
         first = named.setdefault(pair.query.weight.attention, pair.name)
         if first != pair.name:
             both = f"one that computes {first} and {pair.name}"

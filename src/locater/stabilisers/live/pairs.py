@@ -287,7 +287,7 @@ def _grams_of(shard: HeadShard, gain: Gain) -> Grams:
 def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:
     """For what writes into weights: of computed ones (LoRA, a parametrisation) it would write into a copy."""
     for pair in pairs:
-        if not all(rows.weight.is_stored for rows in pair.sides):
+        if not all(rows.weight.is_stored and rows.is_bias_stored for rows in pair.sides):
             raise refusal(f"plain parameters to {what}", f"computed weights in {pair.name}", remedy)
 
 

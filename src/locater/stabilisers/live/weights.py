@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...models.live.masters import current, write_master
-from ...models.live.tensors import ModuleTensors, adapted, is_stored, named_modules
+from ...models.live.tensors import ModuleTensors, adapted, held, is_stored, named_modules
 from ...models.slices import Slice
 from ...projections import widen
 
@@ -34,7 +34,7 @@ class LiveWeight:
 
     def read(self) -> Tensor:
         """The weight that the forward pass uses: the parameter itself, or what is computed from parameters."""
-        weight = getattr(self.module, self.attribute)
+        weight = held(self.module, self.attribute)
         return weight if self.adapted is None else adapted(weight, self.adapted)
 
     @property
@@ -113,7 +113,13 @@ class Rows:
     @property
     def bias(self) -> Tensor | None:
         """The bias of the projection that the weight belongs to."""
-        return getattr(self.weight.module, self.weight.attribute.replace("weight", "bias"), None)
+        name = self.weight.attribute.replace("weight", "bias")
+        return held(self.weight.module, name) if hasattr(self.weight.module, name) else None
+
+    @property
+    def is_bias_stored(self) -> bool:
+        """True if there is no bias, or one that is a parameter itself."""
+        return self.bias is None or any(self.bias is one for one in self.weight.module._parameters.values())
 
     @torch.no_grad()
     def scale(self, factors: Float[Tensor, "groups heads #d_head"]) -> None:
@@ -141,14 +147,24 @@ def _multiply(parameter: Tensor, numbers: Tensor, axis: int) -> None:
 
 def find_weight(tensors: ModuleTensors, name: str, caller: str | None = None) -> LiveWeight:
     """The parameter of that name, or what is computed under it; `caller` is the module that called the kernel."""
-    module, attribute = tensors.owners[name]
+    (module, attribute), modules = tensors.owners[name], named_modules(tensors.model)
     # A projection stands one level below its attention module; `in_proj_weight` belongs to that itself.
     outer = name.rpartition(".")[0].rpartition(".")[0]
-    if caller is not None:  # it may stand deeper, or beside what calls the kernel (torchtitan)
-        both = zip(outer.split("."), caller.split("."), strict=False)
-        outer = ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
-    attention = named_modules(tensors.model).get(outer, module) if attribute == "weight" else module
+    if caller is not None:  # it may stand deeper, or beside what calls the kernel (torchtitan), or in another layer too
+        places = [place.rpartition(".")[0] for place, one in modules.items() if one is module]
+        outer = max((_shared(place, caller) for place in places), key=len)
+    attention = modules.get(outer, module) if attribute == "weight" else module
     return LiveWeight(name, module, attribute, attention, tensors.adapters.get(id(module)))
+
+
+def _shared(place: str, caller: str) -> str:
+    """The path that two modules share.
+
+    >>> _shared("layers.0.attention.maps", "layers.0.attention.inner")
+    'layers.0.attention'
+    """
+    both = zip(place.split("."), caller.split("."), strict=False)
+    return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def find_rows(heads: Sequence[Sequence[Slice]], tensors: ModuleTensors, caller: str | None = None) -> Rows | None:
