@@ -180,12 +180,11 @@ class Observation:
         except Refusal as reason:
             self.refused.add(str(reason))
             return
-        if self.changes is None:  # no call will prove these heads
-            self.changes = [] if self.opened is None or self.live.heads else self.opened.changes()
+        if self.changes is None:  # no call will prove heads that the user did not describe
+            is_told = self.opened is None or self.live.heads or self.live.layout
+            self.changes = [] if is_told or self.opened is None else self.opened.changes()
         if self.changes:
-            self.refused.add(
-                f"`{site.query_name}` calls no attention kernel, and is not reconstructed: {self.changes[0]}"
-            )
+            self.refused.add(f"`{site.query_name}` calls no kernel, and is not reconstructed: {self.changes[0]}")
             return
         heads = [head for head in layer.heads if head.index in indices]
         if len(heads) < len(indices):

@@ -247,7 +247,7 @@ class Search:
         texts, _, tokens, _ = self.call.query.shape
         alike = x.dim() == 2 or (len(x) == texts and x.shape[1:-1].numel() == tokens)
         if not alike and tuple(x.shape[:2]) != (tokens, texts):
-            return "has its tokens cut into other texts behind the projection"
+            return "has its tokens cut into other texts after the projection"
         is_window = is_all_within(self.call, row.lookback, row.lookahead)  # type: ignore[arg-type]
         return None if is_window else "is masked otherwise than by a window"
 
