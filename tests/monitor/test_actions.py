@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_monitor import TOKENS, find_alarms, gpt2, llama, watch
 from test_sinks import Texts
-from transformers import Trainer, TrainingArguments
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Trainer, TrainingArguments
 
 import hand_written
 from locater.errors import Refusal
@@ -232,9 +232,18 @@ def adapted():
     return get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
-def with_our_norm():
-    QKNorm(model := llama())
+def with_our_norm(make=llama):
+    QKNorm(model := make())
     return model
+
+
+def latent():
+    torch.manual_seed(0)
+    small = dict(vocab_size=40, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2)
+    sizes = dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=2)
+    config = DeepseekV3Config(**small, **sizes, **experts, qk_nope_head_dim=8, v_head_dim=8)
+    return DeepseekV3ForCausalLM(config)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +253,8 @@ def with_our_norm():
         (lambda: hand_written.decoder(hand_written.Curved), "a lower learning rate"),  # no heads are found: all refuse
         (lambda: hand_written.decoder(hand_written.Normed), "SoftCap"),
         (with_our_norm, "SoftCap"),  # which undoes what QKClip does
+        (latent, "QKNorm"),
+        (lambda: with_our_norm(latent), "a lower learning rate"),  # SoftCap does not find its heads behind our norm
         (lambda: torch.compile(hand_written.decoder(hand_written.Fused), backend="eager"), "QKNorm"),
     ],
 )

@@ -5,6 +5,7 @@ import test_monitor
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from locater import Live
@@ -53,6 +54,47 @@ def test_every_way_of_writing_attention_is_read_exactly(kind):
         assert layer.through == ("softmax" if kind is WithWeights else "scaled_dot_product_attention")
         assert_exact(layer, block.attn.kept, first=first)
         assert layer.ranks["residual"] > 0
+
+
+class ByMethod(nn.Module):
+    """A block that calls attention by a method of its own, as scripts do."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.norm, self.qkv, self.by = nn.LayerNorm(16), nn.Linear(16, 48), by
+
+    def attend(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+    def within(self, x, attend):
+        return x + attend(self.norm(x))
+
+    def forward(self, x):
+        return WAYS[self.by](self, x)
+
+
+WAYS = {
+    "its forward": lambda block, x: x + block.attend(x),
+    "a method of a normed input": lambda block, x: block.within(x, block.attend),
+    "a method with other names": lambda block, x: block.within(attend=lambda y: block.attend(y), x=x),
+    "a function of the module": lambda block, x: torch.utils.checkpoint.checkpoint(
+        block.attend, x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("by", WAYS)
+def test_a_layers_input_is_known_however_its_forward_calls_attention(by):
+    """Else there were no residual, and no alarm of rank collapse, without a word."""
+    torch.manual_seed(0)
+    model = nn.Sequential(ByMethod(by), ByMethod(by))
+    with AttentionMonitor(model, every=1) as monitor:
+        x = torch.randn(2, 9, 16)
+        model(x)
+        first, second = monitor.report().training
+    assert first.ranks["residual"] == pytest.approx(float((x - x.mean(1, True)).norm() / x.norm()), abs=0.02)
+    assert second.ranks["residual"] > 0
 
 
 def test_projections_named_by_hand_are_read_from_the_call_as_well():

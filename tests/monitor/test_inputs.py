@@ -221,3 +221,14 @@ def test_a_layout_describes_a_model_that_calls_no_kernel(tmp_path):
         torch.testing.assert_close(torch.tensor(layer.statistics["entropy"]), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(Refusal, match="neither in Stack; name its projections by Live"):
         watch(model, lambda: model(x))
+
+
+def test_packed_documents_are_no_reason_to_doubt_the_heads():
+    """Their positions begin anew, and no logit is that of a text whose tokens are numbered through."""
+    model = llama().train()
+    tokens = torch.randint(0, 50, (2, 60), generator=torch.Generator().manual_seed(3))
+    positions = torch.cat([torch.arange(n) for n in (25, 35)])[None].expand(2, -1)
+    with AttentionMonitor(model, every=1) as monitor:
+        model(input_ids=tokens, position_ids=positions)
+        report = monitor.step()
+    assert report.notes == () and all(bound > 0 for layer in report.training for bound in layer.weights["logit_bound"])

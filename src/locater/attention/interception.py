@@ -124,17 +124,21 @@ def callers(query: Tensor | None = None) -> tuple[tuple[nn.Module, ...], Tensor 
     """
     found: list[nn.Module] = []
     inputs: list[tuple[Tensor, tuple[int, ...]]] = []
+    last: nn.Module | None = None  # whose input was taken: of a forward that calls the class's above the inner one
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module) and not (found and owner is found[-1]):
+        if isinstance(owner, nn.Module):
+            # A forward may call a method of its own, which is there already.
             names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
             given = [frame.f_locals.get(name) for name in names] if code.co_name == "forward" else []
-            if given and _is_sequence(given[0]):
+            if given and owner is not last and _is_sequence(given[0]):
                 lengths = (size for one in given if _is_sequence(one) for size in one.shape[:2])
                 inputs.append((given[0], tuple(lengths)))
-            found.append(owner)
+                last = owner
+            if not (found and owner is found[-1]):
+                found.append(owner)
         frame = frame.f_back
     others = [one for one in inputs if query is None or one[0].shape != query.shape]
     x, lengths = others[0] if others else inputs[0] if len(inputs) > 1 else (None, ())

@@ -7,6 +7,7 @@ will need. No action ends a run but `Stop`: what fails is said, and the run goes
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -232,8 +233,9 @@ class Responses:
             act(event)
         except Exception as reason:  # whatever it is: the run goes on, and it is said once
             words = f"{type(action).__name__} could not act: {type(reason).__name__}: {reason}"
-            if self.failed.get(action) != words:
-                self.failed[action] = words
+            kind = re.sub(r"[\d.]+", "", words)  # the same reason with other numbers is no news
+            if self.failed.get(action) != kind:
+                self.failed[action] = kind
                 warnings.warn(words, stacklevel=4)
                 event.say(words)
 

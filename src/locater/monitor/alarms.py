@@ -15,6 +15,7 @@ from .trends import Trends
 
 SETTLED = 1000  # steps in which a head that learns anything has distinguished keys
 LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
+AWAKE = 0.99  # normalised entropy of a head at most: it tells keys apart, which a fresh one hardly does
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Thresholds:
     """Limits of the alarms. None switches an alarm off; what each means stands in docs/monitor.md."""
 
     entropy_collapse: float | None = 0.02  # normalised entropy below: n^0.02 keys hold the mass
-    rank_collapse: float | None = 0.05  # residual below: 99.75 % of the squared norm is common to all tokens
+    rank_collapse: float | None = 0.02  # residual below: 99.96 % of the squared norm is common to all tokens
     logit_explosion: float | None = 10.0  # largest logit above this many log n, each enough to outweigh n keys
     dead_uniform: float | None = 0.9995  # normalised entropy above: logits as good as equal
     dead_sink: float | None = 0.99  # mass on the first token above: whatever the text says
@@ -109,8 +110,8 @@ class Alarms:
     """Finds the alarms of a report, and remembers what it takes to word and to excuse them.
 
     An alarm of the same heads, or of some of them, as in the last report says since when. At its start a model's logits
-    are nearly equal, and nothing is wrong: a head is dead that distinguished keys before, that has not done so for
-    SETTLED steps, or that stands among others that do.
+    are nearly equal, and heads begin to learn one by one: a head is dead that distinguished keys before, that has not
+    done so for SETTLED steps, or whose model had learned before it was first seen.
     """
 
     def __init__(self, thresholds: Thresholds, trends: Trends | None = None) -> None:
@@ -118,15 +119,15 @@ class Alarms:
         self.step, self.first = 0, None
         self.layers: Sequence[LayerReport] = ()  # of the report under way
         self.awake: dict[str, list[int]] = {}  # heads that have ever told keys apart
-        self.median = math.nan  # the median head's normalised entropy
+        self.had_learned = False  # before the first report
         self.known: dict[str, tuple[int, list[int]]] = {}  # alarms of the last report: since when, and of which heads
 
     def begin(self, step: int, layers: Sequence[LayerReport]) -> None:
         """Look at all layers of a report before any is judged."""
-        self.step, self.first = step, step if self.first is None else self.first
+        self.step, self.layers = step, layers
         values = [value for layer in layers for value in layer.statistics["normalised_entropy"] if value == value]
-        self.median = median(values) if values else math.nan
-        self.layers = layers
+        if self.first is None and values:
+            self.first, self.had_learned = step, median(values) < LEARNED
 
     def find(self, judged: Mapping[Mode, Sequence[LayerReport]], unfit: Unfit = lambda layer: ()) -> tuple[Alarm, ...]:
         """List the alarms of the layers of each mode, heads together, the worst first; `unfit` are no remedies."""
@@ -145,10 +146,9 @@ class Alarms:
 
     def _note_awake(self) -> None:
         """Note the heads that tell keys apart."""
-        limit = self.thresholds.dead_uniform
-        for layer in self.layers if limit is not None else ():
+        for layer in self.layers:
             heads = zip(layer.heads, layer.statistics["normalised_entropy"], strict=True)
-            told = {head for head, value in heads if limit is not None and value <= limit}
+            told = {head for head, value in heads if value <= AWAKE}
             self.awake[layer.key] = sorted(told | {*self.awake.get(layer.key, ())})
 
     def _judge_layer(self, layer: LayerReport, condition: _Condition, unfit: Unfit, trends: Trends) -> Iterator[Alarm]:
@@ -169,7 +169,7 @@ class Alarms:
     def _may_begin(self, layer: LayerReport, head: int | None) -> bool:
         """Tell whether this head may simply not have learned anything yet."""
         settled = self.first is not None and self.step - self.first >= SETTLED
-        return not (settled or self.median < LEARNED or head in self.awake.get(layer.key, ()))
+        return not (settled or self.had_learned or head in self.awake.get(layer.key, ()))
 
     def _mark(self, alarms: Sequence[Alarm]) -> tuple[Alarm, ...]:
         """Say of alarms that the last report had since when they are."""
@@ -185,11 +185,13 @@ class Alarms:
 
     def state_dict(self) -> State:
         known = {key: [since, list(heads)] for key, (since, heads) in self.known.items()}
-        return {"awake": {"first": self.first, "ever": self.awake}, "said": known}
+        awake = {"first": self.first, "ever": self.awake, "had_learned": self.had_learned}
+        return {"awake": awake, "said": known}
 
     def load_state_dict(self, state: State) -> None:
         awake = state.get("awake", {"first": None, "ever": {}})
         self.first, self.awake = awake["first"], {key: list(heads) for key, heads in awake["ever"].items()}
+        self.had_learned = awake.get("had_learned", False)
         self.known = {key: (since, list(heads)) for key, (since, heads) in state.get("said", {}).items()}
 
 

@@ -115,6 +115,8 @@ class FoundHeads:
     def unfit(self, site: AttentionModule) -> set[str]:
         """Stabilisers that would leave this layer out, be refused by its weights, or change nothing of its logits."""
         found = self.rows.get(site.query_name, site)
+        if self.difference(site) is not None and any(head.query.low_rank is not None for head in self.heads(site)):
+            return {*OF_OUTPUTS, *OF_WEIGHTS}  # a stabiliser would see the same, and find no others behind factors
         try:
             heads, is_behind_norm = slices(found), has_qk_norm(found)
         except Refusal:  # under autocast stabilisers, which look without it, may find what the pass does not show

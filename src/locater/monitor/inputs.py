@@ -180,6 +180,13 @@ def _positions(call: ModuleInputs, run: Mapping[str, object], block: Block) -> T
     return given if given.dim() == 2 and given.shape[1] == call.x_query.shape[1] else None
 
 
+def is_packed(run: Mapping[str, object]) -> bool:
+    """Tell whether positions begin anew within a text, so that they are not those of its tokens."""
+    given = run.get("position_ids")
+    given = given[0] if isinstance(given, Tensor) and given.dim() == 3 else given
+    return isinstance(given, Tensor) and given.dim() == 2 and _documents(given) is not None
+
+
 def _documents(positions: Tensor | None) -> Tensor | None:
     """Packed texts: a new one begins wherever positions do not go on."""
     if positions is None:

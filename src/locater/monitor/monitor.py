@@ -154,8 +154,11 @@ class AttentionMonitor:
         if self.hooks is not None:
             self.hooks.num_cached = self.hooks.num_passes = 0
             self.hooks.outside.clear()
+        num_attached = len(self.stabilisers)
         with unwatched():
             report = self.responses.act(Event(report, self.seen.model, self.host, self.stabilisers))
+        if len(self.stabilisers) > num_attached:  # whether heads are read rightly may be another question now
+            self.seen.found.differences.clear()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
             for line in report.actions:
                 LOG.warning(line)

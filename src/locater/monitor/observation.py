@@ -20,7 +20,7 @@ from ..models.live import LiveModel, open_live
 from ..models.live.tensors import WholeTensors, named_modules, unwrap
 from ..models.sources import Live
 from .finding import FoundHeads
-from .inputs import ModuleInputs, WatchedPass, fitting, padding, read_padding
+from .inputs import ModuleInputs, WatchedPass, fitting, is_packed, padding, read_padding
 from .places import (
     RENAMED,
     Agreement,
@@ -151,7 +151,8 @@ class Observation:
             call, num_heads=site.num_heads, heads=None if len(indices) == num_heads else indices, sample=sample,
             query_valid=query_valid, near=self.scope.near, blocks=self.scope.blocks,
         )  # fmt: skip
-        if self.unknown is None and not (run.has_cached_keys and not self.model.training):
+        is_plain = not (run.has_cached_keys and not self.model.training) and not is_packed(run.given)
+        if self.unknown is None and is_plain:
             self.found.check(site, call, inputs)
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query

@@ -116,7 +116,9 @@ def difference(
     Compared are admitted pairs among some of the tokens, the first and the last included, since the length of a text
     may change its rotation. Refused where the call and the inputs are not of the same tokens.
     """
-    with torch.autocast(call.query.device.type, enabled=False):
+    device = call.query.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else call.query.dtype
+    with torch.autocast(device, enabled=False):
         call = read_arguments(call, len(heads))
         texts, num_heads, num_queries, num_keys = call.shape
         if num_heads != len(heads):
@@ -131,7 +133,8 @@ def difference(
             return f"{further} keys are none that its projections made"
         columns = torch.cat([positions[1], positions[1].new_full((further,), num_keys - 1)])
         theirs, admitted = _logits(call, positions[0], columns)
-        eps = max(torch.finfo(part.dtype).eps for part in (x_query, heads[0].query.weight, call.query))
+        kinds = (x_query.dtype, heads[0].query.weight.dtype, call.query.dtype, cast)
+        eps = max(torch.finfo(kind).eps for kind in kinds)
         x_parts = tuple(x[:MOST_TEXTS, at].double() for x, at in zip(inputs, positions, strict=True))
         if masks and heads[0].block != "cross":
             shown = admitted[..., : len(positions[1])]

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import refusal
 from ...positions import Given, Rotary
@@ -216,7 +216,8 @@ def read_norm_of(norm: Normed, allowed: float) -> NormAt | None:
     gain, bias = (None if part is None else part.detach().float() for part in parts)
     if gain is not None and gain.shape != norm.x.shape[-1:]:
         return None
-    kinds: tuple[Kind, ...] = ("rms", "layer", "l2")
+    is_layer = isinstance(norm.module, nn.LayerNorm)
+    kinds: tuple[Kind, ...] = ("layer", "rms", "l2") if is_layer else ("rms", "layer", "l2")
     nearest, limit = None, allowed * max(float(norm.y.abs().max()), 1e-30)
     for epsilon, plus_one, kind in itertools.product(epsilons, (False, True), kinds):
         made = Norm(kind, None if gain is None else gain + plus_one, bias, epsilon)(norm.x.float())
