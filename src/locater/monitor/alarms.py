@@ -46,7 +46,7 @@ SHRINK: Remedies = (
 SHARPEN: Remedies = (("RollBack", BACK), ("QKNorm", "QKNorm"), ("", SLOWLY))
 REVIVE: Remedies = (("", "less weight decay on queries and keys"),)
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
-SPREAD: Remedies = (("", "larger residual branches or pre-LN"),)
+SPREAD: Remedies = (("RollBack", BACK), ("", f"{SLOWLY}, larger residual branches or pre-LN"))
 RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)
 
 
