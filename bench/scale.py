@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locater.checkpoints.base import Checkpoint, Entry, Rows
 from locater.models import Config, open_model
+from locater.models.reader import read_heads
 from locater.scanning.layer import Settings, analyse
 
 GIGABYTE = 1e9
@@ -70,9 +71,9 @@ def measure(name: str) -> dict[str, float]:
     model = open_model(Config(checkpoint.config), checkpoint)
     number = model.stacks[0][-1].number
     with clock(cost, "making_numbers"):
-        layer = next(iter(model.layers(frozenset({number}))))
+        layer = read_heads(model.modules({number})[0])
     with clock(cost, "scan_layer_seconds"):
-        rows = analyse(layer.heads, Settings(1024, None, False, False)).rows
+        rows = analyse(layer.heads, Settings(1024)).rows
     num_layers, num_heads = len(model.stacks[0]), len(rows)
     head = layer.heads[0]
     product = 2 * head.d_head**2 * head.d_model

@@ -23,6 +23,7 @@ class Budget:
 
     json_bytes: int = 24 * 2**20  # Python objects take some 25 times the room of the JSON that makes them
     config_bytes: int = 4 * 2**20  # of a config, beside which a header of the largest size may lie
+    result_bytes: int = 32 * 2**20  # of a scan, a prediction, a row
     pickle_bytes: int = 64 * 2**20
     opcodes: int = 3_000_000  # of one pickle
     layout_bytes: int = 2**17  # a second or two of the YAML reader

@@ -171,9 +171,9 @@ def check_object(value: object) -> Json:
 
 
 def read_json(path: Path, *, constant: Constant = None) -> Json:
-    """The JSON object in a file; a file that is missing or holds anything else is refused under its name."""
+    """The JSON object in a file; a file that is missing, too large or holds anything else is refused under its name."""
     with within(str(path)):
-        return check_object(parse_json(_read(path), constant=constant))
+        return check_object(parse_json(_read(path, most="result bytes"), constant=constant))
 
 
 def read_lines(path: Path, *, constant: Constant = None) -> list[Json]:

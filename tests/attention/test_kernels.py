@@ -414,3 +414,12 @@ def test_logits_of_a_written_out_softmax_may_be_spread_over_processes():
         assert isinstance(largest, DTensor) and torch.equal(largest.to_local(), logits.amax((0, 2, 3)))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["as it is", "autocast"])
+def test_products_of_16_bits_are_summed_in_32(cast):
+    query, key = (torch.full((1, 1, 2, 16), 300.0, dtype=torch.float16) for _ in range(2))  # 1,440,000 before the scale
+    call = AttentionCall(query, key, key, scale=1e-4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        logits = call.raw()
+    torch.testing.assert_close(logits, torch.full((1, 1, 2, 2), 144.0), rtol=1e-6, atol=0)

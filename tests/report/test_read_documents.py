@@ -226,3 +226,12 @@ def test_there_is_one_reader():
     parse = re.compile(r"\b(json\.loads?|yaml\.\w*load\w*)\(")
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if parse.search(path.read_text("utf-8"))}
     assert found - PARSE_THEMSELVES == {"locater/records.py"}
+
+
+def test_a_document_beyond_the_budget_is_refused_before_it_is_read(tmp_path):
+    document = tmp_path / "scan.json"
+    with document.open("wb") as file:
+        file.truncate(33 * 2**20)
+    result = locater("report", document, "-o", tmp_path / "page.html")
+    assert result.code == 1 and "at most 33554432 result bytes, got 34603008" in " ".join(result.err.split())
+    assert not (tmp_path / "page.html").exists()

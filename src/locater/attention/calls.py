@@ -86,7 +86,9 @@ class AttentionCall:
         """The logits of some of the queries before any mask, materialised; in at least float32."""
         if self.query.is_nested:
             raise refusal("texts of one length, or packed in one tensor", "nested tensors")
-        logits = widen(self.query[..., rows, :] @ self.repeated(self.key).mT) * self.scaling
+        # As kernels do: products of 16 bits are summed in 32, where float16 would overflow before the scale.
+        with torch.autocast(self.query.device.type, enabled=False):
+            logits = widen(self.query[..., rows, :]) @ self.repeated(widen(self.key)).mT * self.scaling
         logits = logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
         return logits if self.score is None else self.score(logits, *self._indices(rows)).to(logits)
 
