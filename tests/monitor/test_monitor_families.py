@@ -8,7 +8,7 @@ import torch
 from family_cases import CASES
 from locater.attention import materialised
 from locater.monitor import AttentionMonitor, Scope
-from locater.monitor.observation import Observation
+from locater.monitor.hooks import Hooks
 
 WANTED = (
     "gpt2", "gpt2-cross", "llama", "mistral", "qwen2-layer-types", "qwen3", "gemma2", "gemma3-text", "olmo2", "cohere2",
@@ -130,8 +130,8 @@ def test_calls_and_module_inputs_say_the_same(name, monkeypatch):
     model = pair(case)[1]
     inputs = case.inputs(model.config)
     reports = []
-    for by_call in (Observation.by_call, lambda *given: False):
-        monkeypatch.setattr(Observation, "by_call", by_call)
+    for by_call in (Hooks._call, lambda *given: None):
+        monkeypatch.setattr(Hooks, "_call", by_call)
         with AttentionMonitor(model, every=1, scope=Scope(near=4)) as monitor, torch.no_grad():
             model(**inputs)
             reports.append(monitor.report())

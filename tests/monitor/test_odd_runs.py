@@ -69,3 +69,11 @@ def test_a_function_of_torchs_own_namespace_that_was_replaced_is_named(monkeypat
     assert str(scan(Live(model), length=12).coverage) == "by the table, not run"
     monkeypatch.setattr(torch, name, lambda *given, **options: original(*given, **options))
     assert f"torch.{name} was replaced" in str(scan(Live(model), length=12).coverage)
+
+
+@pytest.mark.parametrize("name", ["compile", "load", "set_default_dtype"])
+def test_a_replaced_function_that_computes_with_no_tensor_is_passed_over(monkeypatch, name):
+    from locater import Live, scan
+
+    monkeypatch.setattr(torch, name, lambda *given, **options: None)  # as lightning does with torch.compile
+    assert str(scan(Live(llama()), length=12).coverage) == "by the table, not run"

@@ -39,6 +39,8 @@ LENGTHENED = ("dynamic", "longrope")  # rotary kinds whose frequencies follow th
 TURNS = re.compile(r"rotary|rope", re.IGNORECASE)
 MOST_NUMBERS = 2**20
 COMPILED = ("__compiled_fn", "__resume_at")  # names that torch.compile adds to a module
+# What computes with tensors in torch's own namespace, where others replace `compile`, `load` and the like.
+COMPUTING = frozenset(dir(torch._C._VariableFunctions)) | frozenset(torch.functional.__all__)
 
 
 def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> list[str]:
@@ -137,6 +139,8 @@ def _hooked(where: str, *hooks: Mapping[int, object]) -> Iterator[str]:
 def _functions(home: type | ModuleType) -> Iterator[tuple[str, object]]:
     """Everything callable in a class or module, by its name, without what the compiler leaves there for itself."""
     for name, value in vars(home).items():
+        if home is torch and name not in COMPUTING:
+            continue
         value = value.fget if isinstance(value, property) else value
         if callable(value) and not isinstance(value, type) and not name.startswith(COMPILED):
             yield name, value
