@@ -40,7 +40,7 @@ TURNS = re.compile(r"rotary|rope", re.IGNORECASE)
 MOST_NUMBERS = 2**20
 COMPILED = ("__compiled_fn", "__resume_at")  # names that torch.compile adds to a module
 # What computes with tensors in torch's own namespace, where others replace `compile`, `load` and the like.
-COMPUTING = frozenset(dir(torch._C._VariableFunctions)) | frozenset(torch.functional.__all__)
+COMPUTING = frozenset([*dir(torch._C._VariableFunctions), *torch.functional.__all__])  # type: ignore[attr-defined]
 
 
 def changes(model: nn.Module, owners: Iterable[str], norms: Iterable[str]) -> list[str]:
