@@ -1,8 +1,10 @@
 """Independent readings: what the bytes of a file say, by code that shares nothing with the package."""
 
+import io
 import json
 import math
 import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +53,25 @@ def torch_file(path: Path) -> Numbers:
     """By torch's own loader, which admits tensors only."""
     import torch
 
-    tree = torch.load(path, weights_only=True)
+    tree = torch.load(without_directories(path), weights_only=True)
     tree = tree["model"] if isinstance(tree, dict) and isinstance(tree.get("model"), dict) else tree
     tensors = {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
     return {name: tensor.double().numpy() for name, tensor in tensors.items() if not tensor.is_complex()}
+
+
+def without_directories(path: Path) -> Path | io.BytesIO:
+    """The archive with no entry marked as a directory: of such a one torch gives whatever lies in memory."""
+    if not zipfile.is_zipfile(path):
+        return path
+    with zipfile.ZipFile(path) as archive:
+        if not any(entry.external_attr & 0x10 for entry in archive.infolist()):
+            return path
+        whole = io.BytesIO()
+        with zipfile.ZipFile(whole, "w") as plain:
+            for entry in archive.infolist():
+                plain.writestr(entry.filename, archive.read(entry.filename))
+    whole.seek(0)
+    return whole
 
 
 def gguf(path: Path) -> Numbers:
