@@ -1,6 +1,6 @@
 """The claim at convergence: is LocAteR still ahead when training ends? Tunes each arm, then runs A and B.
 
-    python runs/settle.py DATA OUT [--until tune|A|B] [--arms none,held] [--steps N] [--quick]
+    python runs/settle.py DATA OUT [--until tune|A|B] [--arms none,held] [--steps N] [--precision P] [--quick]
 
 A: 2,048 byte pairs of WikiText-2, 10,000 steps, cosine to 2 % of the rate, five seeds. B: words, dropout 0.1, four
 epochs, `none` and the best arm of A, three seeds. All is tuned on seed 100, which is not judged: strengths in runs of
@@ -8,7 +8,8 @@ epochs, `none` and the best arm of A, three seeds. All is tuned on seed 100, whi
 at another length, as the stage A-N; with the kept rows of `tune` and `rates` in OUT/rows it takes their rates. Stop it
 at any time and start it again: ended runs are kept, the others continue to the bit. OUT/rows holds the metrics of ended
 runs, which runs/measured keeps. Processes that are given different arms share an OUT. Products are taken in bfloat16
-(autocast), weights, moments, softmax and loss are float32: 1.6 times as fast on the processor that ran it.
+(autocast), weights, moments, softmax and loss are float32: 1.6 times as fast on the processor that ran A and B, a third
+as fast on one without the instructions for it, where `--precision float32` is the choice for a stage of its own.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from typing import Any
 Options = dict[str, Any]
 LOCATER = Path(sys.executable).with_name("locater")
 COMMON: Options = dict(preset="paper", schedule="cosine", final_share=0.02, warmup=200, save_every=500, log_every=50)
-COMMON |= dict(precision="bf16")
 BYTE_PAIRS: Options = COMMON | dict(tokenizer="bpe", bpe_size=2048)
 # As fairseq's language models are trained, but for the batch and the length.
 WORDS: Options = COMMON | dict(tokenizer="words", optimizer="adamw", weight_decay=0.01, clip=0.0, dropout=0.1)
@@ -50,17 +50,19 @@ QUICK_LENGTHS = {"tune": 4, "A": 8, "epochs": 0.05}
 class Runs:
     """Trains what is asked for, one run at a time, and remembers the loss that each ended with."""
 
-    def __init__(self, data: Path, out: Path, *, quick: bool, steps: int | None = None) -> None:
+    def __init__(
+        self, data: Path, out: Path, *, quick: bool, steps: int | None = None, precision: str = "bf16"
+    ) -> None:
         self.data, self.out, self.quick = data.resolve(), out, quick
         self.lengths = (QUICK_LENGTHS if quick else LENGTHS) | ({"A": steps} if steps else {})
-        self.stage = f"A-{steps}" if steps else "A"
+        self.stage, self.precision = f"A-{steps}" if steps else "A", precision
 
     def loss(self, stage: str, name: str, options: Options) -> float:
         """The validation loss at the end of that run, which is trained first where it has not ended."""
         folder = self.out / "runs" / stage / name
         kept = self.out / "rows" / stage / name / "metrics.jsonl"
         if not kept.exists():
-            self._train(folder, options | (QUICK if self.quick else {}))
+            self._train(folder, options | {"precision": self.precision} | (QUICK if self.quick else {}))
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "metrics.jsonl", kept.with_suffix(".partial"))
             kept.with_suffix(".partial").rename(kept)
@@ -172,6 +174,7 @@ def main() -> None:
     parser.add_argument("--until", choices=["tune", "A", "B"], default="B")
     parser.add_argument("--arms", default=",".join(STRENGTHS), help="those that this process takes; B needs all")
     parser.add_argument("--steps", type=int, help="of A, in an OUT of its own, as the stage A-STEPS")
+    parser.add_argument("--precision", choices=["bf16", "float32"], default="bf16", help="of products")
     parser.add_argument("--quick", action="store_true", help="a rehearsal in seconds")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -185,7 +188,7 @@ def main() -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 sys.exit(f"another process runs {arm} in {given.out}")
-        runs = Runs(given.data, given.out, quick=given.quick, steps=given.steps)
+        runs = Runs(given.data, given.out, quick=given.quick, steps=given.steps, precision=given.precision)
         tuned = tune(runs, arms)
         if given.until != "tune":
             best = run_a(runs, tuned)
