@@ -139,7 +139,7 @@ def run_a(runs: Runs, tuned: dict[str, tuple[float, float]]) -> str:
             losses[arm].append(
                 runs.loss(runs.stage, f"{arm}-seed{seed}", options | arm_options(arm, value, int(steps)))
             )
-    return min((arm for arm in losses if arm != "none"), key=lambda arm: sum(losses[arm]))
+    return min((arm for arm in losses if arm != "none"), key=lambda arm: sum(losses[arm]), default="none")
 
 
 def run_b(runs: Runs, tuned: dict[str, tuple[float, float]], best: str) -> None:
