@@ -5,8 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from locater.errors import Refusal
-from locater.positions import Rotary
-from locater.stabilisers import Eta, Frobenius, OverOffsets, TraceOfSquare, Variance
+from locater.stabilisers import Eta, Frobenius, TraceOfSquare, Variance
 from locater.stabilisers.mean import smaller_root
 from locater.stabilisers.penalty import gradient, penalty
 
@@ -14,8 +13,7 @@ D_MODEL, D_HEAD = 10, 4
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     LITERAL = TraceOfSquare()
-ROTARY = Rotary(base=100.0, num_dims=4)
-FUNCTIONALS = [Eta(), Frobenius(), Variance(), LITERAL, OverOffsets(Eta(), length=7), OverOffsets(Variance(), length=5)]
+FUNCTIONALS = [Eta(), Frobenius(), Variance(), LITERAL]
 GROUPS = [(3, 1), (2, 3)]
 
 
@@ -40,36 +38,26 @@ def dense(functional, w: torch.Tensor) -> torch.Tensor:
     }[type(functional)]()
 
 
-def turned(functional: OverOffsets, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mean over offsets with every rotation carried out on the queries."""
-    found = []
-    for offset in range(functional.length):
-        moved = ROTARY.rotate(query.mT, torch.full((D_MODEL,), offset), length=functional.length).mT
-        found.append(dense(functional.scale, key.mT @ moved))
-    return torch.stack(found).mean()
-
-
 def reference(functional, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    one = turned if isinstance(functional, OverOffsets) else lambda f, q, k: dense(f, k.mT @ q)
-    return torch.stack([one(functional, q, k[0]) for group, k in zip(query, key, strict=True) for q in group]).sum()
+    heads = [(q, k[0]) for group, k in zip(query, key, strict=True) for q in group]
+    return torch.stack([dense(functional, k.mT @ q) for q, k in heads]).sum()
 
 
 @pytest.mark.parametrize("shape", GROUPS)
-@pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: type(getattr(f, "scale", f)).__name__)
+@pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: type(f).__name__)
 def test_value_and_gradient_are_those_of_the_dense_matrix(functional, shape):
     query, key = weights(*shape)
     expected = reference(functional, query, key)
-    options = dict(scale=functional, rotary=ROTARY)
+    options = dict(scale=functional)
     torch.testing.assert_close(penalty(query, key, **options).sum(), expected)
     found = gradient(query.detach(), key.detach(), **options)
     for one, by_autograd in zip(found, torch.autograd.grad(expected, (query, key)), strict=True):
         torch.testing.assert_close(one, by_autograd)
 
 
-@pytest.mark.parametrize("functional", FUNCTIONALS[:5], ids=lambda f: type(getattr(f, "scale", f)).__name__)
-@pytest.mark.parametrize("gain", [None, torch.linspace(0.5, 2, D_MODEL, dtype=torch.float64)], ids=["raw", "gain"])
-def test_gradient_by_finite_differences(functional, gain):
-    options = dict(scale=functional, rotary=ROTARY, gain=gain)
+@pytest.mark.parametrize("functional", FUNCTIONALS, ids=lambda f: type(f).__name__)
+def test_gradient_by_finite_differences(functional):
+    options = dict(scale=functional)
 
     class Total(torch.autograd.Function):
         @staticmethod
@@ -111,22 +99,9 @@ def test_variance_is_the_eigenvalues_own_for_symmetric_heads():
     torch.testing.assert_close(penalty(query, query, scale=Variance()), values.var(correction=0))
 
 
-def test_heads_without_rotary_positions_have_one_offset():
-    query, key = (weight.detach() for weight in weights(2, 1))
-    averaged = OverOffsets(Eta(), length=9)
-    assert torch.equal(penalty(query, key, scale=averaged), penalty(query, key))
-    for one, other in zip(gradient(query, key, scale=averaged), gradient(query, key), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_the_literal_form_warns():
     with pytest.warns(UserWarning, match="unbounded below"):
         TraceOfSquare()
-
-
-def test_a_length_below_one_is_refused():
-    with pytest.raises(Refusal, match="length of at least 1"):
-        OverOffsets(Eta(), length=0)
 
 
 def test_the_smaller_root_solves_its_equation():

@@ -5,13 +5,12 @@ The mathematics alone, on two weight tensors, is in `locater.stabilisers.penalty
 
 from .base import Stabiliser
 from .forward import L2, RMS, QKNorm, SoftCap
-from .live.find import Normalised, Raw
 from .locater import LocAteR
 from .losses import EntropyBonus, QKDecay, ZLoss
 from .mean import Constant, Free, Initial, Penalised, Projected, Until, WarmUp
 from .qk_clip import QKClip
 from .reparametrisation import SigmaReparam
-from .scales import Eta, Frobenius, OverOffsets, Scale, TraceOfSquare, Variance
+from .scales import Eta, Frobenius, Scale, TraceOfSquare, Variance
 from .strength import Auto
 
 __all__ = [
@@ -24,15 +23,12 @@ __all__ = [
     "Initial",
     "L2",
     "LocAteR",
-    "Normalised",
-    "OverOffsets",
     "Penalised",
     "Projected",
     "QKClip",
     "QKDecay",
     "QKNorm",
     "RMS",
-    "Raw",
     "Scale",
     "SigmaReparam",
     "SoftCap",

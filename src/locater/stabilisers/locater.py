@@ -15,7 +15,7 @@ from ..models.live.watch import Sample
 from ..models.live.write_check import Optimizers, WriteCheck, forget_writer, note_writer
 from ..records import State, head_key, layer_key
 from .base import Stabiliser, non_negative
-from .live.find import PairInputs, Raw, find_pairs
+from .live.find import find_pairs
 from .live.pairs import Pair
 from .mean import Mean, Projected, as_mean
 from .scales import Eta, Objective, Scale
@@ -42,11 +42,10 @@ class LocAteR(Stabiliser):
         optimizer: Optimizers | None = None,
         heads: Sequence[Explicit] = (),
         sample: Sample | None = None,
-        inputs: PairInputs | None = None,
     ) -> None:
         self.auto = Auto() if strength == "auto" else strength if isinstance(strength, Auto) else None
         self.strength = 0.0 if self.auto else _number(strength)
-        self.scale, self.mean, self.inputs = _checked(scale), as_mean(mean), inputs or Raw()
+        self.scale, self.mean = _checked(scale), as_mean(mean)
         self.optimizer = optimizer
         self.steps, self._in_loss = 0, False
         self.pairs: list[Pair] = []
@@ -55,7 +54,6 @@ class LocAteR(Stabiliser):
 
     def _find(self, model: nn.Module, heads: Sequence[Explicit], sample: Sample | None) -> None:
         self.pairs = find_pairs(model, heads=heads, sample=sample, latent=True, by_scale=True)
-        self.inputs.find(model, self.pairs, heads=heads, sample=sample)
         leaves = {name: leaf for pair in self.pairs for name, leaf in pair.leaves().items()}
         self.initial = [self._initial(number) for number in range(len(self.pairs))]
         self.gauge = Gauge(self.pairs, self.optimizer, self._slopes) if self.auto else None
@@ -79,7 +77,7 @@ class LocAteR(Stabiliser):
         self.check_found("a penalty")
         if self.optimizer is not None:
             return torch.zeros((), device=self.pairs[0].weights()[0].device)
-        values = [pair.value(*self._objective(number)) for number, pair in enumerate(self.pairs)]
+        values = [pair.value(self._objective(number)) for number, pair in enumerate(self.pairs)]
         total = torch.stack(values).sum()
         if self.gauge is not None and total.requires_grad:
             self.gauge.listen(total, self.strength)
@@ -100,11 +98,11 @@ class LocAteR(Stabiliser):
             self._settle(self.auto)
         if self.optimizer is not None:
             rates = Rates(self.optimizer)
-            finite = [pair.descend(*self._objective(n), rates) for n, pair in enumerate(self.pairs)]
+            finite = [pair.descend(self._objective(n), rates) for n, pair in enumerate(self.pairs)]
             _check_finite(torch.stack(finite))
         for number, pair in enumerate(self.pairs):
             if (target := self.targets(number)) is not None:
-                self.mean.restore(pair, target, self.inputs.gain(number))
+                self.mean.restore(pair, target)
 
     def metrics(self, *, heads: bool = False) -> dict[str, float]:
         """`qk/layer_03/xi`, `…/eta` and `…/trace` (in units of λ): means over a layer's heads.
@@ -160,7 +158,7 @@ class LocAteR(Stabiliser):
 
     def _slopes(self, number: int) -> list[Tensor]:
         """The gradient of a pair's scale alone, by its parameters."""
-        return self.pairs[number].slopes(self.scale, self.inputs.gain(number))
+        return self.pairs[number].slopes(self.scale)
 
     def detach(self) -> None:
         """Nothing of it is in the model, but for the ears of the first steps."""
@@ -171,22 +169,21 @@ class LocAteR(Stabiliser):
         if self.gauge is not None:
             self.gauge.close()
 
-    def _objective(self, number: int) -> tuple[Objective, Tensor | None]:
-        """Return the objective of a pair's heads, and the gain that is folded into them."""
+    def _objective(self, number: int) -> Objective:
         target = self.targets(number)
         mean = None if target is None else self.mean.term(target, self.pairs[number].temperature)
-        return Objective(self.scale, self.strength, mean), self.inputs.gain(number)
+        return Objective(self.scale, self.strength, mean)
 
     @torch.no_grad()
     def _initial(self, number: int) -> Float[Tensor, "groups heads"]:
         """tr W / λ of all heads, on every rank."""
-        values = self.pairs[number].traces(self.inputs.gain(number)) / self.pairs[number].temperature
+        values = self.pairs[number].traces() / self.pairs[number].temperature
         _check_finite(torch.isfinite(values))
         return values
 
     @torch.no_grad()
     def _numbers(self, number: int) -> dict[str, list[float]]:
-        moments, temperature = self.pairs[number].moments(self.inputs.gain(number)), self.pairs[number].temperature
+        moments, temperature = self.pairs[number].moments(), self.pairs[number].temperature
         numbers = {"xi": moments.xi, "eta": moments.eta, "trace": moments.trace / temperature}
         return {name: values.flatten().tolist() for name, values in numbers.items()}
 

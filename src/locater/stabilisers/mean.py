@@ -9,12 +9,10 @@ from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
 from ..errors import Refusal, refusal, within
 from .live.pairs import Pair, PerHead
 from .live.sharding import HeadShard, product_sums
-from .penalty import Gain
 from .scales import Scale, TraceNear
 
 WARM_UP = 100  # steps that a mean given as a number has to get there
@@ -85,7 +83,7 @@ class Mean:
         """Term of the penalty for a target of tr W itself."""
         return None
 
-    def restore(self, pair: Pair, target: PerHead, gain: Gain) -> None:
+    def restore(self, pair: Pair, target: PerHead) -> None:
         """Restore the mean in the weights after a step."""
 
 
@@ -114,12 +112,12 @@ class Projected(Mean):
 
     target: Target = Initial()  # type: ignore  # narrower than that of a mean that may be free
 
-    def restore(self, pair: Pair, target: PerHead, gain: Gain) -> None:
+    def restore(self, pair: Pair, target: PerHead) -> None:
         if not pair.is_stored:
             got = f"computed ones in {pair.name}"
             raise refusal("plain parameters to project", got, "hold the mean by Penalised(…)")
         shard = pair.shard(exact=True)
-        hold_trace(shard, target[shard.groups], gain=shard.own(gain))
+        hold_trace(shard, target[shard.groups])
         shard.commit()
 
 
@@ -141,28 +139,26 @@ def as_mean(mean: Mean | float | str | None) -> Mean:
     raise refusal('a mean that is a finite number, "initial" or "free"', repr(mean), remedy)
 
 
-def hold_trace(shard: HeadShard, target: PerHead, *, gain: Gain = None) -> None:
+def hold_trace(shard: HeadShard, target: PerHead) -> None:
     """Move tr W of the local heads to the target, by the smallest multiple a of each other's weights.
 
-    Directions D_Q = W_K g² and D_K = W_Q g², g the gain or 1: W_Q += a D_Q, W_K += a D_K. If both are trained,
-    a² Σ D_Q∘D_K g² + a (‖D_Q‖² + ‖D_K‖²) + tr W − τ = 0; if one, a = (τ − tr W)/‖D‖². Keys of a group, which belong to
-    several heads, stay. Cost: a few passes over the weights. Refuses a target out of reach.
+    W_Q += a W_K, W_K += a W_Q. If both are trained, a² tr W + a (‖W_Q‖² + ‖W_K‖²) + tr W − τ = 0; if one is, a =
+    (τ − tr W)/‖the other‖². Keys of a group, which belong to several heads, stay. Cost: a few passes over the weights.
+    Refuses a target out of reach.
     """
     moves_query, moves_key = shard.moves[0], shard.moves[1] and shard.rows[0].num_heads == 1
     if not (moves_query or moves_key):
         raise Refusal(f"{shard.name}: a frozen query with a key of several heads cannot hold each one's trace")
-    square = None if gain is None else gain.to(shard.query).square()
-    by_query, by_key = (shard.key, shard.query) if square is None else (shard.key * square, shard.query * square)
-    present, length, product = _measure(shard, by_query, by_key, square, moves=(moves_query, moves_key))
+    present, length = _measure(shard, moves_query, moves_key)
     missing = target.to(present) - present
-    multiple = smaller_root(product, length, -missing) if moves_query and moves_key else missing / length
+    multiple = smaller_root(present, length, -missing) if moves_query and moves_key else missing / length
     multiple = multiple.where(missing != 0, 0)
     with within(shard.name):
         _check(multiple, present, target)
     multiple = multiple[..., None, None].to(shard.query)
-    by_query = multiple * by_query if moves_query else None
+    by_query = multiple * shard.key if moves_query else None
     if moves_key:
-        shard.key.add_(multiple * by_key)
+        shard.key.add_(multiple * shard.query)
     if by_query is not None:
         shard.query.add_(by_query)
 
@@ -172,16 +168,12 @@ def smaller_root(quadratic: PerHead, linear: PerHead, constant: PerHead) -> PerH
     return -2 * constant / (linear + (linear.square() - 4 * quadratic * constant).sqrt())
 
 
-def _measure(
-    shard: HeadShard, by_query: Tensor, by_key: Tensor, square: Tensor | None, *, moves: tuple[bool, bool]
-) -> tuple[PerHead, PerHead, PerHead]:
-    """tr W, the squared length of the directions that count, and the directions' product; one message for all."""
-    present = product_sums(shard.query, by_query)
-    product = present if square is None else product_sums(by_query, by_key * square)
-    length = moves[0] * product_sums(by_query, by_query) + moves[1] * product_sums(by_key, by_key)
-    sums = torch.stack(torch.broadcast_tensors(present, length, product))
-    present, length, product = shard.complete_sums(sums).unbind(0)
-    return present, length, product
+def _measure(shard: HeadShard, moves_query: bool, moves_key: bool) -> tuple[PerHead, PerHead]:
+    """tr W, and the squared length of the directions that count; one message for both."""
+    present = product_sums(shard.query, shard.key)
+    length = moves_query * product_sums(shard.key, shard.key) + moves_key * product_sums(shard.query, shard.query)
+    present, length = shard.complete_sums(torch.stack(torch.broadcast_tensors(present, length))).unbind(0)
+    return present, length
 
 
 def _check(multiple: PerHead, present: PerHead, target: PerHead) -> None:

@@ -8,11 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import refusal
-from ..positions import Rotary
 from ..spectra.grams import Grams, gram_products, working
 from .scales import Eta, Scale
-
-Gain = Float[Tensor, " d_model"] | None
 
 
 def penalty(
@@ -20,13 +17,11 @@ def penalty(
     key: Float[Tensor, "*#batch d_head d_model"],
     *,
     scale: Scale | None = None,
-    rotary: Rotary | None = None,
-    gain: Gain = None,
 ) -> Float[Tensor, "*batch"]:
     """The scale of every head, η²(W) unless another is given; O(d·d_h²) per head, in float32 or float64.
 
-    `gain` multiplies the columns of both weights first: that of the norm that feeds them. Keys that several heads share
-    come as (…, 1, d_h, d) beside queries (…, heads, d_h, d).
+    Keys that several heads share come as (…, 1, d_h, d) beside queries (…, heads, d_h, d). To fold in the gain of the
+    norm that feeds them, give query * gain and key * gain.
 
     >>> import torch
     >>> query, key = torch.eye(2, 4), 3 * torch.eye(2, 4)  # W = diag(3, 3, 0, 0): η² = tr W² = 18
@@ -40,8 +35,8 @@ def penalty(
     >>> penalty(query - step * by_query, key - step * by_key) < 18
     tensor(True)
     """
-    query, key = fold(*working(query, key), gain)
-    return (scale or Eta()).value(gram_products(query, key), d_model=query.shape[-1], rotary=rotary)
+    query, key = working(query, key)
+    return (scale or Eta()).value(gram_products(query, key), d_model=query.shape[-1])
 
 
 def gradient(
@@ -49,37 +44,27 @@ def gradient(
     key: Float[Tensor, "*#batch d_head d_model"],
     *,
     scale: Scale | None = None,
-    rotary: Rotary | None = None,
-    gain: Gain = None,
 ) -> tuple[Float[Tensor, "*#batch d_head d_model"], Float[Tensor, "*#batch d_head d_model"]]:
     """∇_Q and ∇_K of Σ penalty, shaped as the weights; a shared key gets the sum over its heads.
 
     Cost: seven d_h×d_h×d products per head.
     """
     query, key = working(query, key)
-    folded = fold(query, key, gain)
-    slope = (scale or Eta()).slope(gram_products(*folded), d_model=query.shape[-1], rotary=rotary)
-    return pull_back(slope, query, key, gain=gain)
-
-
-def fold(query: Tensor, key: Tensor, gain: Gain) -> tuple[Tensor, Tensor]:
-    """W_Q diag(g) and W_K diag(g)."""
-    return (query, key) if gain is None else (query * gain.to(query), key * gain.to(key))
+    slope = (scale or Eta()).slope(gram_products(query, key), d_model=query.shape[-1])
+    return pull_back(slope, query, key)
 
 
 def pull_back(
     slope: Grams,
     query: Float[Tensor, "*#batch d_head columns"],
     key: Float[Tensor, "*#batch d_head columns"],
-    *,
-    gain: Gain = None,
 ) -> tuple[Float[Tensor, "*#batch d_head columns"], Float[Tensor, "*#batch d_head columns"]]:
     """From the slope D by M, G_Q, G_K: ∇_Q = D_M^T W_K + 2 D_Q W_Q, ∇_K = Σ_heads D_M W_Q + 2 D_K W_K, D_Q = D_Q^T.
 
     Works on any subset of the columns, so a rank that holds some needs no others. Four d_h×d_h×d products per head.
     """
     shapes = query.shape, key.shape
-    query, key = _group(*fold(query, key, gain))
+    query, key = _group(query, key)
     core, by_query_gram, by_key_gram = (part.reshape(len(query), -1, *part.shape[-2:]) for part in slope)
     by_core = core.mT.flatten(1, 2)  # all heads of a group above each other
     by_query = _times(by_core, key[:, 0]).unflatten(1, query.shape[1:3])
@@ -88,7 +73,7 @@ def pull_back(
     for head in range(query.shape[1]):
         _add_twice(by_query[:, head], own[:, head], query[:, head])
     _add_twice(by_key[:, 0], by_key_gram.sum(1), key[:, 0])
-    return fold(by_query.view(shapes[0]), by_key.view(shapes[1]), gain)
+    return by_query.view(shapes[0]), by_key.view(shapes[1])
 
 
 def _group(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

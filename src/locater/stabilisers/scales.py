@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import refusal
-from ..positions import Rotary
-from ..spectra import ETA_WEIGHTS, Grams, rotary_forms, rotation
+from ..spectra import ETA_WEIGHTS, Grams
 
 
 class Scale:
@@ -21,16 +19,16 @@ class Scale:
     Called in training, so no checks and no `item()`: heads are a batch, and a GPU must not be waited for.
     """
 
-    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+    def value(self, grams: Grams, *, d_model: int) -> Float[Tensor, "*heads"]:
         """One number for each head."""
         raise NotImplementedError
 
-    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+    def slope(self, grams: Grams, *, d_model: int) -> Grams:
         """The derivative of the sum over heads by M, G_Q and G_K; the last two symmetric."""
         leaves = Grams(*(gram.detach().requires_grad_() for gram in grams))
         with torch.enable_grad():
             # A key of a group stands in the value of each of its heads, so the sum is what has this slope.
-            total = self.value(leaves, d_model=d_model, rotary=rotary).sum()
+            total = self.value(leaves, d_model=d_model).sum()
         by_core, by_query, by_key = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return Grams(by_core, (by_query + by_query.mT) / 2, (by_key + by_key.mT) / 2)
 
@@ -49,13 +47,13 @@ class Quadratic(Scale):
         """a, b and c."""
         raise NotImplementedError
 
-    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+    def value(self, grams: Grams, *, d_model: int) -> Float[Tensor, "*heads"]:
         square, norm, mean = self.weights(d_model)
         value = norm * grams.frobenius_squared
         value = value + mean * grams.trace.square() if mean else value
         return value + square * grams.trace_of_square if square else value
 
-    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+    def slope(self, grams: Grams, *, d_model: int) -> Grams:
         square, norm, mean = self.weights(d_model)
         by_core = 2 * square * grams.core.mT
         if mean:
@@ -97,41 +95,6 @@ class TraceOfSquare(Quadratic):
         return 1.0, 0.0, 0.0
 
 
-@dataclass(frozen=True)
-class OverOffsets(Scale):
-    """The mean of a quadratic scale of W(Δ) = W_K^T R_Δ W_Q over the offsets Δ = 0 … length − 1.
-
-    Each moment is a quadratic form in z(Δ), so only the mean of z z^T is needed, however long the text. Heads
-    without rotary positions get the scale itself.
-    """
-
-    scale: Quadratic
-    length: int = 1024
-
-    def __post_init__(self):
-        if self.length < 1:
-            raise refusal("a length of at least 1", self.length)
-
-    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
-        if rotary is None:
-            return self.scale.value(grams, d_model=d_model)
-        square, norm, mean = self.scale.weights(d_model)
-        forms = rotary_forms(grams, rotary.pairs)
-        second = self._second_moment(rotary).to(grams.core)
-        averaged = (forms.trace @ second * forms.trace).sum(-1)
-        return square * _inner(forms.square, second) + norm * _inner(forms.norm, second) + mean * averaged
-
-    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
-        own = self.scale if rotary is None else super()
-        return own.slope(grams, d_model=d_model, rotary=rotary)
-
-    def _second_moment(self, rotary: Rotary) -> Float[Tensor, "terms terms"]:
-        """Mean of z(Δ) z(Δ)^T."""
-        offsets = torch.arange(self.length, dtype=torch.float64)
-        terms = rotation(offsets, rotary.frequencies(self.length), amplitude=rotary.amplitude)
-        return terms.mT @ terms / self.length
-
-
 @dataclass(frozen=True, eq=False)
 class TraceNear(Scale):
     """weight · (tr W − target)²: what a penalised mean adds."""
@@ -139,10 +102,10 @@ class TraceNear(Scale):
     weight: float
     target: Float[Tensor, "*heads"]
 
-    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
+    def value(self, grams: Grams, *, d_model: int) -> Float[Tensor, "*heads"]:
         return self.weight * self._excess(grams).square()
 
-    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
+    def slope(self, grams: Grams, *, d_model: int) -> Grams:
         core = add_to_diagonal(torch.zeros_like(grams.core), 2 * self.weight * self._excess(grams))
         return Grams(core, torch.zeros_like(grams.query), torch.zeros_like(grams.key))
 
@@ -161,25 +124,20 @@ class Objective(Scale):
     strength: float
     mean: Scale | None = None
 
-    def value(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Float[Tensor, "*heads"]:
-        value = self.strength * self.scale.value(grams, d_model=d_model, rotary=rotary)
-        return value if self.mean is None else value + self.mean.value(grams, d_model=d_model, rotary=rotary)
+    def value(self, grams: Grams, *, d_model: int) -> Float[Tensor, "*heads"]:
+        value = self.strength * self.scale.value(grams, d_model=d_model)
+        return value if self.mean is None else value + self.mean.value(grams, d_model=d_model)
 
-    def slope(self, grams: Grams, *, d_model: int, rotary: Rotary | None = None) -> Grams:
-        slope = self.scale.slope(grams, d_model=d_model, rotary=rotary)
+    def slope(self, grams: Grams, *, d_model: int) -> Grams:
+        slope = self.scale.slope(grams, d_model=d_model)
         slope = Grams(*(self.strength * part for part in slope))
         if self.mean is None:
             return slope
         # A zero of the mean's may stand for all heads of a group at once, where the scale's slope has one for each.
-        return Grams(*map(torch.add, slope, self.mean.slope(grams, d_model=d_model, rotary=rotary)))
+        return Grams(*map(torch.add, slope, self.mean.slope(grams, d_model=d_model)))
 
     def on(self, groups: slice) -> Scale:
         return replace(self, scale=self.scale.on(groups), mean=self.mean and self.mean.on(groups))
-
-
-def _inner(left: Float[Tensor, "*#batch n n"], right: Float[Tensor, "*#batch n n"]) -> Float[Tensor, "*batch"]:
-    """Σ L∘R."""
-    return (left * right).sum((-2, -1))
 
 
 def add_to_diagonal(

@@ -1,22 +1,18 @@
-"""Pairs of a live model, found once, through the same tables as a scan; and the gain of the norm before them."""
+"""Pairs of a live model, found once, through the same tables as a scan."""
 
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Protocol, runtime_checkable
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
-from ...errors import Refusal, missing, refusal, within
+from ...errors import Refusal, refusal, within
 from ...models import AttentionModule, HeadRows, read_heads, slices
 from ...models.live import open_live
 from ...models.live.modules import Explicit
 from ...models.live.tensors import ModuleTensors
 from ...models.live.watch import Sample
-from ...models.slices import Latent, has_qk_norm, logit_scale, num_columns, rotary
-from ...projections import whole
+from ...models.slices import Latent, has_qk_norm, logit_scale, num_columns
 from .pairs import Inner, Pair
 from .weights import find_rows, find_weight
 
@@ -101,7 +97,7 @@ def _pair(
         return None
     first = groups[0][0]
     with within(module.place):
-        numbers = 1 / logit_scale(module), num_columns(module, first.query), rotary(module)
+        numbers = 1 / logit_scale(module), num_columns(module, first.query)
     return Pair(module.block, module.number, first.head, query, key, *numbers, *inner)
 
 
@@ -120,49 +116,3 @@ def _inner(latent: Latent, tensors: ModuleTensors) -> Inner | None:
         return None
     gain = None if latent.gain is None else find_weight(tensors, latent.gain)
     return Inner(find_weight(tensors, latent.down.parameter), gain, latent.down.count)
-
-
-@runtime_checkable
-class PairInputs(Protocol):
-    """The gain that multiplies the columns of each pair's weights; None for none."""
-
-    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: object) -> None: ...
-    def gain(self, number: int) -> Float[Tensor, " d_model"] | None: ...
-
-
-class Raw:
-    """The weights as they are."""
-
-    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: object) -> None:
-        """Nothing to find."""
-
-    def gain(self, number: int) -> None:
-        return None
-
-
-class Normalised:
-    """W_Q diag(g) and W_K diag(g), g the gain of the norm before attention; g itself is not moved.
-
-    Reads the model's tables again at each call, which costs Python time for each head: for study, not for speed.
-    """
-
-    def find(self, model: nn.Module, pairs: Sequence[Pair], **options: Any) -> None:
-        self.sites = open_live(model, **options).sites
-        self.keys = [(pair.block, pair.layer) for pair in pairs]
-        if all(gain is None for gain in self._gains().values()):
-            raise missing("norms before attention whose gain can be folded in", "leave `inputs` out")
-
-    def gain(self, number: int) -> Float[Tensor, " d_model"] | None:
-        return self._gains().get(self.keys[number])
-
-    @torch.no_grad()
-    def _gains(self) -> dict[tuple[str, int], Tensor | None]:
-        return dict(self._found())
-
-    def _found(self) -> Iterator[tuple[tuple[str, int], Tensor | None]]:
-        for layer in map(read_heads, self.sites):
-            norms = [layer.heads[0].query.input_norm, layer.heads[0].key.input_norm] if layer.heads else [None, None]
-            if norms[0] is not norms[1]:
-                raise refusal("one input for queries and keys", f"two in {layer.block} layer {layer.number}")
-            gain = norms[0].gain if norms[0] else None
-            yield (layer.block, layer.number), None if gain is None else whole(gain)

@@ -21,10 +21,9 @@ from ...errors import refusal
 from ...head import Block
 from ...models.live.masters import current, write_master
 from ...models.live.rate_factor import Rates
-from ...positions import Rotary
 from ...projections import whole, widen
 from ...spectra import Grams, Moments, gram_products, moments_of
-from ..penalty import Gain, fold, penalty, pull_back
+from ..penalty import penalty, pull_back
 from ..scales import Scale
 from .sharding import HeadShard, shard_of
 from .weights import LiveWeight, Rows
@@ -60,7 +59,6 @@ class Pair:
     key: Rows
     temperature: float
     d_model: int
-    rotary: Rotary | None
     key_inner: Inner | None = None
     query_inner: Inner | None = None
 
@@ -107,31 +105,31 @@ class Pair:
                 leaves.setdefault(id(leaf), (f"{part.name}: {name}" if name else part.name, leaf))
         return {name: leaf for name, leaf in leaves.values() if leaf.requires_grad}
 
-    def value(self, scale: Scale, gain: Gain) -> Float[Tensor, ""]:
+    def value(self, scale: Scale) -> Float[Tensor, ""]:
         """The sum of a scale over all heads, as a scalar of the autograd graph."""
         weights = self.weights()
         if self.key_inner is not None:
             with torch.autocast(weights[0].device.type, enabled=False):
-                return scale.value(self._products(self.key_inner, gain), d_model=self.d_model, rotary=self.rotary).sum()
+                return scale.value(self._products(self.key_inner), d_model=self.d_model).sum()
         if any(hasattr(one, "ds_id") for one in weights):
             got = "those that DeepSpeed ZeRO-3 has partitioned"
             raise refusal("whole weights for a penalty in the loss", got, "give the optimizer: decoupled")
         if torch.compiler.is_compiling():
-            return _traced(self, scale, gain, weights)
-        return _Value.apply(self, scale, gain, *weights)
+            return _traced(self, scale, weights)
+        return _Value.apply(self, scale, *weights)
 
-    def slopes(self, scale: Scale, gain: Gain) -> list[Tensor]:
+    def slopes(self, scale: Scale) -> list[Tensor]:
         """The gradient of that sum by each leaf."""
         if self.is_stored:
             weights, shard = self.weights(), self.shard()
-            gradients = zip(weights, shard.scatter(*self._by_heads(shard, scale, gain)[1]), strict=True)
+            gradients = zip(weights, shard.scatter(*self._by_heads(shard, scale)[1]), strict=True)
             return [by for weight, by in gradients if weight.requires_grad]
         with torch.enable_grad():
-            total = self.value(scale, gain)
+            total = self.value(scale)
         leaves = list(self.leaves().values())
         return list(torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True))
 
-    def descend(self, scale: Scale, gain: Gain, rates: Rates) -> Bool[Tensor, ""]:
+    def descend(self, scale: Scale, rates: Rates) -> Bool[Tensor, ""]:
         """One decoupled step on that sum, W −= lr·∇/s, lr and s as the optimiser has them.
 
         s = √(v + mean ∇²) for each head's query and key, v the mean of Adam's second moment over them: what the
@@ -140,7 +138,7 @@ class Pair:
         the means are over each whole leaf. Returns whether all was finite, as a tensor, without a wait for the GPU.
         """
         if not self.is_stored:
-            slopes = self.slopes(scale, gain)
+            slopes = self.slopes(scale)
             for (name, leaf), by in zip(self.leaves().items(), slopes, strict=True):
                 known = rates.second_moment(leaf)
                 square = None if known is None else known[0].mean() * known[1] + by.square().mean()
@@ -148,7 +146,7 @@ class Pair:
                 write_master(leaf, value.sub_(by.to(value.dtype) / unit, alpha=rates.learning_rate(leaf, name)))
             return torch.stack([torch.isfinite(whole(by)).all() for by in slopes]).all()
         weights, shard = self.weights(), self.shard(exact=True)
-        grams, gradients = self._by_heads(shard, scale, gain)
+        grams, gradients = self._by_heads(shard, scale)
         units = self._units(shard, gradients, rates)
         sides = zip((shard.query, shard.key), gradients, units, self.sides, (weights[0], weights[-1]), strict=True)
         for heads, by_weight, unit, rows, weight in sides:
@@ -172,13 +170,13 @@ class Pair:
             units.append(square.sqrt().clamp_min(TINY)[..., None, None])
         return units
 
-    def _by_heads(self, shard: HeadShard, scale: Scale, gain: Gain) -> tuple[Grams, tuple[Tensor, Tensor]]:
+    def _by_heads(self, shard: HeadShard, scale: Scale) -> tuple[Grams, tuple[Tensor, Tensor]]:
         """Compute the Gram products of the local heads, and the gradient by their queries and keys."""
         # A stabiliser that is attached, or steps, inside of autocast computes with the weights as they are stored.
         with torch.autocast(shard.query.device.type, enabled=False):
-            grams = _grams_of(shard, gain)
-            slope = scale.on(shard.groups).slope(grams, d_model=self.d_model, rotary=self.rotary)
-            return grams, pull_back(slope, shard.query, shard.key, gain=shard.own(gain))
+            grams = _grams_of(shard)
+            slope = scale.on(shard.groups).slope(grams, d_model=self.d_model)
+            return grams, pull_back(slope, shard.query, shard.key)
 
     def squares(self, gradients: Sequence[Tensor]) -> Float[Tensor, " groups"]:
         """Squared norms of gradients by the leaves, for each group of heads where these can be separated."""
@@ -189,19 +187,19 @@ class Pair:
         sides = [side.square().sum((1, 2, 3)) for side in (shard.query, shard.key)]
         return shard.everywhere(shard.complete_sums(sides[0] + sides[1])[:, None])[:, 0]
 
-    def traces(self, gain: Gain) -> PerHead:
+    def traces(self) -> PerHead:
         """tr W of all heads, on every rank."""
         if self.key_inner is not None:
-            return self._products(self.key_inner, gain).trace
+            return self._products(self.key_inner).trace
         shard = self.shard()
-        return shard.everywhere(shard.traces(shard.own(gain)))
+        return shard.everywhere(shard.traces())
 
-    def moments(self, gain: Gain) -> Moments:
+    def moments(self) -> Moments:
         """tr W, tr W² and ‖W‖² of all heads, on every rank."""
         if self.key_inner is not None:
-            return moments_of(self._products(self.key_inner, gain), d_model=self.d_model)
+            return moments_of(self._products(self.key_inner), d_model=self.d_model)
         shard = self.shard()
-        moments = moments_of(_grams_of(shard, gain), d_model=self.d_model)
+        moments = moments_of(_grams_of(shard), d_model=self.d_model)
         sums = (moments.trace, moments.trace_of_square, moments.frobenius_squared)
         return Moments(*map(shard.everywhere, sums), d_model=moments.d_model, d_head=moments.d_head)
 
@@ -220,23 +218,21 @@ class Pair:
             rows.scale(torch.cat([nope[..., : self.key.d_head], rope[..., self.key.d_head :]], -1))
 
     # -------------------------------------------------------------------------------------------- latent attention
-    def _products(self, key_inner: Inner, gain: Gain) -> Grams:
+    def _products(self, key_inner: Inner) -> Grams:
         """M, G_Q and G_K of all heads as (heads, 1, d_h, d_h), differentiable by every part; gathers shards."""
-        up_key, down_key = _factors(self.key, key_inner, gain)
+        up_key, down_key = _factors(self.key, key_inner)
         if self.query_inner is None:
             query = self.query.view(_full(self.query.weight))
-            query = query if gain is None else query * gain.to(query)
             core = up_key @ (down_key @ query.mT)
             return Grams(core, query @ query.mT, up_key @ (down_key @ down_key.mT) @ up_key.mT)
-        up_query, down_query = _factors(self.query, self.query_inner, gain)
+        up_query, down_query = _factors(self.query, self.query_inner)
         core, own, key = gram_products(down_query, down_key)
         return Grams(up_key @ core @ up_query.mT, up_query @ own @ up_query.mT, up_key @ key @ up_key.mT)
 
 
-def _factors(rows: Rows, inner: Inner, gain: Gain) -> tuple[Tensor, Tensor]:
+def _factors(rows: Rows, inner: Inner) -> tuple[Tensor, Tensor]:
     """U of every head, and the A that all of them share."""
     up, down = rows.view(_full(rows.weight)), _full(inner.down)
-    down = down if gain is None else down * gain.to(down)
     up = up if inner.gain is None else up * _full(inner.gain)
     if direct := len(down) - inner.rank:
         same = torch.eye(direct, dtype=up.dtype, device=up.device).expand(*up.shape[:2], -1, -1)
@@ -253,13 +249,13 @@ class _Value(torch.autograd.Function):
     """Backward: ∇_Q and ∇_K from the slopes, four d_h×d_h×d products per head."""
 
     @staticmethod
-    def forward(ctx: Any, pair: Pair, scale: Scale, gain: Gain, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, pair: Pair, scale: Scale, *weights: Tensor) -> Tensor:
         with torch.autocast(weights[0].device.type, enabled=False):
             shard = pair.shard(weights)
-            grams, scale = _grams_of(shard, gain), scale.on(shard.groups)
-            ctx.pair, ctx.gain = pair, gain
-            ctx.save_for_backward(*weights, *scale.slope(grams, d_model=pair.d_model, rotary=pair.rotary))
-            return shard.total(scale.value(grams, d_model=pair.d_model, rotary=pair.rotary))
+            grams, scale = _grams_of(shard), scale.on(shard.groups)
+            ctx.pair = pair
+            ctx.save_for_backward(*weights, *scale.slope(grams, d_model=pair.d_model))
+            return shard.total(scale.value(grams, d_model=pair.d_model))
 
     @staticmethod
     @once_differentiable
@@ -268,20 +264,20 @@ class _Value(torch.autograd.Function):
         with torch.autocast(core.device.type, enabled=False):
             shard = ctx.pair.shard(weights)
             slope = Grams(*(by_value[0].to(core) * matrix for matrix in (core, query, key)))
-            gradients = pull_back(slope, shard.query, shard.key, gain=shard.own(ctx.gain))
-            return None, None, None, *shard.scatter(*gradients)
+            gradients = pull_back(slope, shard.query, shard.key)
+            return None, None, *shard.scatter(*gradients)
 
 
-def _traced(pair: Pair, scale: Scale, gain: Gain, weights: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+def _traced(pair: Pair, scale: Scale, weights: tuple[Tensor, ...]) -> Float[Tensor, ""]:
     """The same by autograd, for a compiler that derives and fuses by itself; plain tensors only."""
     with torch.autocast(weights[0].device.type, enabled=False):
         query, key = pair.query.view(widen(weights[0])), pair.key.view(widen(weights[-1]))
-        return penalty(query, key, scale=scale, rotary=pair.rotary, gain=gain).sum()
+        return penalty(query, key, scale=scale).sum()
 
 
-def _grams_of(shard: HeadShard, gain: Gain) -> Grams:
+def _grams_of(shard: HeadShard) -> Grams:
     """Compute the Gram products of the local heads, over all columns."""
-    return shard.complete(gram_products(*fold(shard.query, shard.key, shard.own(gain))))
+    return shard.complete(gram_products(shard.query, shard.key))
 
 
 def check_stored(pairs: Sequence[Pair], what: str, remedy: str) -> None:

@@ -50,10 +50,6 @@ class HeadShard:
         """True for queries, and for keys, that are trained."""
         return self.weights[0].requires_grad, self.weights[-1].requires_grad
 
-    def own(self, gain: Float[Tensor, " d_model"] | None) -> Float[Tensor, " columns"] | None:
-        """Select a gain's entries for the local columns."""
-        return None if gain is None else gain[self.columns].to(self.query)
-
     def complete(self, grams: Grams) -> Grams:
         """The Gram matrices over all columns: one message for the three of them."""
         if self.across_columns is None:
@@ -83,10 +79,9 @@ class HeadShard:
         dist.all_gather(gathered, values.contiguous(), group=self.across_heads)
         return torch.cat(gathered)
 
-    def traces(self, gain: Float[Tensor, " columns"] | None = None) -> Float[Tensor, "groups heads"]:
+    def traces(self) -> Float[Tensor, "groups heads"]:
         """Compute tr W of the local heads: Σ W_Q∘W_K, one pass over the weights."""
-        key = self.key if gain is None else self.key * gain.to(self.key).square()
-        return self.complete_sums(product_sums(self.query, key))
+        return self.complete_sums(product_sums(self.query, self.key))
 
     def scatter(self, by_query: Tensor, by_key: Tensor) -> tuple[Tensor, ...]:
         """Gradients by heads as gradients by the weights, placed as these are."""
