@@ -42,10 +42,6 @@ Moments = Annotated[
 ]
 Length = Annotated[int, typer.Option(help="T, the context length in tokens.")]
 Temperature = Annotated[float | None, typer.Option(help="λ, which divides the logits; by default √d_h (√d for A.npy).")]
-Covariance = Annotated[
-    str, typer.Option(metavar="S", help="Σ of the walk's steps: a number, or a .npy file of shape (d) or (d, d).")
-]
-Limit = Annotated[bool, typer.Option("--limit", help="Add the closed form's limit T → ∞ over θ = t/T.")]
 Depth = Annotated[
     int | None,
     typer.Option(metavar="N", help="Follow entropy and rank through N layers that have this head's spectrum."),
@@ -61,11 +57,9 @@ def theory(
     moments: Moments = None,
     length: Length = 128,
     temperature: Temperature = None,
-    covariance: Covariance = "1",
     method: Annotated[
         TheoryMethod, typer.Option(metavar="NAME", help="closed, exact, monte-carlo or all.")
     ] = TheoryMethod.closed,
-    limit: Limit = False,
     depth: Depth = None,
     phase_diagram: PhaseDiagram = False,
     timeout: Timeout = None,
@@ -82,26 +76,22 @@ def theory(
     if moments is not None:
         if depth is not None:
             raise BadArguments("--depth needs the weights: three moments do not tell d; give --head")
-        return _show(_profile_of_moments(moments, method, length, temperature, limit=limit), plot, json)
+        return _show(_profile_of_moments(moments, method, length, temperature), plot, json)
     from ..theory.profiles import METHODS, profile_of_weights
 
     with limited(seconds=timeout):
         query, key, own_temperature = _weights(head)
     temperature = own_temperature if temperature is None else temperature
-    steps, methods = _covariance(covariance), METHODS if method is TheoryMethod.all else [method.value]
-    document = profile_of_weights(
-        query, key, length=length, methods=methods, temperature=temperature, covariance=steps, limit=limit
-    )
+    methods = METHODS if method is TheoryMethod.all else [method.value]
+    document = profile_of_weights(query, key, length=length, methods=methods, temperature=temperature)
     if depth is not None:
         from .theory_parts import depth_document
 
-        document["depth"] = depth_document(query, key, steps, layers=depth, length=length, temperature=temperature)
+        document["depth"] = depth_document(query, key, layers=depth, length=length, temperature=temperature)
     return _show(document, plot, json)
 
 
-def _profile_of_moments(
-    moments: str, method: TheoryMethod, length: int, temperature: float | None, *, limit: bool
-) -> Json:
+def _profile_of_moments(moments: str, method: TheoryMethod, length: int, temperature: float | None) -> Json:
     from ..theory.profiles import profile_of_moments
 
     try:
@@ -116,7 +106,7 @@ def _profile_of_moments(
     if temperature is None:
         raise BadArguments("three moments do not tell d_h, so give --temperature (λ, as a rule √d_h)")
     numbers = trace, trace_of_square, frobenius_squared
-    return profile_of_moments(*numbers, length=length, temperature=temperature, limit=limit)
+    return profile_of_moments(*numbers, length=length, temperature=temperature)
 
 
 def _weights(head: str | None) -> "tuple[Tensor, Tensor, float | None]":
@@ -175,13 +165,6 @@ def _load(path: Path) -> "Tensor":
     return torch.from_numpy(array.astype(numpy.float64))
 
 
-def _covariance(given: str) -> "float | Tensor":
-    try:
-        return float(given)
-    except ValueError:
-        return _load(Path(given))
-
-
 def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     from ..report.terminal import draw
 
@@ -201,10 +184,6 @@ def _show(document: Json, plot: Path | None, json: Path | None) -> None:
     if "softmax" in document:
         console.print()
         console.print(_softmax_sentence(document["softmax"], document["length"]), markup=False)
-    if "limit" in document:
-        values = document["limit"]["closed"]
-        console.print()
-        console.print(table(["θ", "T → ∞"], [[f"{n / 10:.1f}", f"{values[10 * n]:.4f}"] for n in range(11)]))
     if "depth" in document:
         from .theory_parts import depth_sentence, depth_table
 

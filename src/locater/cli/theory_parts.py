@@ -12,8 +12,6 @@ from .results import progress, save_result
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..spectra import Covariance
-
 MOST_LAYERS = 128
 NUM_DRAWS = 64
 VARIANTS = {"attention alone": False, "residual and norm": True}
@@ -68,24 +66,16 @@ def _describe_independent(document: Json) -> str:
     )
 
 
-def depth_document(
-    query: "Tensor",
-    key: "Tensor",
-    covariance: "Covariance",
-    *,
-    layers: int,
-    length: int,
-    temperature: float | None,
-) -> Json:
+def depth_document(query: "Tensor", key: "Tensor", *, layers: int, length: int, temperature: float | None) -> Json:
     """Entropy and rank residual of `layers` layers that share the spectrum of this head, on a random walk."""
     import torch
 
-    from ..spectra import moments, whiten
+    from ..spectra import moments
     from ..theory.depth import layer_of_moments, propagate, walk_kernel
 
     if not 1 <= layers <= MOST_LAYERS:
         raise refusal(f"1 to {MOST_LAYERS} layers", layers)
-    spectrum, kernel = moments(*whiten(query, key, covariance)), walk_kernel(length)
+    spectrum, kernel = moments(query, key), walk_kernel(length)
     document: Json = {"layers": layers, "draws": NUM_DRAWS}
     for name, norm in VARIANTS.items():
         layer = layer_of_moments(spectrum, temperature=temperature, norm=norm)

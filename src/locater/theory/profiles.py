@@ -89,13 +89,10 @@ def profile_of_weights(
     length: int,
     methods: Sequence[str] = METHODS,
     temperature: float | None = None,
-    covariance: Covariance = 1.0,
     seed: int = 0,
-    limit: bool = False,
 ) -> Json:
     """Moments, regime and the profiles of a head given by its weights."""
     temperature = math.sqrt(query.shape[-2]) if temperature is None else temperature
-    query, key = whiten(query, key, covariance)
     walks = torch.Generator().manual_seed(seed)
     simulate = partial(monte_carlo.profile, num_walks=NUM_WALKS, generator=walks)
     compute = {"closed": closed_form.profile, "exact": exact.profile, "monte-carlo": simulate}
@@ -104,7 +101,7 @@ def profile_of_weights(
         for name, method in compute.items()
         if name in methods
     }
-    return _document(moments(query, key), length, temperature, profiles, limit)
+    return _document(moments(query, key), length, temperature, profiles)
 
 
 def profile_of_moments(
@@ -114,7 +111,6 @@ def profile_of_moments(
     *,
     length: int,
     temperature: float,
-    limit: bool = False,
 ) -> Json:
     """The same from three moments, which fix the closed form only."""
     if not all(abs(one) < LARGEST for one in (trace, trace_of_square, frobenius_squared)):
@@ -124,10 +120,10 @@ def profile_of_moments(
     given = (torch.tensor(value, dtype=torch.float64) for value in (trace, trace_of_square, frobenius_squared))
     found = Moments(*given, d_model=1, d_head=1)
     profile = closed_form.from_moments(found, length=length, temperature=temperature)
-    return _document(found, length, temperature, {"closed": profile}, limit)
+    return _document(found, length, temperature, {"closed": profile})
 
 
-def _document(found: Moments, length: int, temperature: float, profiles: Json, limit: bool) -> Json:
+def _document(found: Moments, length: int, temperature: float, profiles: Json) -> Json:
     # The most faithful profile available decides the words.
     best = next(profiles[name] for name in ("exact", "closed", "monte-carlo") if name in profiles)
     best = best.mean if isinstance(best, Estimate) else best
@@ -146,10 +142,6 @@ def _document(found: Moments, length: int, temperature: float, profiles: Json, l
     }
     if length > 1:
         document["softmax"] = _true_softmax(float(found.frobenius_squared) / temperature / temperature, length)
-    if limit:
-        theta = torch.linspace(0, 1, 101, dtype=torch.float64)
-        values = closed_form.limit(found, theta, temperature=temperature)
-        document["limit"] = {"theta": theta.tolist(), "closed": values.tolist()}
     return document
 
 
