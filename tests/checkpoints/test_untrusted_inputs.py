@@ -16,7 +16,7 @@ from locater import budget
 from locater.errors import Refusal, Unforeseen, callers_own, net
 from locater.packages import EXAMPLE
 from locater.prediction.predict import Tokens
-from locater.scanning.compare import compare, in_processes
+from locater.scanning.compare import compare
 from locater_lab.train.model import LanguageModel
 from locater_lab.train.shape import Shape
 
@@ -228,4 +228,4 @@ def test_errors_of_the_callers_own_code_are_his():
 @pytest.mark.slow
 def test_processes_take_the_limit_with_them(silent):
     with pytest.raises(Refusal, match=LATE):
-        compare([silent, silent], run=in_processes(1), timeout=SHORT)
+        compare([silent, silent], jobs=2, timeout=SHORT)

@@ -241,28 +241,15 @@ def test_no_torch_is_loaded_for_a_page(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
 
 
-def test_figures_of_a_map_and_of_a_head(tmp_path):
-    document = scanned(head(0, 0, eigenvalues=[[1, 0.5], [1, -0.5]], profiles={"closed": [0, 1]}), head(0, 1))
+def test_figures_of_a_map():
+    document = scanned(head(0, 0), head(0, 1))
     assert plot(document).axes[0].get_xlabel() == "head"
-    assert len(plot(document, head=(0, 0)).axes) == 2
     with pytest.raises(Refusal, match="one of temperature"):
         plot(document, "nonsense")
-    with pytest.raises(Refusal, match="eigenvalues or curves"):
-        plot(document, head=(0, 1))
-    source = tmp_path / "scan.json"
-    source.write_text(json.dumps(document), encoding="utf-8")
-    figures = tmp_path / "figures"
-    assert locater("report", source, "-o", tmp_path / "page.html", "--figures", figures).code == 0
-    assert (figures / "where-xi.png").read_bytes().startswith(b"\x89PNG") and (figures / "where-xi.svg").exists()
+    assert plot(document, "regime").axes[0].get_ylabel() == "layer"
 
 
-def test_a_figure_of_one_head_has_a_panel_for_all_that_is_known():
-    lines = {"profiles": {"closed": [0, 1], "exact": [0, 0.9]}, "expected_logits": {"weights": [2, 1]}}
-    known = head(0, 0, xi=-9.0, eigenvalues=[[1, 0.5], [1, -0.5]], **lines)
-    assert len(plot(scanned(known, distances=[0, 1]), head=(0, 0)).axes) == 3
-
-
-def test_curves_over_time_are_figures_too(tmp_path):
+def test_curves_over_time_are_figures_too():
     run = Path(__file__).parents[2] / "runs/measured/words/none-seed0"
     document = read_record(run)
     (panel,) = plot(document, "near_mass", over_time=True).axes

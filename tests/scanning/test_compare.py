@@ -2,8 +2,6 @@
 
 import csv
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,30 +49,11 @@ def test_a_run_is_followed_by_step(run):
 
 def test_processes_give_the_same(run):
     one = library.compare([run], length=32)
-    two = library.compare([run], run=library.in_processes(2), length=32)
+    two = library.compare([run], jobs=2, length=32)
     assert two.to_json()["sources"] == one.to_json()["sources"]
     for ours, theirs in zip(one.heads, two.heads, strict=True):  # other threads, other order of sums
         assert [row.eta for row in ours.rows] == pytest.approx([row.eta for row in theirs.rows], rel=1e-5)
         assert [row.regime for row in ours.rows] == [row.regime for row in theirs.rows]
-
-
-def test_a_cluster_gives_the_same(run, monkeypatch):
-    """With the part of Ray that is used; the command reaches it by --ray."""
-    asked = []
-    ray = SimpleNamespace(
-        init=lambda address, ignore_reinit_error: asked.append(address),
-        remote=lambda function: SimpleNamespace(remote=lambda *a, **k: (function, a, k)),
-        get=lambda tasks: [function(*a, **k) for function, a, k in tasks],
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    result = locater("compare", run, "--ray", "auto", "--json", "-")
-    assert asked == ["auto"] and len(json.loads(result.out)["sources"]) == 3
-
-
-def test_without_ray_the_remedy_is_named(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    result = locater("compare", run, "--ray", "auto")
-    assert result.code == 1 and 'pip install "locater[ray]"' in result.err
 
 
 def test_refusals(run, tmp_path):
@@ -86,7 +65,6 @@ def test_refusals(run, tmp_path):
     with pytest.raises(Refusal, match="one shape"):
         library.compare([run / "checkpoint-3", tmp_path / "other"])
     assert locater("compare", run, "--jobs", 0).code == 2
-    assert locater("compare", run, "--jobs", 2, "--ray", "auto").code == 2
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".gguf"])

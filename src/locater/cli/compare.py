@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 
 from ..behaviour import head_name
-from ..errors import BadArguments, counted
+from ..errors import counted
 from ..scanning import DEFAULT_LENGTH
 from .output import FittedTable, console_for, load, parse_spans
 from .output import table as fitted
@@ -37,8 +37,7 @@ def compare(
     layout: Layout = None,
     allow_pickle: AllowPickle = False,
     timeout: Timeout = None,
-    jobs: Annotated[int, typer.Option(help="Number of checkpoints to scan at once.")] = 1,
-    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Scan on this Ray cluster.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of checkpoints to scan at once.")] = 1,
     json: JsonPath = None,
     table: TablePath = None,
     html: HtmlPath = None,
@@ -49,15 +48,10 @@ def compare(
     from ..report.terminal import HeatMap
     from ..scanning import compare as library
 
-    if jobs < 1:
-        raise BadArguments(f"--jobs expects at least 1, got {jobs}")
-    if ray is not None and jobs > 1:
-        raise BadArguments("give --jobs or --ray, not both")
-    run = library.on_ray(ray) if ray else library.in_processes(jobs) if jobs > 1 else None
     stored = [Stored(source, layout=layout, allow_pickle=allow_pickle) for source in sources]
     chosen, console = parse_spans(layers, "--layers"), console_for(json)
     with console.status("scanning …"):
-        found = library.compare(stored, layers=chosen, length=length, raw=raw, run=run, timeout=timeout)
+        found = library.compare(stored, layers=chosen, length=length, raw=raw, jobs=jobs, timeout=timeout)
     console.print(_heading(found))
     console.print()
     console.print(_table(found, most))

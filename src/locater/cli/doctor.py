@@ -22,7 +22,7 @@ EXTRAS = {
     "plot": "pictures: --plot, .plot()",
     "report": "data frames and Parquet",
     "lightning": "callbacks of Lightning",
-    "ray": "sweeps and comparisons on a Ray cluster",
+    "ray": "sweeps on a Ray cluster",
     "tensorboard": "metrics in TensorBoard",
 }
 

@@ -26,9 +26,6 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     note: Annotated[str | None, typer.Option(metavar="TEXT", help="Sentence for its top: why you send it.")] = None,
     timeout: Timeout = None,
-    figures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write every map and curve as PNG and SVG to this folder.")
-    ] = None,
 ) -> None:
     """Write one HTML page that shows every head: no network, opens from disk, can be sent to anybody."""
     sources = sources or [example()]
@@ -36,10 +33,6 @@ def report(
         documents = [read_source(source) for source in sources]
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     with as_written(", ".join(sources)):
-        if figures:
-            from ..report.head_figures import save_all
-
-            save_all(documents, figures)
         save_html(documents, out, title=title, when=max(times, default=None), note=note)
     for document in documents:
         for sentence in document.get("story", ()):

@@ -1,7 +1,7 @@
 """Pictures of results, from plain documents; needs matplotlib and no torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,6 @@ def save(figure: "Figure", path: Path) -> None:
     write(path, lambda temporary: figure.savefig(temporary, dpi=160, bbox_inches="tight"))
 
 
-def draw_lines(panel: "Axes", lines: Mapping[str, Any], title: str, **settings: Any) -> None:
-    """Draw lines (x, y) by their labels, each in a colour and dash of its own, with a title and a legend."""
-    for number, (label, (x, y)) in enumerate(lines.items()):
-        look: dict[str, Any] = dict(color=COLOURS[number % len(COLOURS)], linestyle=DASHES[number % len(DASHES)])
-        panel.plot(x, y, lw=1.8, label=label, **look)
-    panel.set(**settings)
-    panel.set_title(title, loc="left", fontsize=10)
-    panel.legend(frameon=False, fontsize=8)
-
-
 def escape(name: str) -> str:
     """Escape the dollar signs, which would begin a formula."""
     return name.replace("$", r"\$")
@@ -55,15 +45,15 @@ def draw_profile(document: Json) -> "Figure":
             panel.fill_between(range(1, length + 1), low, high, color="#444444", alpha=0.25, lw=0, label=label)
         else:
             lines[f"{name} form" if name == "closed" else name] = (range(1, length + 1), values)
-    if "limit" in document:
-        limit = document["limit"]
-        lines["closed form, T → ∞"] = ([theta * length for theta in limit["theta"]], limit["closed"])
     title = (
         f"{document['regime']}   ξ = {document['xi']:.3g}   trace/λ = {document['trace'] / document['temperature']:.3g}"
         f"   localisation {document['localisation']:.2f}"
     )
-    labels = dict(xlabel="token t", ylabel="propagation probability ρ")
-    draw_lines(panel, lines, title, ylim=(-0.02, 1.02), xlim=(1, max(2, length)), **labels)
+    for (label, (x, y)), colour, dash in zip(lines.items(), COLOURS, DASHES, strict=False):
+        panel.plot(x, y, lw=1.8, label=label, color=colour, linestyle=dash)
+    panel.set(ylim=(-0.02, 1.02), xlim=(1, max(2, length)), xlabel="token t", ylabel="propagation probability ρ")
+    panel.set_title(title, loc="left", fontsize=10)
+    panel.legend(frameon=False, fontsize=8)
     return figure
 
 

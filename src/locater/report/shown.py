@@ -40,13 +40,11 @@ class Shown:
             save_page(document, Path(path), title=title)
         return page(document, title=title)
 
-    def plot(
-        self, quantity: str | None = None, *, head: tuple[int, int] | None = None, over_time: bool = False
-    ) -> "Figure":
-        """A matplotlib figure: the map of a quantity, its curves by layer, or one head; needs `locater[plot]`."""
+    def plot(self, quantity: str | None = None, *, over_time: bool = False) -> "Figure":
+        """A matplotlib figure: the map of a quantity, or its curves by layer; needs `locater[plot]`."""
         from .head_figures import plot
 
-        return plot(self.to_json(), quantity, head=head, over_time=over_time)
+        return plot(self.to_json(), quantity, over_time=over_time)
 
     def _repr_html_(self) -> str:
         """The page in a frame that may run its own script and nothing else."""

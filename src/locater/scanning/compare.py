@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..behaviour import Place, head_name
 from ..budget import limited
 from ..checkpoints.sharded import OTHER, WEIGHTS
-from ..errors import counted, import_extra, net, refusal
+from ..errors import counted, net, refusal
 from ..models.sources import Stored
 from ..records import Json, data_frame
 from ..report.shown import Shown
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import pandas
 
 MOST_TOLD = 3  # heads in a summary
-Scanner = Callable[[Stored], Scan]
-Run = Callable[[Scanner, Sequence[Stored]], list[Scan]]
 
 
 @dataclass(frozen=True)
@@ -120,13 +118,13 @@ def compare(
     layers: Iterable[int] | None = None,
     length: int = DEFAULT_LENGTH,
     raw: bool = False,
-    run: Run | None = None,
+    jobs: int = 1,
     timeout: float | None = None,
 ) -> Comparison:
     """Scan every source (a run's folder stands for its checkpoints, by step) and follow each head through them.
 
-    `run` says how the scans are made: one after the other, by `in_processes(n)` or by `on_ray(address)`. `timeout` is
-    the number of seconds for all files from elsewhere, or for those of each scan where these are made apart.
+    `jobs` processes scan several at once. `timeout` is the number of seconds for all files from elsewhere, or for those
+    of each scan where there are several processes.
     """
     stored = [source if isinstance(source, Stored) else Stored(source) for source in sources]
     names = " ".join(source.name for source in stored)
@@ -139,7 +137,7 @@ def compare(
         expanded = [replace(one, timeout=timeout) for one in expanded]
     one_scan = partial(scan, layers=None if layers is None else list(layers), length=length, raw=raw)
     with limited(seconds=timeout):
-        scans = (run or one_by_one)(one_scan, expanded)
+        scans = [*map(one_scan, expanded)] if jobs == 1 else _in_processes(jobs, one_scan, expanded)
     with net(names):
         return follow(scans)
 
@@ -187,35 +185,13 @@ def _holds_weights(entry: Path) -> bool:
     return entry.suffix in WEIGHTS and not sharded and not OTHER.match(entry.name)
 
 
-def one_by_one(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
-    """In this process."""
-    return [one_scan(source) for source in sources]
+def _in_processes(jobs: int, one_scan: Callable[[Stored], Scan], sources: Sequence[Stored]) -> list[Scan]:
+    """Several at a time, each with its own memory."""
+    import multiprocessing
 
-
-def in_processes(jobs: int) -> Run:
-    """Several at a time on this machine, each with its own memory."""
-
-    def run(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
-        import multiprocessing
-
-        # Forking a process that has started torch's threads may hang; a fresh one never does.
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return list(pool.map(one_scan, sources))
-
-    return run
-
-
-def on_ray(address: str) -> Run:
-    """On a Ray cluster, a task per checkpoint."""
-
-    def run(one_scan: Scanner, sources: Sequence[Stored]) -> list[Scan]:
-        ray = import_extra("ray", "Ray, for --ray", extra="ray")
-        ray.init(address=address, ignore_reinit_error=True)
-
-        task = ray.remote(lambda source: one_scan(source))
-        return ray.get([task.remote(source) for source in sources])
-
-    return run
+    # Forking a process that has started torch's threads may hang; a fresh one never does.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(one_scan, sources))
 
 
 def _distance(before: HeadRow, after: HeadRow, *, unit: float) -> float:
