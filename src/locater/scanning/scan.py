@@ -25,7 +25,7 @@ NORMALISED = (
     "queries or keys are normalised: tr W, η, ξ describe W after that norm, so the scale of the weights cancels "
     "(--spectrum raw: as stored)"
 )
-Detail = Literal["eigenvalues", "curves", "exact"]
+Detail = Literal["eigenvalues", "curves"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,13 +98,11 @@ def scan(
     Options of reading go with the source: `Stored(place, adapter=…)`, `Live(module, sample=…)`; see `locater.heads`.
     `raw` leaves the input norm's gain out of the weights. `temperature` replaces each head's own λ. Cost: three
     d_h×d×d_h products per head. Of the `details`, "eigenvalues" adds those of one d_h×d_h matrix, and their `spread`;
-    "curves" keeps ρ and the expected logit of every head for pictures; "exact" adds ρ without the Gaussian
-    approximation to these, which is slow (docs/report.md).
+    "curves" keeps ρ and the expected logit of every head for pictures.
     """
     if unknown := {*details} - {*get_args(Detail)}:
         raise refusal(f"details among {', '.join(get_args(Detail))}", ", ".join(sorted(unknown)))
-    exact = "exact" in details
-    kept = "eigenvalues" in details, exact or "curves" in details, exact
+    kept = "eigenvalues" in details, "curves" in details
     temperature = None if temperature is None else check_temperature(temperature, 1)
     settings = Settings(check_length(length), temperature, raw, *kept)
     with open_source(as_source(source)) as opened:

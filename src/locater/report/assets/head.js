@@ -119,7 +119,7 @@ function eigenvalueFigure(app, around) {
     { box, key: true, over, x: { range: [mean - far * stretch, mean + far * stretch], label: "real part" }, y: { range: [-tall * stretch, tall * stretch], label: "imaginary part" } });
 }
 
-const PROFILE_WORDS = { closed: "closed form, without positions", exact: "exact, without positions", positions: "closed form, with this head's positions" };
+const PROFILE_WORDS = { closed: "closed form, without positions", positions: "closed form, with this head's positions" };
 
 function profileFigure(app, box) {
   const { view, frame, selected } = app;
