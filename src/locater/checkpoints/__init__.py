@@ -81,6 +81,7 @@ def _dequantised(store: Checkpoint) -> Checkpoint:
 
 
 def _open_adapter_alone(folder: Folder, *, allow_pickle: bool) -> Checkpoint:
+    """Open the base that an adapter's settings name, and merge the adapter into it."""
     from .adapter import read_adapter_settings
 
     if weights := found_in(folder):

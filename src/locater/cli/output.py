@@ -141,7 +141,7 @@ class FittedTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         spoken = self.in_letters_of(console.encoding)
         kept = spoken.fitting(options.max_width)
-        yield spoken.drawn(kept)
+        yield spoken.as_table(kept)
         if lost := [heading for heading in spoken.headings if heading not in kept]:
             yield Text(f"in a wider terminal and in --json: {', '.join(lost)}", style="dim")
 
@@ -174,7 +174,8 @@ class FittedTable:
             by_name[self.headings[-1]] = min(by_name[self.headings[-1]], FOLDED_WIDTH)
         return sum(by_name[heading] for heading in kept) + 2 * (len(kept) - 1)
 
-    def drawn(self, kept: Sequence[str]) -> Table:
+    def as_table(self, kept: Sequence[str]) -> Table:
+        """Build rich's table of these columns."""
         # Without lines: every column of the terminal counts.
         table = Table(box=None, title=self.title, title_justify="left", title_style="bold", pad_edge=False)
         table.padding = (0, 2, 0, 0)

@@ -68,7 +68,7 @@ def self_attention(
 
 
 def _layers(model: nn.Module, ids: Tensor | None) -> Iterator[AttentionModule]:
-    """By its family where its config names one that is known, else by what its attention is given in one pass."""
+    """Find the attention modules: by the family that the config names, else in one pass over `ids`."""
     device = next((parameter.device for parameter in model.parameters()), None)
     sample = None if ids is None else ids.to(device)
     if live.settings(model).get("model_type") is None:

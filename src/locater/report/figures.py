@@ -73,9 +73,9 @@ def draw_phase_diagram(document: Json) -> "Figure":
         panel.set_title(title, loc="left", fontsize=10)
         figure.colorbar(image, ax=panel, fraction=0.046, pad=0.02)
     for panel in axes:
-        _outline(panel, document)
-        _plane(panel, document)
-    _independent_border(axes[2], document)
+        _draw_outline(panel, document)
+        _label_plane(panel, document)
+    _draw_independent_border(axes[2], document)
     words = "Left and right of the white lines the theory says: localized (early, middle or late)"
     figure.suptitle(words, fontsize=11)
     figure.tight_layout()
@@ -95,7 +95,7 @@ def draw_regimes(panel: "Axes", regimes: Sequence[Sequence[str | None]], **legen
     panel.legend(handles=[Patch(color=REGIME_WORDS[name].colour, label=name) for name in present], **legend)
 
 
-def _outline(panel: "Axes", document: Json) -> None:
+def _draw_outline(panel: "Axes", document: Json) -> None:
     """Around what the theory calls localized, out to the edges; dark beneath white, to be seen on any colour."""
     inside = [[float(regime in LOCALIZED) for regime in row] for row in document["regime"]]
     wider = [[row[0], *row, row[-1]] for row in [inside[0], *inside, inside[-1]]]
@@ -104,7 +104,7 @@ def _outline(panel: "Axes", document: Json) -> None:
         panel.contour(x, y, wider, levels=[0.5], colors=colour, linewidths=width)
 
 
-def _independent_border(panel: "Axes", document: Json) -> None:
+def _draw_independent_border(panel: "Axes", document: Json) -> None:
     """A dashed line where independent tokens, unlike the walk's, would lose their entropy."""
     if "independent_tokens" not in document:
         return
@@ -116,7 +116,7 @@ def _independent_border(panel: "Axes", document: Json) -> None:
     panel.text(middle, height - 0.15, words, color="white", fontsize=7, va="top", ha="center")
 
 
-def _plane(panel: "Axes", document: Json) -> None:
+def _label_plane(panel: "Axes", document: Json) -> None:
     """Round ticks, at their place between the points. Along x equal steps are equal factors but for the innermost."""
     traces, deviations = document["trace_over_temperature"], document["deviation_over_temperature"]
     columns = [one for one in (-1, -0.1, -0.01, 0, 0.01, 0.1, 1) if traces[0] <= one <= traces[-1]]

@@ -120,7 +120,7 @@ def _fitting(weight: QuantisedWeight) -> AbstractContextManager[None]:
 
 
 def dequantised(store: Checkpoint) -> Checkpoint:
-    """The checkpoint itself if nothing in it is quantised. Fails on a method that is not read here, naming it."""
+    """Let packed weights read as plain ones; a checkpoint without any stays itself. Refuses an unknown method."""
     settings = _settings(store.config)
     method = word(settings, "quant_method")
     if method and method not in METHODS:

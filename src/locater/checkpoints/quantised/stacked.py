@@ -161,7 +161,7 @@ class BitsAndBytes4(QuantisedWeight):
         num_rows, width = self.shape
         start, stop = rows or (0, num_rows)
         size = stated_count(self.state, "blocksize")
-        maxima = self._maxima(size)
+        maxima = self._read_maxima(size)
         first, last = start * width, stop * width  # a byte may hold the end of one row and the next's
         octets = self.codes("weight", torch.uint8, rows=(first // 2, -(-last // 2))).flatten()
         codes = torch.stack([octets >> 4, octets & 15], dim=-1).flatten()[first % 2 :][: last - first]
@@ -169,7 +169,8 @@ class BitsAndBytes4(QuantisedWeight):
         numbers = self.part("weight.quant_map").float()[codes.long()]
         return (numbers * maxima[torch.arange(first, last) // size]).reshape(stop - start, width)
 
-    def _maxima(self, size: int) -> Tensor:
+    def _read_maxima(self, size: int) -> Tensor:
+        """The largest number of every block, which may be stored as codes of 8 bits itself."""
         count = -(-math.prod(self.shape) // size)
         self.check_shape("weight.absmax", (count,))
         maxima = self.part("weight.absmax")

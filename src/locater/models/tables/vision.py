@@ -47,7 +47,7 @@ def tower(tower_name: str, *, layers: int, heads: int, width: int, epsilon: floa
     )
 
 
-def alone(row: Attention) -> Attention:
+def as_own_model(row: Attention) -> Attention:
     """The same tower in a file of its own, whose config is the tower's."""
     return replace(row, config=None, prefixes=("", *(row.prefixes or ())))
 
@@ -111,11 +111,11 @@ FAMILIES = (
     Family("vit", ("vit", "deit"), (VIT,)),
     Family("dinov2", ("dinov2", "dinov2_with_registers"), (DINOV2,)),
     Family("clip", ("clip",), (CLIP_TEXT, CLIP_VISION)),
-    Family("clip-text", ("clip_text_model",), (alone(CLIP_TEXT),)),
-    Family("clip-vision", ("clip_vision_model",), (alone(CLIP_VISION),)),
+    Family("clip-text", ("clip_text_model",), (as_own_model(CLIP_TEXT),)),
+    Family("clip-vision", ("clip_vision_model",), (as_own_model(CLIP_VISION),)),
     Family("siglip", ("siglip",), (SIGLIP_TEXT, SIGLIP_VISION), partial=siglip_partial),
-    Family("siglip-text", ("siglip_text_model",), (alone(SIGLIP_TEXT),)),
-    Family("siglip-vision", ("siglip_vision_model",), (alone(SIGLIP_VISION),), partial=siglip_partial),
+    Family("siglip-text", ("siglip_text_model",), (as_own_model(SIGLIP_TEXT),)),
+    Family("siglip-vision", ("siglip_vision_model",), (as_own_model(SIGLIP_VISION),), partial=siglip_partial),
     Family(
         "timm",
         ("timm_wrapper",),
