@@ -12,11 +12,9 @@ import pytest
 
 from command import locater
 from locater.cli.report import read_source
-from locater.errors import Refusal
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import LayerReport, Report
 from locater.report.does import does
-from locater.report.head_figures import plot
 from locater.report.headline import headline, verdict
 from locater.report.page import Pack
 from locater.report.reading import read_record
@@ -241,29 +239,14 @@ def test_no_torch_is_loaded_for_a_page(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["False"]
 
 
-def test_figures_of_a_map():
-    document = scanned(head(0, 0), head(0, 1))
-    assert plot(document).axes[0].get_xlabel() == "head"
-    with pytest.raises(Refusal, match="one of temperature"):
-        plot(document, "nonsense")
-    assert plot(document, "regime").axes[0].get_ylabel() == "layer"
-
-
-def test_curves_over_time_are_figures_too():
-    run = Path(__file__).parents[2] / "runs/measured/words/none-seed0"
-    document = read_record(run)
-    (panel,) = plot(document, "near_mass", over_time=True).axes
-    (line,) = panel.get_lines()
-    assert line.get_xdata().tolist() == [510, 1020] and line.get_ydata()[-1] == pytest.approx(0.76395607)
-    with pytest.raises(Refusal, match="several steps"):
-        plot(scanned(head(0, 0)), over_time=True)
-    (view,) = views_of([document])
+def test_a_run_has_its_course():
+    (view,) = views_of([read_record(Path(__file__).parents[2] / "runs/measured/words/none-seed0")])
     assert [pair[0] for pair in view.course["held-out loss"]] == [510, 1020] and len(
         view.course["training loss"]
     ) == 102
 
 
-def test_a_monitors_report_is_a_page_and_a_figure(tmp_path):
+def test_a_monitors_report_is_a_page(tmp_path):
     layer = LayerReport("decoder", 0, (0, 1), {"normalised_entropy": (0.01, 0.7), "near_mass": (0.5, float("nan"))}, {},
                         {}, 8, 1.0, 0, 0, 0, 1, 2.0, weights={"eta": (1.0, 2.0), "sigma_1": (3.0, 4.0)})  # fmt: skip
     alarm = Alarm("entropy collapse", "decoder", 0, (0,), 0.01, 0.02, "each query sees one key", "QKNorm")
@@ -275,7 +258,6 @@ def test_a_monitors_report_is_a_page_and_a_figure(tmp_path):
     assert view.columns["sigma"] == [[3.0, 4.0]] and view.columns["near_mass"] == [[0.5, None]]
     said = [sentence.text for sentence in headline([view], [])]
     assert any("entropy collapse, first at step 7" in one for one in said) and "Note: the budget was spent." in said
-    assert report.plot("eta").axes[0].get_ylabel() == "layer"
     source = tmp_path / "report.json"
     source.write_text(json.dumps(report.to_json()), encoding="utf-8")
     assert locater("report", source, "-o", path).code == 0

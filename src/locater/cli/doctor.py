@@ -19,7 +19,7 @@ EXTRAS = {
     "data": "WikiText-2 for locater train",
     "gguf": "GGUF files (llama.cpp, Ollama)",
     "remote": "https:// and s3:// addresses, read by byte range",
-    "plot": "pictures: --plot, .plot()",
+    "plot": "pictures: --plot",
     "report": "data frames and Parquet",
     "lightning": "callbacks of Lightning",
     "ray": "sweeps on a Ray cluster",

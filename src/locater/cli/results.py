@@ -106,7 +106,7 @@ def save_result(
 
     if plot:
         from ..report import figures
-        from ..report.head_figures import draw_result
+        from ..report.curves import draw_result
 
         figures.save(draw_result(document), plot)
         console_for(json).print(f"picture: {escape(str(plot))}", soft_wrap=True)

@@ -1,11 +1,15 @@
-"""Pictures of runs over their steps, a line per arm, and of studies; needs matplotlib and no torch."""
+"""Pictures of runs over their steps, a line per arm, and of studies; and the one picture of any result.
 
-from collections.abc import Sequence
+Needs matplotlib and no torch.
+"""
+
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..records import Json
-from .figures import COLOURS, DASHES, canvas, escape
+from .figures import COLOURS, DASHES, canvas, draw_phase_diagram, draw_prediction, draw_profile, escape
+from .reading import RUNS, STUDY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,3 +207,17 @@ def _intervals(axes: "Axes", rows: Sequence[Json], spec: Json, names: Sequence[o
 
 def _word(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+DRAWN: dict[str, Callable[[Json], "Figure"]] = {
+    "locater.theory/1": draw_profile,
+    "locater.phase-diagram/1": draw_phase_diagram,
+    "locater.predict/2": draw_prediction,
+    RUNS: curves,
+    STUDY: study_figure,
+}
+
+
+def draw_result(document: Json) -> "Figure":
+    """The one picture of a whole result, as `--plot` has it."""
+    return DRAWN[document["schema"]](document)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import counted, import_extra, refusal
 from ..quantities import LOCALIZED, REGIME_WORDS, quantity
@@ -60,7 +60,7 @@ def draw_profile(document: Json) -> "Figure":
 def draw_phase_diagram(document: Json) -> "Figure":
     """Two panels of theory above two of measurement, over the same plane."""
     figure, axes = canvas(4, size=(10, 7.6))
-    draw_regimes(axes[0], document["regime"], fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
+    _draw_regimes(axes[0], document["regime"])
     axes[0].invert_yaxis()
     axes[0].set_title("Theory: regime", loc="left", fontsize=10)
     panels = (
@@ -82,17 +82,18 @@ def draw_phase_diagram(document: Json) -> "Figure":
     return figure
 
 
-def draw_regimes(panel: "Axes", regimes: Sequence[Sequence[str | None]], **legend: Any) -> None:
+def _draw_regimes(panel: "Axes", regimes: Sequence[Sequence[str]]) -> None:
     """Draw a map of regimes in their colours, with a legend of those that occur."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     names = list(REGIME_WORDS)
-    numbers = [[math.nan if regime is None else names.index(regime) for regime in row] for row in regimes]
+    numbers = [[names.index(regime) for regime in row] for row in regimes]
     colours = ListedColormap([word.colour for word in REGIME_WORDS.values()])
     panel.imshow(numbers, aspect="auto", cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
     present = [name for name in names if any(name in row for row in regimes)]
-    panel.legend(handles=[Patch(color=REGIME_WORDS[name].colour, label=name) for name in present], **legend)
+    handles = [Patch(color=REGIME_WORDS[name].colour, label=name) for name in present]
+    panel.legend(handles=handles, fontsize=7, loc="upper center", ncols=3, framealpha=0.9)
 
 
 def _draw_outline(panel: "Axes", document: Json) -> None:

@@ -1,13 +1,9 @@
-"""Methods that every result has besides its JSON: a page, a frame in a notebook, a figure."""
+"""Methods that every result has besides its JSON: a page, and a frame in a notebook."""
 
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..records import Json
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FRAME_HEIGHT = 760
 LONGEST_REPR = 200
@@ -39,12 +35,6 @@ class Shown:
         if path is not None:
             save_page(document, Path(path), title=title)
         return page(document, title=title)
-
-    def plot(self, quantity: str | None = None, *, over_time: bool = False) -> "Figure":
-        """A matplotlib figure: the map of a quantity, or its curves by layer; needs `locater[plot]`."""
-        from .head_figures import plot
-
-        return plot(self.to_json(), quantity, over_time=over_time)
 
     def _repr_html_(self) -> str:
         """The page in a frame that may run its own script and nothing else."""
