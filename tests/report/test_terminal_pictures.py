@@ -1,4 +1,4 @@
-"""Heat maps and sparklines: half blocks in colour, shades without, nothing in a pipe, and never wider than the room."""
+"""Heat maps: half blocks in colour, shades without, nothing in a pipe, and never wider than the room."""
 
 import io
 
@@ -56,18 +56,6 @@ def test_fits_any_terminal(size, plain):
 def test_a_head_that_is_missing_is_blank():
     found = HeatMap("x", ["0"], [[0.0, None, 1.0]])
     assert drawn(found, no_color=True).splitlines()[1] == f"   0 {SHADES[0] * 2}  {SHADES[-1] * 2}"
-
-
-@pytest.mark.parametrize(("encoding", "course"), [("utf-8", "▁▃▆█"), ("ascii", ".-*%")])
-def test_the_means_of_layers_are_a_line_beneath(encoding, course):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
-    Console(file=stream, width=80, force_terminal=True, no_color=True, legacy_windows=False).print(heat(4, 3))
-    stream.seek(0)
-    assert Text.from_ansi(stream.read()).plain.splitlines()[-1].strip() == f"means by layer: {course}"
-
-
-def test_two_layers_have_no_course():
-    assert "means" not in drawn(heat(2, 3))
 
 
 def test_a_spoiled_number_of_a_head_is_refused_before_a_map_is_made():

@@ -14,8 +14,6 @@ from .views import all_shown, mean_of_known, views_of
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 SHADES = ".:-=+*#%@"
-PLAIN = str.maketrans(EIGHTHS[1:], SHADES[:-1])
-COURSE = "means by layer: "
 LABEL = 4  # columns for the number of a layer
 MOST_HEADS = 65_536  # of a layer; a spoiled number would ask for a map of that width
 MOST_LAYERS = 64
@@ -130,16 +128,6 @@ class HeatMap:
             share = step / (SCALE - 1)
             scale.append("█" if in_colour else _shade(share), Style(color=self._colour(share)) if in_colour else "")
         yield scale.append(f" {high:.3g}")
-        if (means := [mean for row in self.cells if (mean := mean_of_known(row)) is not None])[
-            2:
-        ]:  # two make no course
-            yield Text(f"{'':>{LABEL}} {COURSE}{self._course(means, room - len(COURSE), console)}", style="dim")
-
-    @staticmethod
-    def _course(means: Sequence[float], width: int, console: Console) -> str:
-        """Draw the layers' means from the first to the last; in plain letters where there are no blocks."""
-        line = sparkline(means, width=max(1, width))
-        return line if console.encoding.lower().startswith("utf") else line.translate(PLAIN)
 
     def _blocks(self, shares: list[list[float | None]], labels: Sequence[str], wide: int) -> Iterator[Text]:
         """Two layers in a line: the upper half of each letter, and its ground."""
