@@ -23,9 +23,13 @@ MOST = 0.9  # of the heads of a word lie within the layers that a sentence names
 # right of more than four heads in five of all models together, if not of each (docs/evidence.md).
 MOSTLY_NEAR, MOSTLY_FAR = 0.7, 0.3
 ESTIMATED = "estimated from the weights"
+APART = "the first token left out"
 NOT_ESTIMATED = "The weights alone do not tell what these heads do."
 # Over the models of docs/evidence.md; a test counts them again.
-RECORD = "On ten trained models such words were right for 154 of 160 heads (near) and 119 of 126 (far)."
+RECORD = (
+    "On ten trained models such words were right for 154 of 160 heads (near) and 119 of 126 (far). "
+    "How much rests on the first token, weights do not tell."
+)
 RANDOM_WEIGHTS = "The weights look random, not trained: no head's tr W is larger than chance makes it."
 
 
@@ -63,6 +67,7 @@ class Word(NamedTuple):
     limit: float
     is_low: bool = False  # the number is at most the limit, not at least
     is_apart: bool = False  # only heads that do not rest on the first token
+    is_uneven: bool = False  # only heads that are not broad: of even attention most is beyond the nearest tokens, too
     is_rare: bool = False  # too few such heads were measured twice: it is judged in docs/evidence.md, and never said
     margin: float | None = None  # beyond the limit, on random ids; None: random ids do not tell it
 
@@ -90,16 +95,18 @@ class Word(NamedTuple):
     def holds(self, attention: MeanAttention) -> bool:
         value = getattr(attention, self.number)
         is_met = value <= self.limit if self.is_low else value >= self.limit
-        return is_met and not (self.is_apart and attention.first >= RESTS)
+        is_other = (self.is_apart and attention.first >= RESTS) or (self.is_uneven and attention.entropy >= BROAD)
+        return is_met and not is_other
 
     @property
     def condition(self) -> str:
         """The rule in plain words, for readers of a page.
 
-        >>> VOCABULARY[-1].condition
-        'share of the rest on the 16 nearest tokens at most 0.3 (on random ids 0.25)'
+        >>> VOCABULARY[2].condition
+        'share of the rest at distance 1 at least 0.5 (on random ids 0.6); less than half on the first token'
         """
         apart = "; less than half on the first token" if self.is_apart else ""
+        apart += f"; entropy below {BROAD:g}" if self.is_uneven else ""
         stricter = f" (on random ids {self.stricter(self.margin).limit:g})" if self.margin else ""
         return f"{MEANINGS[self.number]} at {'most' if self.is_low else 'least'} {self.limit:g}{stricter}{apart}"
 
@@ -107,7 +114,11 @@ class Word(NamedTuple):
     def rule(self) -> str:
         """The rule in words, for documentation."""
         sign = "≤" if self.is_low else "≥"
-        return f"{self.number} {sign} {self.limit:g}" + (f", first < {RESTS:g}" if self.is_apart else "")
+        return (
+            f"{self.number} {sign} {self.limit:g}"
+            + (f", first < {RESTS:g}" if self.is_apart else "")
+            + (f", entropy < {BROAD:g}" if self.is_uneven else "")
+        )
 
 
 # Every word's number; "the rest" is the attention that is not on the first token.
@@ -124,14 +135,24 @@ FIT_NONE, FITS_NONE = "fit none of these words", "fits none of these words"
 UNCLEAR, TOO_CLOSE = "unclear", "too close to call"  # in tables and in words: an estimate between near and far
 FEWEST_HEADS = 8  # whose traces tell whether a model is trained
 RESTS = 0.5  # of the mass: more is "rests on"
+BROAD = 0.8  # of the entropy of even attention
 VOCABULARY = (
     Word("first token", "rest on the first token", "first", RESTS),
     Word("itself", "look at themselves", "itself", 0.5, is_apart=True, is_rare=True),
     Word("adjacent", "look at an adjacent token", "adjacent", 0.5, is_apart=True, margin=0.1),
     Word("one token", "keep to one token", "entropy", 0.1, is_low=True),
-    Word("broad", "spread over nearly all tokens", "entropy", 0.8),
-    Word("near", f"look mostly at the {NEAR} nearest tokens", "near", 0.7, margin=0.05),
-    Word("far", f"look mostly beyond the {NEAR} nearest tokens", "near", 0.3, is_low=True, margin=0.05),
+    Word("broad", "spread over nearly all tokens", "entropy", BROAD),
+    Word("near", f"look mostly at the {NEAR} nearest tokens", "near", 0.7, is_apart=True, margin=0.05),
+    Word(
+        "far",
+        f"look mostly beyond the {NEAR} nearest tokens",
+        "near",
+        0.3,
+        is_low=True,
+        is_apart=True,
+        is_uneven=True,
+        margin=0.05,
+    ),
 )
 
 
@@ -250,7 +271,8 @@ def _look_first(
     if not chosen:
         return []
     named = [f"{head_name(*places[n])}, {_why(attentions[n], word)}" for n, word in chosen.items()]
-    return [Told(f"Look first at {'; '.join(named)}.", tuple(chosen))]
+    why = "the clearest heads of the rarest words" if len(named) > 1 else "the clearest head of the rarest word"
+    return [Told(f"Look first at {'; '.join(named)}: {why}.", tuple(chosen))]
 
 
 def _why(attention: MeanAttention, word: Word) -> str:
@@ -312,7 +334,9 @@ def describe_estimates(
     for name in ("near", "far"):
         if heads := [n for n in known if looks(known[n]) == name]:
             count = _count(len(heads), len(known), words[name], probably="probably ")
-            told.append(Told(f"{count}{in_layers(places, heads)}{'' if told else f' ({ESTIMATED})'}.", tuple(heads)))
+            told.append(
+                Told(f"{count}{in_layers(places, heads)}{'' if told else f' ({ESTIMATED}, {APART})'}.", tuple(heads))
+            )
     unclear = [n for n in known if looks(known[n]) is None]
     if unclear:
         without = len(places) - len(known)
@@ -327,7 +351,7 @@ def describe_estimates(
     different = {known[n]: n for n in reversed(surest)}  # layers that share their weights count once
     chosen = [n for n in surest if n in different.values()][:MOST_HEADS]
     named = [_look_at(places[n], words[looks(known[n]) or "far"], known[n], intervals[n] or (0, 1)) for n in chosen]
-    return told + ([Told(f"Look first at {'; '.join(named)}.", tuple(chosen))] if named else [])
+    return told + ([Told(f"Look first at {'; '.join(named)}: the surest estimates.", tuple(chosen))] if named else [])
 
 
 def _have(number: int) -> str:

@@ -66,8 +66,15 @@ def test_every_word_has_a_case_and_the_rule_is_the_number():
         for value in (0.0, word.limit, 1.0):
             attention = MeanAttention(**{n: 0.5 for n in MeanAttention._fields} | {"first": 0.0} | {word.number: value})
             assert word.holds(attention) == (value <= word.limit if word.is_low else value >= word.limit)
-    resting = MeanAttention(near=0.5, entropy=0.5, first=0.6, itself=0.9, adjacent=0.0)
-    assert not next(word for word in VOCABULARY if word.name == "itself").holds(resting)
+    resting = MeanAttention(near=0.9, entropy=0.5, first=0.6, itself=0.9, adjacent=0.6)
+    assert [word.name for word in VOCABULARY if word.holds(resting)] == ["first token"]
+
+
+def test_even_attention_is_broad_and_not_far():
+    """As an untrained model has it: most tokens are not among the nearest, so most of even attention is not there."""
+    found = numbers(causal(CASES["broad"]))
+    even = numbers_of(found.to_json(), found.profile)
+    assert even.near < 0.3 and [word.name for word in words_of(even)] == ["broad"] and not words_of(even, "random ids")
 
 
 def made(*names: str) -> Prediction:

@@ -264,7 +264,7 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     whole = scan(model("llama"))
     told = [one.sentence for one in replace(whole, heads=(near, far, unsure, unknown)).behaviour()]
     assert told == [
-        "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights).",
+        "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights, the first token left out).",
         "1 of 3 heads probably looks mostly beyond the 16 nearest tokens.",
         "1 head is too close to call; 1 has no estimate.",
         RECORD,
