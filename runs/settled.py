@@ -3,8 +3,8 @@ README's honest limit, and the advice at the top of docs/studies.md.
 
     python runs/settled.py [take OUT]
 
-`take OUT` first copies the rows of ended runs from OUT/rows to runs/measured/settle. Everything else is recomputed from
-these; nothing is claimed of fewer than three seeds.
+`take OUT` first copies the rows of OUT to runs/measured/settle. Everything else is recomputed from these; only runs at
+their schedule's end are judged, and nothing is claimed of fewer than three seeds.
 """
 
 import json
@@ -16,14 +16,15 @@ from pathlib import Path
 from statistics import fmean
 
 from locater_lab.studies.page import BOX
-from locater_lab.studies.runs import compare_all, read_runs
+from locater_lab.studies.runs import compare_all
 from locater_lab.studies.statistics import together
-from locater_lab.train.metrics import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 import settled_said as said  # noqa: E402
+from settled_cost import budgets, cost, precision, short_tuning, tuning, words_untuned  # noqa: E402
 from settled_rows import (  # noqa: E402
     ENDS,
+    JUDGED,
     KEPT,
     LOCATERS,
     SEEDS,
@@ -31,6 +32,7 @@ from settled_rows import (  # noqa: E402
     Arms,
     against_none,
     at_end,
+    begun_runs,
     best_loss,
     best_ratio,
     end_ratio,
@@ -46,7 +48,6 @@ from settled_rows import (  # noqa: E402
     rates,
     read,
     steps_ratio,
-    tried,
 )
 from settled_said import ARMS, TUNED, Ratio  # noqa: E402
 
@@ -54,14 +55,6 @@ ROOT = Path(__file__).parents[1]
 PAGE, README, STUDIES = ROOT / "docs" / "reproduction.md", ROOT / "README.md", ROOT / "docs" / "studies.md"
 PICTURES = {"A": "reproduction_end.png", "A-20000": "reproduction_twice.png"}
 BEGIN, END = "<!-- settled -->\n", "<!-- end of settled -->"
-COSTS = {
-    "tune": "strengths and rates at 2,000 steps",
-    "rates": "rates at 10,000",
-    "A": "A",
-    "A-20000": "A at 20,000",
-    "B": "B",
-}
-COSTS |= {"B-rates": "rates of B", "B-tuned": "B at these"}
 SPECTRUM = {"entropy": "entropy", "trace_over_temperature": "tr W/λ", "eta_over_temperature": "η/λ"}
 SPECTRUM |= {"localisation": "L"}
 
@@ -87,21 +80,27 @@ def answer(arms: Arms, how: str = TUNED) -> str:
     """The claim in a sentence: yes, early, or no; of no arm with fewer than three seeds."""
     found = outcome(arms, how)
     if not found.word:
-        return "**There is no answer yet**: no form of LocAteR has three seeds beside `none`."
+        alone = together([f"{_by_seed(arms, arm)} with {ARMS[arm]}" for arm in LOCATERS if gains(arms, arm)])
+        shown = f" Seed by seed the ratio is {alone}, which claims nothing." if alone else ""
+        return f"**There is no answer yet**: no form of LocAteR has three seeds beside `none`.{shown}"
     _, ends, early, _ = found
     shown = together([f"{ratio} with {ARMS[arm]}{ratio.shown_p}" for arm, ratio in ends.items()])
-    sooner = together([f"{ratio} with {ARMS[arm]}" for arm, ratio in early.items()])
+    sooner = together([f"{ratio} of the steps with {ARMS[arm]}" for arm, ratio in early.items()])
     step = levels(arms)[0][0]
     return (
-        f"**{found.answer}.** At the end of training the perplexity is {shown}, of that of `none` "
+        f"**{found.answer}.** At the end of training the perplexity over that of `none` is {shown} "
         f"({_judged(ends, how)}). "
-        f"The loss that `none` has at step {step:,} is reached in {sooner}, of its steps."
+        f"To come to the loss that `none` has at step {step:,} takes {sooner}."
     )
+
+
+def _by_seed(arms: Arms, arm: str) -> str:
+    return together([f"{math.exp(one):.4f}" for one in gains(arms, arm).values()])
 
 
 def _judged(ends: Mapping[str, Ratio], how: str) -> str:
     counts = sorted({ratio.estimate.count for ratio in ends.values()})
-    return f"{' and '.join(map(str, counts))} seeds, paired, Holm, {how}"
+    return f"{' and '.join(map(str, counts))} seeds, paired, {how}; Holm's correction"
 
 
 def localises(arms: Arms) -> str:
@@ -123,13 +122,13 @@ def course(arms: Arms) -> str:
     parts = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
         at = {arm: Ratio(against_none(arms, arm, lambda run, at=step: run.validations[at]["loss"])) for arm in told}
-        parts.append(f"{together([f'{ratio} with {ARMS[arm]}' for arm, ratio in at.items()])} at step {step:,}")
-    return f"Over the run the ratio is {', '.join(parts)} (each interval alone)." if told else ""
+        parts.append(f"step {step:,}: {together([f'{ratio} with {ARMS[arm]}' for arm, ratio in at.items()])}")
+    return f"Ratios over the run, each interval taken alone: {'; '.join(parts)}." if told else ""
 
 
 def turns(arms: Arms) -> str:
     """Tell whether the validation of `none` turns up before the end."""
-    runs = arms.get("none", {})
+    runs = arms["none"]
     up = [seed for seed, run in runs.items() if best_loss(run) < last_loss(run)]
     return f"The validation loss of `none` turned up before its end on {len(up)} of {len(runs)} seeds."
 
@@ -137,41 +136,9 @@ def turns(arms: Arms) -> str:
 OPENING = """Two epochs are a start. `runs/settle.py` asks about the end: 2,048 byte pairs, fairseq's gain, a cosine to
 2 % over 10,000 steps, four arms (`none`, κ held, κ released by a quarter of the run, weight decay on queries and keys),
 five seeds; then words. Every arm of byte pairs has its own strength and rate, tuned on seed 100, which is not judged;
-words take these strengths. A ratio is that of perplexities, with an interval of 95 %, paired by seed; of fewer than
-three seeds there is none."""
+words take these strengths. Matrix products are in bfloat16 where nothing else is said. A ratio is that of perplexities,
+with an interval of 95 %, paired by seed; of fewer than three seeds there is none."""
 WORDS = "Words (33,278), dropout 0.1, decoupled decay 0.01, four epochs of a cosine:"
-
-
-def tuning(kept: Path = KEPT) -> str:
-    """Losses of the unjudged seed at A's length and at B's, by arm and rate."""
-    titles = {"rates": "Rates of byte pairs at 10,000 steps", "B-rates": "Rates of words"}
-    parts = []
-    for part, title in titles.items():
-        shown = {
-            arm: ", ".join(f"{loss:.4f} ({rate})" for rate, loss in losses.items())
-            for arm, losses in tried(part, kept).items()
-        }
-        told = "; ".join(f"`{arm}` {losses}" for arm, losses in shown.items())
-        parts += [f"{title}, on the seed that is not judged, loss (rate): {told}."] if told else []
-    return "\n\n".join(parts)
-
-
-SHORT_TUNING = """Rates of short runs mislead ([rows](../runs/measured/settle/tune), 2,000 steps, the same seed). There
-the arms end within {spread:.2f} of each other at their best rates, loss (rate): {best}. At these rates 10,000 steps
-end at {ends} ([rows](../runs/measured/settle/A-rates-of-2000-steps), one seed). So rates are chosen at 10,000 steps."""
-
-
-def short_tuning(kept: Path = KEPT) -> str:
-    """What tuning on 2,000 steps would have chosen, and what came of it at 10,000."""
-    losses = {arm: min((loss, rate) for rate, loss in found.items()) for arm, found in tried("tune", kept).items()}
-    chosen = kept / "A-rates-of-2000-steps"
-    if not losses or not chosen.exists():
-        return ""
-    spread = max(losses.values())[0] - min(losses.values())[0]
-    best = together([f"`{arm}` {loss:.3f} ({rate})" for arm, (loss, rate) in losses.items()])
-    runs = {run.arm: last_loss(run) for run in read_runs(chosen) if ENDS["A"] in run.validations}
-    ends = together([f"{runs[arm]:.3f} (`{arm}`)" for arm in ("none", *ARMS) if arm in runs])
-    return SHORT_TUNING.format(spread=spread, best=best, ends=ends)
 
 
 def floors(stage: str) -> list[str]:
@@ -183,23 +150,16 @@ def floors(stage: str) -> list[str]:
     return ["", f"Floors, of tables counted from the training text (`python runs/settled_floors.py DATA`): {tables}."]
 
 
-LONGER = """Twice the length (`python runs/settle.py DATA OUT --arms none,held --until A --steps 20000`, with the kept
-rows of `tune` and `rates` copied to OUT/rows), `none` and the best arm of A, at the strengths and rates above:"""
-WORDS_NOT_RUN = """Tuned rates of the words were not afforded: {ended} of the six runs on the tuning seed has ended.
-`python runs/settle.py DATA OUT`, with the kept rows copied to OUT/rows, runs the others (16 minutes each, on a core of
-its own) and judges an arm anew whose best is another rate. `python runs/settled.py take OUT` writes it here."""
-
-
-def words_untuned(kept: Path = KEPT) -> str:
-    """What is missing before the rates of the words are tuned; nothing once they are."""
-    ended = sum(map(len, tried("B-rates", kept).values()))
-    return "" if how_tuned("B", kept) == TUNED else WORDS_NOT_RUN.format(ended=ended or "none")
+LONGER = """A over 20,000 steps: `none` and the best arm, three seeds, at the strengths and rates that were tuned for
+10,000. Matrix products are in float32 here, for want of a processor with fast bfloat16; both arms of a length have the
+same precision, the two lengths do not. The command, with the kept rows of `tune` and `rates` copied to OUT/rows:
+`python runs/settle.py DATA OUT --arms none,held --until A --steps 20000 --precision float32`."""
 
 
 def summary(kept: Path = KEPT) -> list[str]:
     """The answers beside each other, and the size of gain that they rule out."""
     found = outcomes(kept)
-    rows = [["", "ratio to `none` at the end [95 %]", "seeds", "does LocAteR lead?"], ["---"] * 4]
+    rows = [["", "ratio to `none` at the end [95 %]", "seeds", "is a lead of LocAteR seen?"], ["---"] * 4]
     for name, what in (("end", "byte pairs"), ("longer", "byte pairs"), ("words", "words")):
         one = found[name]
         if one.word:
@@ -218,76 +178,56 @@ def longer(kept: Path = KEPT) -> str:
     falls = longer_ratio(short, long, "none")
     if not falls.is_claimed:
         return ""
-    parts = [f"Twice the steps bring `none` to {falls} of its perplexity ({falls.estimate.count} seeds, paired)"]
+    parts = [f"Twice the steps, and float32, bring `none` to {falls} of its perplexity (paired by seed)"]
     parts[0] += ": 10,000 were no convergence." if falls.word == "lower" else "."
     for arm in LOCATERS:
         if (change := moved(short, long, arm)).is_claimed:
             shared = long[arm].keys() & long["none"].keys()
             before, after = (end_ratio(of_seeds(arms, shared), arm) for arms in (short, long))
             verdict = {"lower": "it falls", "higher": "it rises", "": "no change is seen"}[change.word]
-            alone = together([f"{math.exp(one):.4f}" for one in gains(long, arm).values()])
             parts.append(
                 f"The ratio with {ARMS[arm]} is {before} at 10,000 steps on these seeds, and {after} at 20,000 "
-                f"({alone} seed by seed): {verdict} (the one over the other {change})."
+                f"({_by_seed(long, arm)} seed by seed): {verdict} (the one over the other {change})."
             )
     return " ".join(parts)
-
-
-def budgets(kept: Path = KEPT) -> str:
-    """The losses of `none` by the length of its schedule."""
-    ends = tried("tune", kept).get("none", {})
-    losses = {2000: min(ends.values())} if ends else {}
-    for stage in ("A", "A-20000"):
-        if runs := read(stage, kept).get("none"):
-            losses[ENDS[stage]] = fmean(map(last_loss, runs.values()))
-    if len(losses) < 2:
-        return ""
-    told = together([f"{loss:.3f} in {steps:,} steps" for steps, loss in losses.items()])
-    falls = list(losses.values()) == sorted(losses.values(), reverse=True)
-    return f"By the length of its schedule `none` ends at {told}" + (": it still falls." if falls else ".")
-
-
-def cost(kept: Path = KEPT) -> str:
-    """Core-hours of training by stage, from the speeds that the rows have; every run has one thread."""
-    told = []
-    for stage in STAGES:
-        hours = sum(map(_hours, (kept / stage).glob("*/metrics.jsonl")))
-        told += [f"{COSTS[stage]} {hours:.1f}"] if hours else []
-    return f"Core-hours of training, on a machine whose load varied: {together(told)}." if told else ""
-
-
-def _hours(path: Path) -> float:
-    rows = [row for row in read_metrics(path) if "tokens_per_second" in row]
-    before = [0, *(row["tokens"] for row in rows)]
-    return (
-        sum((row["tokens"] - last) / row["tokens_per_second"] for row, last in zip(rows, before, strict=False)) / 3600
-    )
 
 
 def section(kept: Path = KEPT) -> str:
     """All of it, from the rows."""
     parts = [OPENING, "", "`python runs/settled.py`", "", *summary(kept)]
-    for stage, title in (("A", "A. Byte pairs:"), ("A-20000", LONGER), ("B", f"B. {WORDS}")):
-        arms = read(stage, kept)
-        told = _stage(stage, arms, kept) if arms else ["Not afforded: none of these runs has ended."]
-        parts += [title, "", *told, ""]
+    for stage, title in (
+        ("A", "A. Byte pairs, 10,000 steps:"),
+        ("A-20000", f"{LONGER}\n{precision(kept)}".rstrip()),
+        ("B", f"B. {WORDS}"),
+    ):
+        parts += [title, "", *_stage(stage, read(stage, kept), kept), *open_seeds(stage, kept), ""]
     texts = (tuning(kept), short_tuning(kept), budgets(kept), cost(kept), words_untuned(kept))
     parts += [part for text in texts if text for part in (text, "")]
     for stage, picture in PICTURES.items():
-        if arms := read(stage, kept):
-            shown = f"{len(arms)} arms, {ENDS[stage]:,} steps: perplexity, entropy and spectrum"
+        if "none" in (arms := read(stage, kept)):
+            shown = f"{together(list(arms))} over {ENDS[stage]:,} steps: perplexity, entropy and spectrum"
             parts += [f"![{shown}]({picture})", ""]
     return "\n".join(parts)
 
 
 def _stage(stage: str, arms: Arms, kept: Path) -> list[str]:
-    missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in (("none", *ARMS) if stage == "A" else arms)}
-    open_ones = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
-    lines = [answer(arms, how_tuned(stage, kept)), "", *table(arms, rates(stage, kept)), ""]
+    if "none" not in arms:
+        return ["Not afforded: no run of `none` has ended."]
     change = longer(kept) if stage == "A-20000" else ""
+    lines = [answer(arms, how_tuned(stage, kept)), "", *table(arms, rates(stage, kept)), ""]
     lines += [part for text in (change, course(arms), localises(arms)) if text for part in (text, "")]
-    lines += [turns(arms), *floors(stage)]
-    return [*lines, "", f"Seeds that have not ended: {open_ones}."] if open_ones else lines
+    return [*lines, turns(arms), *floors(stage)]
+
+
+def open_seeds(stage: str, kept: Path = KEPT) -> list[str]:
+    """How many seeds of each arm are missing, and where those that were begun stand."""
+    arms = read(stage, kept)
+    missing = {arm: SEEDS[stage] - len(arms.get(arm, {})) for arm in JUDGED[stage]}
+    if not any(count > 0 for count in missing.values()):
+        return []
+    counts = together([f"`{arm}` {count}" for arm, count in missing.items() if count > 0])
+    begun = [f"`{name}` is at step {step:,}" for name, step in begun_runs(stage, kept).items()]
+    return ["", f"Seeds that have not ended: {counts}" + (f" ({together(begun)})." if begun else ".")]
 
 
 def between(text: str, begin: str, end: str, new: str) -> str:
@@ -299,10 +239,12 @@ def between(text: str, begin: str, end: str, new: str) -> str:
 
 
 def take(out: Path) -> None:
-    """Copy the rows of ended runs."""
-    for path in sorted((out / "rows").glob("*/*/metrics.jsonl")):
-        target = KEPT / path.parent.parent.name / path.parent.name / path.name
-        if path.parent.parent.name in STAGES:
+    """Copy the rows of runs: of those on their way what is new, of ended ones all."""
+    for path in (path for part in ("runs", "rows") for path in sorted((out / part).glob("*/*/metrics.jsonl"))):
+        stage, run = path.parts[-3:-1]
+        target = KEPT / stage / run / path.name
+        known = target.stat().st_size if target.exists() else 0
+        if stage in STAGES and (path.is_relative_to(out / "rows") or path.stat().st_size > known):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
 
@@ -312,7 +254,8 @@ def draw(stage: str) -> None:
     from locater.report.curves import curves
 
     runs = [run for some in read(stage).values() for run in some.values()]
-    figures.save(curves(compare_all(runs, folder=stage, against="none")), PAGE.with_name(PICTURES[stage]))
+    document = compare_all(runs, folder=stage, against="none")
+    figures.save(curves(document, beside=list(ARMS)), PAGE.with_name(PICTURES[stage]))
 
 
 def main() -> None:

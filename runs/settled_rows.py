@@ -18,6 +18,7 @@ KEPT = Path(__file__).parent / "measured" / "settle"
 STAGES = ("tune", "rates", "A", "A-20000", "B-rates", "B-tuned", "B")
 LOCATERS = ("held", "released")
 SEEDS = {"A": 5, "A-20000": 3, "B": 3}
+JUDGED = {"A": ("none", *ARMS), "A-20000": ("none", "held"), "B": ("none", "held")}
 ENDS = {
     "A": int(LENGTHS["A"]),
     "A-20000": 20_000,
@@ -44,6 +45,14 @@ def _parts(stage: str, kept: Path) -> Iterator[tuple[str, Arms]]:
             if ENDS[stage] in run.validations:
                 ended.setdefault(run.arm, {})[run.seed] = run
         yield part, {arm: runs for arm, runs in ended.items() if part == stage or len(runs) >= FEWEST}
+
+
+def begun_runs(stage: str, kept: Path = KEPT) -> dict[str, int]:
+    """By name, the last step in the rows of runs that are not at their schedule's end."""
+    ended = {f"{arm}-seed{seed}" for arm, runs in read(stage, kept).items() for seed in runs}
+    paths = sorted((kept / stage).glob("*/metrics.jsonl"))
+    found = {path.parent.name: read_metrics(path) for path in paths if path.parent.name not in ended}
+    return {name: rows[-1]["step"] for name, rows in found.items() if rows}
 
 
 def rates(stage: str, kept: Path = KEPT) -> dict[str, float]:

@@ -40,7 +40,7 @@ class Ratio(NamedTuple):
     @property
     def shown_p(self) -> str:
         """What is left of p after Holm's correction, where the interval alone would mislead."""
-        return f", p = {self.estimate.adjusted:.2g} of two forms" if self.said == "a lead is not sure" else ""
+        return f", p = {self.estimate.adjusted:.2g} for two forms" if self.said == "a lead is not sure" else ""
 
     def __str__(self) -> str:
         one = self.estimate

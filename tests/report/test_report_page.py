@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from command import locater
+from locater.behaviour import APART, ESTIMATED
 from locater.cli.report import read_source
 from locater.monitor.alarms import Alarm
 from locater.monitor.report import LayerReport, Report
@@ -61,9 +62,9 @@ def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
         dict(estimated_near_mass=near, estimated_near_mass_interval=[near - 0.1, near + 0.1]) for near in (0.9, 0.1)
     ]
     estimated = " ".join(sentences(scanned(*(head(0, n, **mass) for n, mass in enumerate(masses)))))
-    assert "1 of 2 heads probably looks mostly at the 16 nearest tokens (estimated from the weights, the first token left out)" in estimated
+    assert f"1 of 2 heads probably looks mostly at the 16 nearest tokens ({ESTIMATED}, {APART})" in estimated
     alone = " ".join(sentences(scanned(head(0, 0, **masses[1]))))
-    assert "The only head probably looks mostly beyond the 16 nearest tokens (estimated from the weights, the first token left out)" in alone
+    assert f"The only head probably looks mostly beyond the 16 nearest tokens ({ESTIMATED}, {APART})" in alone
 
 
 def test_a_page_begins_with_what_heads_do():

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from locater import scan
-from locater.behaviour import NOT_ESTIMATED, RECORD, Told, looks
+from locater.behaviour import APART, ESTIMATED, NOT_ESTIMATED, RECORD, Told, looks
 from locater.head import Head
 from locater.models.config import SCALED
 from locater.positions import Rotary
@@ -264,12 +264,13 @@ def test_words_of_behaviour_come_from_the_estimate_only():
     whole = scan(model("llama"))
     told = [one.sentence for one in replace(whole, heads=(near, far, unsure, unknown)).behaviour()]
     assert told == [
-        "1 of 3 heads probably looks mostly at the 16 nearest tokens (estimated from the weights, the first token left out).",
+        f"1 of 3 heads probably looks mostly at the 16 nearest tokens ({ESTIMATED}, {APART}).",
         "1 of 3 heads probably looks mostly beyond the 16 nearest tokens.",
         "1 head is too close to call; 1 has no estimate.",
         RECORD,
         "Look first at decoder 0.0, which probably looks mostly at the 16 nearest tokens (90%, likely 0% to "
-        "100%); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (90%, likely 0% to 100%).",
+        "100%); decoder 0.1, which probably looks mostly beyond the 16 nearest tokens (90%, likely 0% to 100%): "
+        "the surest estimates.",
     ]
     told = [one.sentence for one in replace(whole, heads=(near, far, unknown)).behaviour()]
     assert told[2:4] == ["1 head has no estimate.", RECORD]

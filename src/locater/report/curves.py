@@ -32,11 +32,14 @@ STUDY_COLOURS = (*COLOURS, "#444444")  # then the same with dashes
 FEW = 6  # more names than these stand beside the axes, not on them
 
 
-def curves(document: Json) -> "Figure":
-    """Six panels over the steps; a band of one standard error where an arm has several seeds."""
+def curves(document: Json, *, beside: Sequence[str] = ()) -> "Figure":
+    """Six panels over the steps; a band of one standard error where an arm has several seeds.
+
+    `beside`: the arms of a picture next to it, so that an arm looks the same in both.
+    """
     figure, axes = canvas(6, size=(14.5, 7))
     figure.set_layout_engine("constrained")
-    styles = _styles([arm["arm"] for arm in document["arms"]], document["against"])
+    styles = _styles([*beside, *(arm["arm"] for arm in document["arms"])], document["against"])
     score = document["score"]
     names = [score, *(name for name in TITLES if name not in ("perplexity", "loss"))]
     for panel, name in zip([axes[0], *axes[2:]], names, strict=True):
@@ -81,6 +84,7 @@ def _training(panel: "Axes", document: Json, styles: dict[str, dict[str, Any]]) 
 
 def _draw(panel: "Axes", document: Json, curve_of: dict[str, dict], styles: dict[str, dict]) -> None:
     drawn = [(curve, styles[arm]) for arm, curve in curve_of.items()]
+    panel.locator_params(axis="x", nbins=5)  # more than five labels of five digits run into each other
     for curve, style in drawn:
         every = max(1, len(curve["step"]) // 8)
         panel.plot(curve["step"], curve["mean"], **style, lw=1.6, ms=4, markevery=every)

@@ -58,9 +58,9 @@ def conclude(rows: list[Json]) -> Answer:
         f"{variant}: {'; '.join(_said(word, seeds) for word, seeds in found[variant].items())}" for variant in others
     ]
     return Answer(
-        f"Among points with |tr W| ≤ λ and the same deviation, the share that collapses in rank or entropy is the same "
-        f"with and without a word of the theory in {len(same)} of {len(variants)} variants (Mantel–Haenszel).",
-        f"It differs in {'; in '.join(told) or 'none'} (means over seeds, and their range).",
+        f"Points that the theory calls localized collapse in rank or entropy as often as others of the same deviation, "
+        f"in {len(same)} of {len(variants)} variants (|tr W| ≤ λ, Mantel–Haenszel).",
+        f"The share that collapses differs in {'; in '.join(told) or 'none'} (means over seeds, and their range).",
         table=_table(rows, found),
     )
 

@@ -95,8 +95,9 @@ def _scale(rows: list[Json]) -> str:
 def _directions(rows: list[Json]) -> str:
     """Means of how many directions W keeps, as far as they were measured."""
     counts = {name: by_seed(rows, "", name, "directions") for name in ("locater-1e-2", "decay-5", "none")}
-    told = together([f"{fmean(some.values()):.1f} with {name}" for name, some in counts.items() if some])
-    return f"W keeps {told} of its directions. " if told else ""
+    shown = {"none": "nothing"}
+    told = [f"{fmean(some.values()):.1f} with {shown.get(name, name)}" for name, some in counts.items() if some]
+    return f"Of its directions W keeps {together(told)}. " if told else ""
 
 
 QUANTITIES = {

@@ -48,7 +48,7 @@ def conclude(rows: list[Json]) -> Answer:
     collapsed = sum(row["residual"] < RANK_COLLAPSE for row in normed)
     return Answer(
         f"In {deepest} layers of attention alone with nearly equal eigenvalues (deviation ≤ {SMALL} λ): "
-        f"{_told(bare, SMALL)}; a mean helps the rank more there than at deviations ≥ {LARGE:g} λ, by "
+        f"{_told(bare, SMALL)}. A mean helps the rank more there than at deviations ≥ {LARGE:g} λ, by "
         f"{next((str(one.estimate) for one in reversed(found) if 'alone' in one.of), '(not measured)')}.",
         f"With a residual stream and norms rank collapses on {collapsed} of {len(normed)} points.",
         found,
@@ -57,13 +57,15 @@ def conclude(rows: list[Json]) -> Answer:
 
 
 def _told(rows: list[Json], most: float) -> str:
-    """Rank residual and entropy at each trace, means over deviations and seeds."""
+    """Name what collapses at each trace, by means over deviations and seeds of rank residual and entropy."""
     told = []
     for trace in sorted({row["trace"] for row in rows}):
         some = [row for row in rows if row["trace"] == trace and row["deviation"] <= most]
         if some:
             residual, entropy = (fmean(row[name] for row in some) for name in ("residual", "entropy"))
-            told.append(f"{residual:.2f} of the rank residual and entropy {entropy:.2f} at tr W = {trace:g} λ")
+            fallen = ["rank"] * (residual < RANK_COLLAPSE) + ["entropy"] * (entropy < ENTROPY_COLLAPSE)
+            shown = f"rank residual {residual:.2f}, entropy {entropy:.2f}"
+            told.append(f"at tr W = {trace:g} λ {together(fallen) or 'nothing'} collapses ({shown})")
     return together(told) or "not measured"
 
 

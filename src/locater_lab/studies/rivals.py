@@ -175,7 +175,7 @@ def conclude(rows: list[Json]) -> Answer:
 def _where_it_fails(found: dict[float, list[Finding]]) -> str:
     blamed = blamed_on_attention(found)
     if not blamed:
-        return f"No rate has {CONTROL} below none and uniform attention not below it{_both_below(found)}."
+        return f"At no rate is {CONTROL} below none and uniform attention not{_both_below(found)}."
     shown = together([f"{rate:g}" for rate in blamed])
     told = tally([one for one in found[blamed[0]] if one.of != UNIFORM])
     return (
@@ -195,7 +195,7 @@ def _both_below(found: dict[float, list[Finding]]) -> str:
         f"at {rate:g} by {-words[rate][CONTROL].estimate.value:.3f} and {-words[rate][UNIFORM].estimate.value:.3f}"
         for rate in lost
     )
-    return f"; both are below it {shown}: none learns worse than no attention there, and {CONTROL} keeps its use"
+    return f"; both are below it {shown}: uniform attention would be better than what none learns there"
 
 
 STUDY = Study(
