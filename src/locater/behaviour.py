@@ -151,7 +151,7 @@ VOCABULARY = (
         is_low=True,
         is_apart=True,
         is_uneven=True,
-        margin=0.05,
+        margin=0.1,
     ),
 )
 

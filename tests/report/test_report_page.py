@@ -79,7 +79,7 @@ def test_a_page_begins_with_what_heads_do():
     steps = {"schema": "locater.steps/1", "source": "run", "steps": []}
     heads = [{"layer": 0, "head": n, **numbers} for n, numbers in enumerate(seen)]
     (view,) = views_of([steps | {"steps": [{"step": 1, "heads": heads}]}])
-    assert does(view).words == [[("one token", "near"), ("first token", "one token", "near")]]
+    assert does(view).words == [[("one token", "near"), ("first token", "one token")]]
 
 
 def test_two_models_are_compared_in_words():
