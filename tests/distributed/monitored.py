@@ -91,7 +91,7 @@ def gap(make, wrap, mesh, *, shares_texts: bool) -> float:
         counted = dist.all_gather = Counted()
         found = monitor.report()
     dist.all_gather = counted.call
-    assert counted.number == 1 or monitor.seen.unknown is not None, counted.number
+    assert counted.number == 1 or not monitor.seen.is_known, counted.number
     assert not found.notes, found.notes
     times = 2 if shares_texts else 1
     assert [layer.num_queries for layer in found.training] == [times * n.num_queries for n in expected.training]

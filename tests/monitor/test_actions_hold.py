@@ -172,7 +172,7 @@ def test_what_undoes_a_roll_back_is_told_once():
     action.begin(model, host, None)
     action(Event(Report(1, ()), model, host))
     found = []
-    for _ in range(6):
+    for _ in range(12):
         stubborn.step()
         found.append(action.check(host))
     told = [words for words in found if words]

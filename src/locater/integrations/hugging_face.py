@@ -90,8 +90,9 @@ class _Host:
     def stop(self) -> None:
         self.control.should_training_stop = True
 
-    def save(self, path: Path | None) -> None:
+    def save(self, path: Path | None) -> str:
         self.control.should_save = True
+        return "by the trainer, as one of its own checkpoints"
 
 
 def _host(control: TrainerControl, given: dict[str, Any]) -> _Host:

@@ -78,8 +78,10 @@ class _Host:
     def stop(self) -> None:
         self.trainer.should_stop = True
 
-    def save(self, path: Path | None) -> None:
-        self.trainer.save_checkpoint(path or Path(self.trainer.default_root_dir) / "alarm.ckpt")
+    def save(self, path: Path | None) -> str:
+        path = path or Path(self.trainer.default_root_dir) / "alarm.ckpt"
+        self.trainer.save_checkpoint(path)
+        return f"to {path}"
 
 
 class AttentionCallback(Callback):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..errors import missing, refusal
 from ..models.live.watch import Sample
-from ..records import State
+from ..records import State, write
 from .report import RESTING, SERIOUS, Report
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Host(Protocol):
     @property
     def others(self) -> Sequence[Any]: ...
     def stop(self) -> None: ...
-    def save(self, path: Path | None) -> None: ...
+    def save(self, path: Path | None) -> str: ...  # where to, in words
 
 
 @dataclass
@@ -67,7 +67,7 @@ class OwnLoop:
     def stop(self) -> None:
         self.should_stop = True
 
-    def save(self, path: Path | None) -> None:
+    def save(self, path: Path | None) -> str:
         if path is None:
             raise missing("a path for the checkpoint", "pass Checkpoint(path)")
         state: State = {"model": self.model.state_dict()}
@@ -76,8 +76,13 @@ class OwnLoop:
             state["optimizer"] = states[0] if len(states) == 1 else states
         if self.others:
             state["others"] = [one.state_dict() for one in self.others]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path)
+
+        def put(temporary: Path) -> None:
+            with temporary.open("wb") as file:  # torch's own writer says of a full disk that a position is unexpected
+                torch.save(state, file)
+
+        write(path, put)
+        return f"to {path}"
 
 
 @dataclass
@@ -162,10 +167,9 @@ class Checkpoint(Action):
     def __call__(self, event: Event) -> None:
         if not self.is_done:
             path = self._path(event.report.step)
-            event.host.save(path)
+            where = event.host.save(path)
             self.is_done = True
-            where = f" to {path}" if path is not None else " by the trainer"
-            event.say(f"saved the state after this step{where}, because of {event.reason}")
+            event.say(f"saved the state after this step {where}, because of {event.reason}")
 
     def state_dict(self) -> State:
         return {"is_done": self.is_done}
@@ -201,7 +205,7 @@ class Responses:
         lists = {kind: entry if isinstance(entry, list | tuple) else [entry] for kind, entry in table.items()}
         self.table = {kind: [_action(one) for one in entries] for kind, entries in lists.items()}
         self.lines: list[str] = []  # for the next report
-        self.failed: dict[Action, str] = {}  # what each said last of why it could not act
+        self.failed = set[tuple[Action, str]]()  # reasons that were said why one could not act
 
     def all(self) -> list[Action]:
         return list(dict.fromkeys(action for actions in self.table.values() for action in actions))
@@ -233,9 +237,9 @@ class Responses:
             act(event)
         except Exception as reason:  # whatever it is: the run goes on, and it is said once
             words = f"{type(action).__name__} could not act: {type(reason).__name__}: {reason}"
-            kind = re.sub(r"[\d.]+", "", words)  # the same reason with other numbers is no news
-            if self.failed.get(action) != kind:
-                self.failed[action] = kind
+            kind = action, re.sub(r"[\d.]+", "", words)  # the same reason with other numbers is no news
+            if kind not in self.failed:
+                self.failed.add(kind)
                 warnings.warn(words, stacklevel=4)
                 event.say(words)
 

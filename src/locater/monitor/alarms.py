@@ -15,6 +15,7 @@ from .trends import Trends
 
 SETTLED = 1000  # steps in which a head that learns anything has distinguished keys
 LEARNED = 0.95  # normalised entropy of the median head below: the model is not at its start, where it is about 0.99
+ALIKE = 1e-5  # residual of the first layer's input below: a text of one word repeated, in which nothing can collapse
 AWAKE = 0.99  # normalised entropy of a head at most: it tells keys apart, which a fresh one hardly does
 
 
@@ -47,7 +48,7 @@ SHARPEN: Remedies = (("RollBack", BACK), ("QKNorm", "QKNorm"), ("", SLOWLY))
 REVIVE: Remedies = (("", "less weight decay on queries and keys"),)
 REST: Remedies = (("", "an output gate or a learned sink, so that heads can rest without one, or to prune them"),)
 SPREAD: Remedies = (("RollBack", BACK), ("", f"{SLOWLY}, larger residual branches or pre-LN"))
-RESTART: Remedies = (("", "the last good checkpoint with a lower learning rate (RollBack)"),)
+RESTART: Remedies = (("RollBack", BACK), ("", "a look at the data, and in front of the first layer named"))
 
 
 def choose_remedy(remedies: Remedies, layer: LayerReport, unfit: Collection[str]) -> str:
@@ -106,6 +107,9 @@ CONDITIONS = (
 )  # fmt: skip
 
 
+OF_TOKENS = ("rank collapse", RESTING[1])  # that tokens or keys are not told apart, which may be the text's doing
+
+
 class Alarms:
     """Finds the alarms of a report, and remembers what it takes to word and to excuse them.
 
@@ -133,10 +137,12 @@ class Alarms:
         """List the alarms of the layers of each mode, heads together, the worst first; `unfit` are no remedies."""
         found: list[Alarm] = []
         for mode, layers in judged.items():
+            alike = {one.block for one in layers if not one.layer and one.ranks.get("residual", 1) < ALIKE}
             entries = [
                 (rank, -_distance(condition, alarm), replace(alarm, mode=mode))
                 for layer in layers
                 for rank, condition in enumerate(CONDITIONS)
+                if condition.kind not in OF_TOKENS or layer.block not in alike
                 for alarm in self._judge_layer(layer, condition, unfit, self.trends if mode == "training" else Trends())
             ]
             found += [alarm for *_, alarm in sorted(entries, key=lambda entry: entry[:2])]

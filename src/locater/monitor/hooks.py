@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle as Handle
 
 from ..attention.calls import AttentionCall, in_backward
 from ..attention.capture import Hook, first_argument
@@ -37,12 +37,12 @@ class Hooks:
         self.num_observing, self.num_cached, self.num_passes, self.was_called = 0, 0, 0, False
         self.outside: set[str] = set()  # attention modules that ran outside of every pass
         self.was_transformed = False
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[Handle] = []
         self.owners: dict[str, list[AttentionModule]] = {}  # the layers that a module serves: several if they share it
         self.first_names: dict[int, str] = {}  # of modules that stand in several places, and are called in turn
         for name, module in self.modules.items():
             self.first_names.setdefault(id(module), name)
-        for site in () if seen.unknown else seen.sites:
+        for site in seen.sites if seen.is_known else ():
             if site.owner not in self.modules:
                 raise missing(f"a module `{site.owner}` around the queries of layer {site.number}")
             self.owners.setdefault(self._first_name(site.owner), []).append(site)
@@ -105,11 +105,6 @@ class Hooks:
         if self.outside:
             first, more = min(self.outside), f" and {len(self.outside) - 1} more" if len(self.outside) > 1 else ""
             yield f"`{first}`{more} ran outside of a call of the model itself, model(…): not looked at there"
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
 
     def _passes(self) -> list[WatchedPass | None]:
         if not hasattr(self.local, "passes"):

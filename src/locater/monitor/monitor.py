@@ -1,5 +1,6 @@
 """`AttentionMonitor`: statistics of a live model's attention, whatever kernel computes it, at a bounded cost."""
 
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from types import TracebackType
@@ -19,7 +20,7 @@ from ..records import State
 from .actions import LOG, Actions, Event, OwnLoop, Responses
 from .alarms import Alarm, Alarms, Thresholds
 from .finding import OF_WEIGHTS
-from .hooks import Hooks
+from .hooks import Handle, Hooks
 from .observation import Key, Observation
 from .places import exchange
 from .report import MODULE_INPUTS, LayerReport, Report
@@ -72,13 +73,15 @@ class AttentionMonitor:
         live = model if isinstance(model, Live) else Live(model)
         self.entry, self.sample = entry_of(live.module), live.sample
         self.every, self.scope, self.group, self.sinks = every, scope or Scope(), group, tuple(sinks)
-        self.seen = Observation(live, self.scope, self.is_due, group)
+        ask = weakref.WeakMethod(self.is_due)  # the model's hooks do not keep the monitor alive
+        self.seen = Observation(live, self.scope, lambda: (due := ask()) is not None and due(), group)
         self.weights = WeightsOfHeads(self.seen) if self.scope.weights else None
         self.trends, self.responses = Trends(), Responses(on_alarm)
         self.alarms = Alarms(thresholds or Thresholds(), self.trends)
         self.host: Any = OwnLoop.of(self.seen.model, optimizer)
         self.stabilisers: list[Any] = []  # that actions attached
         self.num_steps, self.was_blind = 0, False
+        self.failed: set[int] = set()  # sinks whose last report is lost
         self.hooks: Hooks | None = None
         self.first_call: FirstCall | None = None
         self.attach()
@@ -88,6 +91,10 @@ class AttentionMonitor:
         if self.hooks is None:
             self.hooks = Hooks(self.entry, self.seen)
             self.first_call = FirstCall(self.entry, self._try_actions) if self.responses.all() else None
+            handles = [*self.hooks.handles, *([self.first_call.handle] if self.first_call is not None else ())]
+            # One that nobody holds any more leaves too: a cell that is run again makes another.
+            self.leave = weakref.finalize(self, _leave, handles, self.responses)
+            self.leave.atexit = False
         return self
 
     def _try_actions(self, sample: Sample | None) -> None:
@@ -101,11 +108,8 @@ class AttentionMonitor:
     def detach(self) -> None:
         """Take the hooks off: nothing of the monitor and its actions stays in the model but attached stabilisers."""
         if self.hooks is not None:
-            self.hooks.remove()
-            self.hooks = None
-            self.responses.end()
-        if self.first_call is not None:
-            self.first_call.close()
+            self.leave()
+            self.hooks = self.first_call = None
 
     def __enter__(self) -> "AttentionMonitor":
         return self.attach()
@@ -160,18 +164,28 @@ class AttentionMonitor:
         if len(self.stabilisers) > num_attached:  # whether heads are read rightly may be another question now
             self.seen.found.differences.clear()
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(self.group) == 0:
-            for line in report.actions:
-                LOG.warning(line)
-            for sink in self.sinks:
-                sink.write(report)
+            self._write(report)
         return report
+
+    def _write(self, report: Report) -> None:
+        """Give sinks the report; one that fails (a full disk, no network) is told of once, until it writes again."""
+        for line in report.actions:
+            LOG.warning(line)
+        for number, sink in enumerate(self.sinks):
+            try:
+                sink.write(report)
+                self.failed.discard(number)
+            except Exception as reason:  # whatever it is, to be watched must not end a run
+                if number not in self.failed:
+                    self.failed.add(number)
+                    LOG.warning(f"step {report.step}: {type(sink).__name__} could not write: {reason}")
 
     def _layers(self, tallies: dict[Key, Tally], mode: Mode) -> tuple[LayerReport, ...]:
         found = []
         for index in self.seen.order:
             site, tally = self.seen.sites[index], tallies[index, mode]
             if tally.has_seen_any:
-                module = site.query_name if self.seen.unknown is not None else site.owner
+                module = site.owner if self.seen.is_known else site.query_name
                 place = site.block, self.seen.number(index), self.seen.indices(site)
                 found.append(LayerReport.of(*place, tally, self.seen.through.get(index, ""), module))
         return tuple(found)
@@ -244,5 +258,12 @@ class AttentionMonitor:
             action.load_state_dict(kept)
             action.resume(self.host)
         self.responses.lines = list(state.get("lines", ()))
-        if self.responses.is_pending and (self.sample is not None or self.seen.unknown is None):  # no need to wait
+        if self.responses.is_pending and (self.sample is not None or self.seen.is_known):  # no need to wait
             self._try_actions(self.sample)
+
+
+def _leave(handles: Sequence[Handle], responses: Responses) -> None:
+    """Take a monitor's hooks and its actions' factors off; nothing here holds the monitor."""
+    for handle in handles:
+        handle.remove()
+    responses.end()

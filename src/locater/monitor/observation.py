@@ -41,7 +41,7 @@ Key = tuple[int, Mode]  # a site's index, and what the pass was for
 class Observation:
     """Told of every pass by the hooks; `tallies` hold the sums, one per layer and mode.
 
-    `sites` are the layers that are known; in a model that is `unknown`, for the reason given, they are found by their
+    `sites` are the layers that are known; in a model that is not known they are found by their
     calls, in the order of these, and their heads by what came before, on a sample or in the first pass that is watched.
     """
 
@@ -53,12 +53,12 @@ class Observation:
         self.head_numbers = None if scope.head_numbers is None else tuple(sorted(set(scope.head_numbers)))
         self.layers = None if scope.layers is None else frozenset(scope.layers)
         self.modules = named_modules(self.model)
-        self.unknown: Refusal | None = None
+        self.is_known = True
         self.opened: LiveModel | None = None
         self.changes: list[str] | None = None  # of the model, from the code and config by which it is read
         self.left_out: list[str] = []  # reasons why layers that were found cannot be read
         self.sites = self._find_sites()
-        self.found = FoundHeads(live.module, live.sample, is_wanted=self.unknown is not None and scope.weights)
+        self.found = FoundHeads(live.module, live.sample, is_wanted=not self.is_known and scope.weights)
         self.generator = torch.Generator().manual_seed(0)
         self.lock = threading.Lock()  # passes of several threads add to one tally
         self.agreement = Agreement(self.modules, group)
@@ -83,10 +83,10 @@ class Observation:
             opened = open_live(model, family=family, heads=heads, tensors=WholeTensors(model))
             self.opened, found = opened, opened.sites
             known = [site for site in found if self._is_wanted(site)]
-        except Refusal as reason:
+        except Refusal:
             if heads or family is not None:
                 raise
-            self.unknown = reason
+            self.is_known = False
             return []
         self.left_out = [reason for site in found if not site.num_heads for reason in read_heads(site).refused]
         if not known and self.left_out:
@@ -152,7 +152,7 @@ class Observation:
             query_valid=query_valid, near=self.scope.near, blocks=self.scope.blocks,
         )  # fmt: skip
         is_plain = not (run.has_cached_keys and not self.model.training) and not is_packed(run.given)
-        if self.unknown is None and is_plain:
+        if self.is_known and is_plain:
             self.found.check(site, call, inputs)
         self.shown |= {"SoftCap"} if call.softcap is not None else set()
         x = call.x if inputs is None or inputs.x_query is None else inputs.x_query
@@ -244,7 +244,7 @@ class Observation:
 
         Some may have made no calls, or hold other stages of a pipeline.
         """
-        if has_others(self.group) and (self.unknown is not None or self.agreement.settled is None):
+        if has_others(self.group) and (not self.is_known or self.agreement.settled is None):
             self.agreement.agree(self.sites, self._append)
         if self.agreement.is_renamed:
             self.refused.add(RENAMED)
@@ -253,7 +253,7 @@ class Observation:
 
     def check(self, seen: Sequence[LayerReport], *, has_run: bool) -> None:
         """Refuse a model whose passes showed nothing; note what they did not show of one that no table knows."""
-        if self.unknown is None:
+        if self.is_known:
             return
         if has_run and not seen:
             if self.refused:

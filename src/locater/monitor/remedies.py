@@ -1,25 +1,24 @@
 """Two remedies that come at an alarm: the last good state with a lower learning rate, and a stabiliser."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import missing, refusal, within
+from ..errors import counted, missing, refusal, within
 from ..models.live.rate_factor import factor_on, rates, release_factor
 from ..models.live.tensors import called
 from ..models.live.watch import Sample, quietly, run_sample
+from ..models.live.write_check import Idle
 from ..records import State
 from .actions import Action, Event, Host
 from .kept import Kept, keep, put_back
 
 if TYPE_CHECKING:
     from ..stabilisers import Stabiliser
-
-PATIENCE = 3  # steps of the monitor in which an optimiser that trains has stepped; a loss scaler leaves some out
 
 
 class RollBack(Action):
@@ -41,7 +40,7 @@ class RollBack(Action):
         self.last: Kept | None = None
         self.candidate: Kept | None = None
         self.optimizers: list[Optimizer] = []
-        self.unchecked: dict[int, tuple[int, int]] = {}  # optimisers, how many steps had the factor, and tries
+        self.idle = Idle(())
         self.undone: list[str] = []
         self.was_told = False
 
@@ -55,7 +54,9 @@ class RollBack(Action):
 
     def resume(self, host: Host) -> None:
         """Put the factor on every optimiser."""
-        self.optimizers = list(host.optimizers)
+        if self.optimizers != list(host.optimizers):
+            self.idle.close()
+            self.optimizers, self.idle = list(host.optimizers), Idle(host.optimizers)
         for optimizer in self.optimizers:
             factor_on(optimizer).parts[id(self)] = self.rate
 
@@ -64,17 +65,19 @@ class RollBack(Action):
         self.candidate = keep(event.report.step, event.model, event.host)
 
     def __call__(self, event: Event) -> None:
-        if self.num_done >= self.most:
-            self._give_up(event)
-            return
         if self.last is None:
             self.last = keep(event.report.step, event.model, event.host)
+        if self.num_done >= self.most:
+            self._give_up(event, f"{counted(self.num_done, 'time')} did not end it")
+            return
+        if not _all_finite(self.last["model"].values()):
+            self._give_up(event, "the weights were not finite at the start; load a checkpoint from before")
+            return
         before = rates(event.host.optimizers)
         put_back(self.last, event.model, event.host, self.undone.append)
         self.num_done, self.candidate = self.num_done + 1, self.last
         self.rate *= self.factor
         self.resume(event.host)
-        self.unchecked = {n: (factor_on(one).num_scaled, 0) for n, one in enumerate(self.optimizers)}
         now = rates(event.host.optimizers)
         words = ", ".join(f"{a:.3g} to {b:.3g}" for a, b in zip(before, now, strict=True))
         where = "at the start" if self.last["step"] is None else f"after step {self.last['step']}"
@@ -83,36 +86,30 @@ class RollBack(Action):
             f"rate from now on ({words}), {self.num_done} of {self.most}"
         )
 
-    def _give_up(self, event: Event) -> None:
+    def _give_up(self, event: Event, why: str) -> None:
+        if not self.was_told:
+            remedy = "" if self.then is not None else "; then=Stop() would end the run"
+            event.say(f"not rolled back, in spite of {event.reason}: {why}{remedy}")
         if self.then is not None:
             self.then(event)
-        elif not self.was_told:
-            event.say(
-                f"not rolled back: {self.most} times were allowed, {event.reason} goes on; then=Stop() would end it"
-            )
         self.was_told = True
 
     def check(self, host: Host) -> str | None:
-        """Did the steps since the last roll-back have the factor, and the weights stay where they were put?"""
+        """Do the optimisers step, with the factor, and did the weights stay where they were put?"""
         reasons, self.undone = self.undone, []
-        for number, (before, tries) in list(self.unchecked.items()):
-            factor = factor_on(self.optimizers[number])
-            kind = f"optimiser {number} ({type(self.optimizers[number]).__name__})"
-            if factor.was_undone:
-                factor.was_undone = False
+        for number, optimizer in enumerate(self.optimizers):
+            factor = factor_on(optimizer)
+            if factor.was_undone and not factor.was_told:
+                factor.was_told = True
+                kind = f"optimiser {number} ({type(optimizer).__name__})"
                 reasons.append(f"{kind} sets its learning rate within its step")
-            if factor.num_scaled > before or factor.was_undone:
-                del self.unchecked[number]
-            elif tries + 1 >= PATIENCE:
-                del self.unchecked[number]
-                reasons.append(f"{kind} has not stepped since: is it the one that trains?")
-            else:
-                self.unchecked[number] = before, tries + 1
-        return f"the roll-back was undone: {'; '.join(reasons)}" if reasons else None
+        reasons += [words] if (words := self.idle.check()) else []
+        return f"RollBack does not hold: {'; '.join(reasons)}" if reasons else None
 
     def end(self) -> None:
         for optimizer in self.optimizers:
             release_factor(optimizer, self)
+        self.idle.close()
         self.optimizers = []
 
     def state_dict(self) -> State:
@@ -157,7 +154,7 @@ class Attach(Action):
             if self.pending is not None:
                 self._attach(model, host)
                 return
-            if not _is_finite(model):  # nothing can be tried on such weights; at an alarm it is said
+            if not _all_finite(model.parameters()):  # nothing can be tried on such weights; at an alarm it is said
                 return
             with torch.random.fork_rng(devices=[]):
                 tried = self._make(model, host)
@@ -202,7 +199,7 @@ class Attach(Action):
     def __call__(self, event: Event) -> None:
         if self.stabiliser is not None:
             return
-        if not _is_finite(event.model):
+        if not _all_finite(event.model.parameters()):
             if not self.was_told:
                 remedy = "go back to a checkpoint, or act by RollBack"
                 event.say(f"not attached {self.name}: the weights are not finite, and none mends that; {remedy}")
@@ -224,8 +221,8 @@ class Attach(Action):
         self.pending, self.was_told = state.get("stabiliser"), state.get("was_told", False)
 
 
-def _is_finite(model: nn.Module) -> bool:
-    return all(bool(one.isfinite().all()) for one in model.parameters())
+def _all_finite(tensors: Iterable[Any]) -> bool:
+    return all(bool(one.isfinite().all()) for one in tensors if isinstance(one, torch.Tensor))
 
 
 def _for_vectors(optimizers: Sequence[Optimizer]) -> Optimizer:

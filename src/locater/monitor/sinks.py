@@ -40,8 +40,9 @@ class JsonLines:
         with self.path.open("ab") as file:
             if not self.is_whole and file.tell():
                 file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-            self.is_whole = True
+            self.is_whole = False  # until all of it is there: a disk may be full
             file.write(line.encode("utf-8"))
+        self.is_whole = True
 
     def close(self) -> None: ...
 

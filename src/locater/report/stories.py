@@ -118,7 +118,10 @@ def _worst(wrong: Sequence[Json]) -> str:
 
 def _tried(lines: Sequence[str]) -> str:
     """List what was done, without the reasons, which are in the alarms; of many lines the first and the last."""
-    short = [re.sub(r", because of [^;]*(; the weights.*)?| from now on \(.*", "", line).rstrip(".") for line in lines]
+    short = [
+        re.sub(r", because of [^;]*(; the weights.*)?|, in spite of [^:]*| from now on \(.*", "", line).rstrip(".")
+        for line in lines
+    ]
     short = [re.sub(r"; (?=[\d.]+ times)", " with ", line) for line in short]
     if (further := len(short) - MOST_NAMED) > 0:
         short[MOST_NAMED - 1 : -1] = [f"{further} more"]

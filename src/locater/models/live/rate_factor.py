@@ -20,11 +20,11 @@ _FACTORS: "WeakKeyDictionary[Optimizer, RateFactor]" = WeakKeyDictionary()
 
 
 class RateFactor:
-    """The factors on one optimiser's rates, by who asked for them, and how many steps have had them."""
+    """The factors on one optimiser's rates, by who asked for them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.parts: dict[int, float] = {}
-        self.num_scaled, self.was_undone = 0, False
+        self.was_undone = self.was_told = False
         self.held: list[tuple[dict[str, Any], Any, Any]] = []  # groups, their own rates, and those that they step with
         self.handles = [
             optimizer.register_step_pre_hook(self._before),
@@ -47,7 +47,6 @@ class RateFactor:
             else:
                 group["lr"] = rate * self.value
                 self.held.append((group, rate, group["lr"]))
-        self.num_scaled += 1
 
     def _after(self, optimizer: Optimizer, *further: object) -> None:
         for group, own, scaled in self.held:

@@ -225,7 +225,7 @@ class FirstCall:
         come = weakref.WeakMethod(self._come)  # who waits is not kept alive by the model
 
         def tell(own: Callable[[], Any], module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-            if (waiting := come()) is not None:
+            if (waiting := come()) is not None and not is_unwatched():  # another's trial is not the call
                 waiting(module, args, kwargs)
 
         disabled: Any = torch.compiler.disable(tell)

@@ -3,6 +3,7 @@
 Master weights are looked for in the optimiser, and hidden ones refused.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .tensors import unwrap
 
 HALF = (torch.bfloat16, torch.float16)
 TRIES = 3  # steps after which a parameter without an owner is taken to be updated in place
+PATIENCE = 10  # steps of ours in which an optimiser that trains has stepped; a loss scaler leaves some out
 DEPTH = 4  # of lists and tables within an optimiser that may hold copies
 KEPT = "parameters that keep what is written into them"
 OVERWRITTEN = "an optimiser that writes a copy of its own over them (master weights)"
@@ -67,6 +69,7 @@ class WriteCheck:
         self.hook: Any = None
         self.doubtful = list(parameters)
         optimizers = several(optimizer)
+        self.idle = Idle(optimizers)
         for one in optimizers or [None]:
             self.doubtful = in_doubt(self.doubtful, one)
         if self.doubtful:
@@ -93,6 +96,8 @@ class WriteCheck:
     @torch.no_grad()
     def check(self) -> None:
         """Refuse where the last step undid a change; call it after the optimiser's step, before anything is written."""
+        if words := self.idle.check():
+            warnings.warn(words, stacklevel=3)
         marks, self.marks, self.tries = self.marks, [], self.tries + 1
         for optimizer in self.stepped if not marks else ():
             self.doubtful = in_doubt(self.doubtful, optimizer)
@@ -102,12 +107,40 @@ class WriteCheck:
                 raise refusal(KEPT, OVERWRITTEN, f"{self.remedy}, or {NAME_IT}")
             mark.entry.copy_(mark.before)
         if not self.doubtful or (marks and all(mark.is_owned for mark in marks)) or self.tries > TRIES:
-            self.close()
+            self._settle()
 
     def close(self) -> None:
+        self.idle.close()
+        self._settle()
+
+    def _settle(self) -> None:
         if self.hook is not None:
             self.hook.remove()
             self.hook, self.stepped = None, []
+
+
+class Idle:
+    """Tells of an optimiser that does not step: perhaps another was made, which trains in its place."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        inner = {one: inner_optimizer(one) for one in optimizers}
+        self.names = {own: f"optimiser {n} ({type(own).__name__})" for n, own in enumerate(inner.values()) if own}
+        self.since = dict.fromkeys(self.names, 0)
+        self.handles = [own.register_step_pre_hook(_weakly(self._stepped)) for own in self.names]
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self.since[optimizer] = 0
+
+    def check(self) -> str:
+        """Name each, once, that has not stepped in PATIENCE calls of this."""
+        self.since = {own: count + 1 for own, count in self.since.items()}
+        idle = [self.names[own] for own, count in self.since.items() if count == PATIENCE + 1]
+        words = f"has not stepped for {PATIENCE} steps: is it the one that trains?"
+        return f"{', '.join(idle)} {words}" if idle else ""
+
+    def close(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
 
 
 def in_doubt(parameters: Iterable[Tensor], optimizer: Optimizer | None) -> list[Tensor]:

@@ -209,6 +209,8 @@ class Pair:
         Half to the query and half to the key; shared or frozen keys leave it all to the query. In latent attention
         q_nope and k_nope by √γ, q_rope by γ, the shared k_rope as it is (Kimi's MuonClip).
         """
+        if not any(rows.weight.is_trained for rows in self.sides):  # frozen since: what stands still needs no clip
+            return
         moved = [rows for rows in self.sides if rows.weight.is_trained and rows.num_heads == self.query.num_heads]
         if not moved or (self.key_inner is not None and not self.query.weight.is_trained):
             raise refusal("trained queries to clip, where keys are shared", f"frozen ones in {self.name}")
