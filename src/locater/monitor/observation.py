@@ -41,8 +41,8 @@ Key = tuple[int, Mode]  # a site's index, and what the pass was for
 class Observation:
     """Told of every pass by the hooks; `tallies` hold the sums, one per layer and mode.
 
-    `sites` are the layers that are known; in a model that is not known they are found by their
-    calls, in the order of these, and their heads by what came before, on a sample or in the first pass that is watched.
+    `sites` are the layers of a model that is known; of any other they are found by their calls, in the order of these,
+    and their heads by what came before, on a sample or in the first pass that is watched.
     """
 
     def __init__(
