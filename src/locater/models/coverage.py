@@ -8,7 +8,7 @@ being run (`by the table, not run`).
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from .config import Asked, Cell, Config, ask, resolve
 from .module import AttentionModule, Stack
 from .neighbours import (
     Surroundings,
+    asked_for,
+    listed_entries,
     lost_norm,
     misplaced_bias,
     missing_layers,
@@ -79,7 +81,7 @@ def coverage_of(family: Family, config: Config, stacks: tuple[Stack, ...], *, pr
     reasons += [reason for stack in stacks for check in (uneven_layers, *checks) if (reason := check(stack))]
     if not partial:
         around, tensors = Surroundings.of(module for stack in stacks for module in stack), stacks[0][0].tensors
-        reasons += _first("not in the heads", unknown_neighbours(around, tensors))
+        reasons += _first("not in the heads", unknown_neighbours(around, tensors, family))
         unread = unread_queries(around, tensors.names)
         reasons += (
             [f"{len(unread)} further tensors that look like queries, such as `{unread[0][:120]}`"] if unread else []
@@ -119,11 +121,9 @@ TELLING = re.compile(
     r"|shared?_kv|kv_share|cosine_att|^per_layer_config$|(^|_)log_?n(_|$)|logn|length_scal|differential|token_shift|hadamard"
     r"|quarot|spinquant|^rotate|cross_layer|cla_factor|mixture_of_heads|pos_type|max_logit|tanh_cap|(^|_)mup(_|$)"
     r"|normali[sz]ation$|norm_kind|ln_type|layernorm_type|plus_one|zero_cent|use_(rms_?norm|ln$|layer_?norm)|^(pre|post)_?norm$"
-    r"|embedding_norm|hidden_norm"
+    r"|embedding_norm|hidden_norm|mup|^norm(_class_name|_kind)?$|kv_heads?$|prefix_lm|pos_emb"
 )
-OFF = re.compile(r"(use_)?(rope|rotary)$")  # switches whose false says as much as another's true
-# Words that say what the code of a declared type settles.
-UNDECLARED = re.compile(TELLING.pattern + r"|mup|norm(_class_name|_kind)?$|kv_heads?$|bidirectional|prefix_lm|pos_emb")
+OFF = re.compile(r"(use_)?(rope|rotary)$|causal")  # switches whose false says as much as another's true
 # Names with such words that say nothing of a logit, or repeat what tensors show.
 HARMLESS = re.compile(
     r"drop|implementation|init|num_.*heads|n_head|head_dim|max_position|max_relative|(?<!alibi_)bias$|output_attentions|return_"
@@ -133,12 +133,21 @@ HARMLESS = re.compile(
 )
 
 NOTHING = (None, False, 0, "", "none", "default", "absolute", [], {})
-READ_ELSEWHERE = ("quantization_config", "quantization")  # by who makes numbers of the codes
+# By who makes numbers of the codes, or by nobody: words of the user.
+READ_ELSEWHERE = ("quantization_config", "quantization", "id2label", "label2id", "task_specific_params")
 UNDIVIDED = ("per_layer_config",)  # a table that says anything of a layer
 
 
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
-    """The telling entries of a config, nested ones by their path, that no row asks for."""
+    """The entries of a config that may change a logit, nested ones by their path, and that no row asks for."""
+    asked = asked_by_rows(family, config, stacks)
+    # An entry counts as asked for where a table around it was taken whole.
+    paths = {*telling(config.values, listed_entries(family)), *_other_sizes(config, stacks)}
+    return sorted(path for path in paths if asked.isdisjoint({path, *outer_modules(path)}))
+
+
+def asked_by_rows(family: Family, config: Config, stacks: Sequence[Stack]) -> set[str]:
+    """The entries that a family's rows look for in this config, whether they are there or not."""
     asked = set(family.initial)
     listening = Config(Asked(config.values, asked))
     if family.partial is not None:
@@ -147,10 +156,7 @@ def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> 
         _ask_all(replace(module, config=listening.within(module.row.config)))
     if any(stack[0].row.rotary is not None for stack in stacks):  # read where a layer turns at all
         asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
-    words = TELLING if config.get("model_type") in family.model_types else UNDECLARED
-    # An entry counts as asked for where a table around it was taken whole.
-    paths = {*telling(config.values, words=words), *_other_sizes(config, stacks)}
-    return sorted(path for path in paths if asked.isdisjoint({path, *outer_modules(path)}))
+    return asked
 
 
 def _other_sizes(config: Config, stacks: Sequence[Stack]) -> Iterator[str]:
@@ -161,14 +167,22 @@ def _other_sizes(config: Config, stacks: Sequence[Stack]) -> Iterator[str]:
             yield path
 
 
-def telling(values: Mapping[str, Any], path: str = "", words: re.Pattern[str] = TELLING) -> Iterator[str]:
-    """Yield entries, nested ones by their path, that by their names may change a logit."""
+def telling(values: Mapping[str, Any], listed: Collection[str] | None = None, path: str = "") -> Iterator[str]:
+    """Yield entries, nested ones by their path, that may change a logit: by their names, or as some row asks for them.
+
+    `listed`: those of the type's own code, which are known not to; None where none of it is known.
+    """
     for key, value in values.items():
         if isinstance(value, Mapping) and key not in UNDIVIDED:
-            yield from telling(value, f"{path}{key}.", words) if key not in READ_ELSEWHERE else ()
-        elif isinstance(key, str) and words.search(key) and not HARMLESS.search(key):
-            says_no = value is False and (OFF.match(key) or (words is UNDECLARED and "causal" in key))
-            yield from (f"{path}{key}",) if says_no or value not in NOTHING else ()
+            yield from telling(value, listed, f"{path}{key}.") if key not in READ_ELSEWHERE else ()
+        elif key in (listed or ()) or (value in NOTHING and not (value is False and OFF.search(str(key)))):
+            continue
+        elif tells(str(key)) or (listed is not None and key in asked_for()):
+            yield f"{path}{key}"
+
+
+def tells(name: str) -> bool:
+    return TELLING.search(name) is not None and not HARMLESS.search(name)
 
 
 def _ask_all(module: AttentionModule) -> None:

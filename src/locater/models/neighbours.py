@@ -9,12 +9,15 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from ..errors import missing
+from ..records import Json, parse_json
 from .config import ask, resolve
 from .module import AttentionModule, Stack
-from .schema import NormAt
+from .schema import Family, NormAt
 from .tensors import Tensors
 
 # What acts on values or on what attention gives, and rotary tables that follow from the config.
@@ -23,7 +26,8 @@ BEHIND = re.compile(
     r"|embed_positions$|proj_(weight|bias)$"
 )
 MASK = re.compile(r"(^|\.)(masked_)?bias$")  # the causal mask of older files: four dimensions, or the number behind it
-# Words that mean a term of the logits wherever in a layer, or beside all layers, they stand.
+TABLE = re.compile(r"(^|\.)(rotary_emb\.(\w+_)?(inv_freq|cached)|position_ids)$")  # older files': from the config
+# Words that mean a term of the logits beside all layers, and in families without a list wherever in a layer.
 TELLING = re.compile(
     r"sink|absmax|rel(ative)?_(pos|attention|bias|embed)|alibi|attn_scale|attention_scale|attn_bias|temperature"
     r"|pos(ition)?_bias|attention_rotation|(^|[._])(qk|q|k)_(shift|scale|gain|temp|norm|ln|layernorm)"
@@ -49,10 +53,13 @@ class Surroundings:
     read: set[str]
     modules: set[str]
     layers: set[str]
+    lists: set[str]  # that the layers are in
+    named: set[str]  # those of the modules that are projections and norms themselves
+    prefixes: set[str]
 
     @classmethod
     def of(cls, found: Iterable[AttentionModule]) -> "Surroundings":
-        around = cls(set(), set(), set())
+        around = cls(*(set() for _ in fields(cls)))
         for module in found:
             _add(around, module)
         return around
@@ -62,17 +69,76 @@ class Surroundings:
         return next((name[len(outer) + 1 :] for outer in outer_modules(name) if outer in self.modules), None)
 
 
-def unknown_neighbours(around: Surroundings, tensors: Tensors) -> list[str]:
+def unknown_neighbours(around: Surroundings, tensors: Tensors, family: Family) -> list[str]:
     """The tensors that may act on the logits of these rows and are read by none. Costs one pass over the names."""
+    acts = _acts_by_list if known(family) else _acts_by_name
+    around.prefixes |= {prefix for row in family.attention for prefix in row.prefixes or ()}
 
     def may_act(name: str) -> bool:
-        if (inner := around.inside(name)) is None:
-            is_near = LAYER.search(name) is None or any(outer in around.layers for outer in outer_modules(name))
-            return is_near and TELLING.search(name) is not None
-        is_mask = MASK.search(inner) is not None and len(tensors.shape(name)) in (0, 4)
-        return not is_mask and not BEHIND.match(inner)
+        inner = around.inside(name)
+        is_mask = inner is not None and MASK.search(inner) is not None and len(tensors.shape(name)) in (0, 4)
+        return not is_mask and not TABLE.search(name) and acts(around, name, family)
 
     return [name for name in tensors.names if name not in around.read and may_act(name)]
+
+
+def _acts_by_list(around: Surroundings, name: str, family: Family) -> bool:
+    """Of what is read itself every further tensor acts; else those of a layer that the family's own code does not have.
+
+    Beside all layers stand heads for all kinds of tasks, which no list has: there a name must tell.
+    """
+    if not around.named.isdisjoint(outer_modules(name)):
+        return True
+    if LAYER.search(name) is None:
+        return TELLING.search(name) is not None and not _is_in(
+            known(family)["tensors"], template(name, around.prefixes)
+        )
+    layer, ignored = _layer_of(name), known(family)["ignored"]
+    before, _, number = layer.rpartition(".")
+    is_elsewhere = number.isdigit() and before in around.lists and layer not in around.layers  # no attention there
+    if is_elsewhere or any(re.search(pattern, name) for pattern in ignored):
+        return False
+    return not _is_in(known(family)["tensors"], template(name, around.prefixes))
+
+
+def _acts_by_name(around: Surroundings, name: str, family: Family) -> bool:
+    if (inner := around.inside(name)) is None:
+        is_near = LAYER.search(name) is None or not around.layers.isdisjoint(outer_modules(name))
+        return is_near and TELLING.search(name) is not None
+    return not BEHIND.match(inner)
+
+
+@cache
+def _known() -> Json:
+    """Read what `dev/known.py` has found in transformers' own code."""
+    return parse_json(resources.files("locater.models").joinpath("known.json").read_bytes())
+
+
+def known(family: Family) -> Json:
+    """The modules and config entries of a family of the tables; nothing of one that a layout describes."""
+    is_listed = family.model_types or family.signature
+    return _known()["families"].get(family.name, {}) if is_listed else {}
+
+
+def listed_entries(family: Family) -> Collection[str] | None:
+    """The config entries of a family's own code that change no logit, or are read; None where they are not known."""
+    own = known(family).get("entries")
+    return None if own is None else {*own, *_known()["common"]}
+
+
+def asked_for() -> frozenset[str]:
+    """The names of config entries that some row of the tables reads."""
+    return frozenset(_known()["asked"])
+
+
+def _is_in(tree: Json, name: str) -> bool:
+    """Tell whether a name, its numbers as N, ends at or beneath a leaf of the tree."""
+    for part in name.split("."):
+        if part not in tree:
+            return False
+        if not (tree := tree[part]):
+            return True
+    return False
 
 
 def unread_queries(around: Surroundings, names: Collection[str]) -> list[str]:
@@ -161,6 +227,16 @@ def expected_biases(module: AttentionModule) -> Iterator[tuple[str, bool | None]
             yield from ((name, None if at.bare else by_kind) for name in _names(module, pattern))
 
 
+def template(name: str, prefixes: Iterable[str]) -> str:
+    """A name without the longest of these prefixes, its numbers as N.
+
+    >>> template("model.layers.7.mlp.up_proj.weight", ["", "model."])
+    'layers.N.mlp.up_proj.weight'
+    """
+    before = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    return ".".join("N" if part.isdigit() else part for part in name[len(before) :].split("."))
+
+
 def outer_modules(name: str) -> Iterator[str]:
     """The modules that hold a tensor, the innermost first."""
     while name := name.rpartition(".")[0]:
@@ -175,8 +251,12 @@ def _add(around: Surroundings, module: AttentionModule) -> None:
         attention = one.rpartition(".")[0]
         if attention and not attention.rpartition(".")[2].isdigit():
             around.modules.add(attention)
-        around.layers.add(_layer_of(attention + "."))
+        layer = _layer_of(attention + ".")
+        around.layers.add(layer)
+        around.lists.add(layer.rpartition(".")[0])
     around.modules |= names
+    around.named |= names
+    around.prefixes.add(module.prefix)
 
 
 def _names(module: AttentionModule, pattern: str) -> Iterator[str]:

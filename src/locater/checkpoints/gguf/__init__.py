@@ -63,6 +63,7 @@ class GGUFFile(Checkpoint):
         beside = beside if config.get("model_type") == own["model_type"] else {}
         super().__init__(entries, config={**beside, **own}, place=sources[0].name, parts=sources)
         add_factors(self.config, self.entries, self.read)
+        self.entries = {name: entry for name, entry in entries.items() if name not in FACTORS}  # read into the config
 
     def _entry(self, item: Translated) -> Entry:
         kinds = [PLAIN.get(self.places[name].stored.kind, torch.float32) for name in item.sources]

@@ -20,8 +20,9 @@ from .names import Architecture
 
 Shape = tuple[int, ...]
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)((?:\.\w+)*)")
-# Parts of attention that act on logits; values, outputs and rotary tables, which follow from the settings, do not.
-ACTING = re.compile(r"attn_(?!v|output|sub_norm|rot_embd)")
+# Parts of a layer that act behind the softmax, and rotary tables, which follow from the settings.
+BEHIND = re.compile(r"ffn_|exp_probs_b|post_|nextn|ssm_|shortconv|layer_output_|attn_(v|output|sub_norm|rot_embd)")
+BESIDE = re.compile(r"(token_|position_embd|cls|dense_|output)[\w.]*")  # embeddings and heads
 TOP = re.compile(r"(\w+)\.(weight|bias)")
 # Two parts of falcon's later layout: their names tell that the one norm of the earlier is not meant.
 TWO_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
@@ -144,12 +145,13 @@ def translate(settings: Json, shapes: Mapping[str, Shape]) -> dict[str, Translat
 
 
 def _translate_one(row: Architecture, settings: Json, shapes: Mapping[str, Shape], stored: str) -> Renamed:
-    if top := TOP.fullmatch(stored):
+    top, block = TOP.fullmatch(stored), BLOCK.fullmatch(stored)
+    if top and top[1] in row.top:
         change = Shifted() if row.has_shifted_norms and stored == "output_norm.weight" else Change()
-        return f"{row.top[top[1]]}.{top[2]}" if top[1] in row.top else stored, (stored,), change
-    block = BLOCK.fullmatch(stored)
+        return f"{row.top[top[1]]}.{top[2]}", (stored,), change
     if not block:
-        return stored, (stored,), Change()
+        # Beneath the embedding, which no head reads, if it is known not to act on logits.
+        return f"{row.top['token_embd']}.{stored}" if BESIDE.fullmatch(stored) else stored, (stored,), Change()
     layer, stem, suffix = int(block[1]), block[2], block[3].removeprefix(".")
     prefix = row.layer.format(layer)
     if stem == "attn_k_b" and (value := f"blk.{layer}.attn_v_b.weight") in shapes:
@@ -158,9 +160,9 @@ def _translate_one(row: Architecture, settings: Json, shapes: Mapping[str, Shape
     if row.model_type == "falcon" and f"blk.{layer}.attn_norm_2.weight" in shapes:
         names = {**names, **TWO_NORMS}
     if stem not in names:
-        # Put beside the queries, where a scan looks for what no row knows, and not lost under its own name.
-        known = f"{prefix}{_attention(row)}.{stored.split('.', 2)[2]}" if ACTING.match(stem) else stored
-        return known, (stored,), Change()
+        # Put beside the queries, where a scan looks for what no row knows, or beneath what acts behind the softmax.
+        place = row.block.get("ffn_down", "mlp") if BEHIND.match(stem) else _attention(row)
+        return f"{prefix}{place}.{stored.split('.', 2)[2]}", (stored,), Change()
     # Attention sinks are a parameter of their module: nothing follows their name.
     ending = f".{suffix}" if suffix and stem != "attn_sinks" else ""
     return f"{prefix}{names[stem]}{ending}", (stored,), _change(row, settings, layer, stem, suffix)
