@@ -94,7 +94,7 @@ QUANTITIES = {
             "diverging", digits=".2f",
         ),
         Quantity(
-            "eta_over_temperature", "η/λ", "scale of the eigenvalues over the temperature", "tokens look alike",
+            "eta_over_temperature", "η/λ", "scale of W over the temperature", "tokens look alike",
             "large logits",
         ),
         Quantity(
@@ -116,7 +116,7 @@ QUANTITIES = {
         Quantity("logit_bound", "|ω| ≤", "what no logit of the head can exceed", "bounded closely", "hardly bounded"),
         *_ATTENTION,
         *(_on_side(one, side, basis) for side, basis in _SIDES for one in _ATTENTION),
-        Quantity("eta", "η", "scale of the eigenvalues", "tokens look alike", "logits run hot"),
+        Quantity("eta", "η", "scale of W", "tokens look alike", "logits run hot"),
         Quantity(
             "trace", "tr W", "sum of the eigenvalues", "unlike tokens attract", "like tokens attract", "diverging"
         ),
@@ -171,9 +171,9 @@ GLOSSARY = {
     "λ": "temperature: what logits are divided by, as a rule the square root of the head's width",
     "eigenvalues": "the numbers by which W stretches its own directions; complex where W rotates",
     "tr W": "sum of the eigenvalues: how strongly like tokens attract each other",
-    "η": "scale of the eigenvalues, √((tr W² + 2‖W‖²)/3): how large logits become",
+    "η": "scale of W, √((tr W² + 2‖W‖²)/3): how large logits become",
     "ξ": "tr W/η: trace over scale; far from zero, the theory's signal is localized",
-    "ρ_t": "propagation probability: the chance that token t is heard, so that learning can change its weight",
+    "ρ_t": "propagation probability: the chance that a gradient passes through the weight of token t, not that it is attended to",
     "L": "localisation: the share of the context left out, 0 for an even profile, near 1 for a single token",
     "regime": "the shape of ρ over the context in one word",
     "T, t": "number of tokens in the context; a token of it, counted from 1",

@@ -80,7 +80,7 @@ def test_the_tables_hold_the_runs_own_numbers(shown, document):
     last = [read_metrics(out / name / "metrics.jsonl")[-1] for name in two_models.NAMES]
     assert all(row["kind"] == "validation" and row["step"] == 6 for row in last)
     assert rows["perplexity (lower: it predicts better)"] == [f"{row['perplexity']:.1f}" for row in last]
-    assert rows["η/λ (their scale)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
+    assert rows["η/λ (scale of W)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
     assert rows["regime"] == [row["heads"][0]["regime"] for row in last]
     for model, row in zip(document["models"].values(), last, strict=True):
         head = row["heads"][0]
@@ -117,10 +117,10 @@ def test_the_share_of_the_last_tokens():
     assert two_models.share_within(first).tolist() == [0, 0, 0.5, 1]  # tokens 3 and 4 look 2 and 3 back
 
 
-def told(document, *, perplexity, entropies, eta, near):
+def told(document, *, perplexity, entropies, eta, near, plain_eta=1.0):
     """The closing words on numbers of our own, with LocAteR; without it they are 100, 0.5, 1 and 0.5."""
     document = copy.deepcopy(document)
-    for name, values in {"without": (100.0, [0.5, 0.5], 1.0, 0.5), "with": (perplexity, entropies, eta, near)}.items():
+    for name, values in {"without": (100.0, [0.5, 0.5], plain_eta, 0.5), "with": (perplexity, entropies, eta, near)}.items():
         model = document["models"][name]
         steps = enumerate(values[1], start=1)
         model["validations"] = [{"step": n, "perplexity": values[0], "entropy": entropy} for n, entropy in steps]
@@ -132,16 +132,17 @@ def told(document, *, perplexity, entropies, eta, near):
 def test_the_closing_words_follow_the_numbers(document):
     better = told(document, perplexity=90.0, entropies=[0.8, 0.7], eta=0.5, near=0.4)
     assert "predicts held-out text better: perplexity 90.0 against 100.0" in better[0]
-    assert "eigenvalues is smaller: η/λ = 0.50 against 1.00" in better[1] and "scale is larger" in better[1]
+    assert "scale of its W is smaller: η/λ = 0.50 against 1.00" in better[1] and "that scale is larger" in better[1]
     assert "attention is broader: entropy 0.70 against 0.50" in better[2]
     assert "fallen from 0.80 at step 1 to 0.70 with LocAteR" in better[2] and "as high as ever" in better[2]
     assert "40 % of its attention, against 50 %" in better[3]
     worse = told(document, perplexity=110.0, entropies=[0.2, 0.3], eta=2.0, near=0.4)
     assert "predicts held-out text worse: perplexity 110.0 against 100.0" in worse[0]
-    assert "eigenvalues is larger" in worse[1] and "scale is smaller" in worse[1]
+    assert "scale of its W is larger" in worse[1] and "that scale is smaller" in worse[1]
     assert "attention is narrower: entropy 0.30 against 0.50" in worse[2] and "fallen" not in worse[2]
     alike = told(document, perplexity=100.4, entropies=[0.5, 0.501], eta=1.0, near=0.4)
     assert "about as well" in alike[0] and "about equal" in alike[1] and "about as broad" in alike[2]
+    assert "stays near 0: ξ = 0.05 against 0.01" in told(document, perplexity=90.0, entropies=[0.5], eta=20.0, near=0.4, plain_eta=100.0)[1]
     for words in (better, worse, alike):
         assert "one seed" in words[-1] and "not evidence" in words[-1]
 

@@ -130,7 +130,7 @@ def slide(browser, name, value):
 
 
 def test_the_story_can_be_walked_with_the_sliders(opened):
-    moves = [None, ("deviation", math.log(5)), ("trace", math.asinh(1 / 0.03)), ("trace", math.asinh(4 / 0.03)),
+    moves = [None, ("deviation", math.log(5)), ("trace", math.asinh(0.3 / 0.03)), ("trace", math.asinh(4 / 0.03)),
              ("trace", math.asinh(-1 / 0.03)), ("deviation", math.log(0.05))]  # fmt: skip
     for number, move in enumerate(moves):
         opened.run("document.querySelectorAll('#story button')[arguments[0]].click()", number)
@@ -140,6 +140,16 @@ def test_the_story_can_be_walked_with_the_sliders(opened):
         assert "done" in opened.run("return document.getElementById('mark-' + arguments[0]).textContent", number)
     opened.run("locater.explorer.begin(0); document.getElementById('next-step').click()")
     assert opened.run("return locater.explorer.step") == 1 and opened.complaints() == []
+
+
+def test_the_exact_curve_is_there_up_to_the_sliders_ends_and_its_absence_is_said(opened):
+    verdict = "return document.getElementById('verdict').textContent"
+    for name, low, high in (("deviation", 0.003, 6), ("trace", -6, 6)):
+        for value in (low, high):
+            opened.run("locater.explorer.set({trace: 0, deviation: 1, [arguments[0]]: arguments[1] * (1 + 1e-12)})", name, value)
+            assert "not drawn" not in opened.run(verdict), (name, value)
+    slide(opened, "symmetry", 0.5)
+    assert "The exact ρ is not drawn: it is there for T = 64 and 256" in opened.run(verdict)
 
 
 def test_a_head_of_the_scan_sets_the_sliders(opened):

@@ -22,7 +22,7 @@ TITLES = {
     "loss": ("Loss on held-out data (lower is better)", "loss"),
     "entropy": ("How evenly attention is spread", "entropy (1 = all tokens alike)"),
     "trace_over_temperature": ("Sum of the query-key eigenvalues", "tr W / temperature λ, mean over heads"),
-    "eta_over_temperature": ("Scale of the query-key eigenvalues", "η / temperature λ, mean over heads"),
+    "eta_over_temperature": ("Scale of the query-key matrix W", "η / temperature λ, mean over heads"),
     "xi": ("The one over the other", "ξ = tr W / η, mean over heads"),
 }
 LATE_FROM = 0.6  # of all steps: what the range of the score is chosen for

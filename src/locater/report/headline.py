@@ -74,7 +74,7 @@ def _describe_pair(number: int, view: View, views: list[View]) -> Iterable[Sente
         if before is None or after is None or rose in said:
             continue
         change = (after - before) / (abs(before) or 1)
-        numbers = f"{before:.3g} → {after:.3g}"
+        numbers = " → ".join(f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.3g}" for one in (before, after))
         is_slight = abs(change) < SLIGHT
         change_said = f"{rose if change > 0 else fell} ({words} {numbers})"
         said[rose] = f"{words} as before ({numbers})" if is_slight else change_said

@@ -19,10 +19,11 @@ from .demo_models import arrow, say, show_models
 INTRODUCTION = """\
 [bold]Where does attention look?[/bold]
 A head gives every token t a logit ω_t = x_t·W x_T/λ and turns the logits into
-weights. W is the product of the head's key and query weights, and the scale
-of its eigenvalues decides which tokens take part at all. The propagation
-probability ρ_t is the chance that token t is still heard: that its weight is
-neither clipped to nothing nor to everything, so that learning can change it.
+weights. W is the product of the head's key and query weights; its trace and
+its scale η decide which tokens take part at all. The propagation
+probability ρ_t is the chance that a gradient passes through the weight of
+token t, that it is clipped neither to nothing nor to everything; it is not
+the chance that the token is attended to.
 """
 
 ONE_HEAD = """\
@@ -47,8 +48,9 @@ random-walk tokens, simulated at each point, shows what really happens:
   localized, |tr W| > λ    {beyond_entropy:<20} {beyond_rank}
   elsewhere                {outside_entropy:<20} {outside_rank}
 
-A mean away from zero with a small variance keeps clear of both failures: the
-paper's claim. Beyond |tr W| = λ softmax sharpens again: attention is still
+A mean away from zero with a small variance keeps clear of both failures in
+one simulated layer of walks: the paper's claim. In depth it can fail: of eight
+layers without norms all early heads collapsed. Beyond |tr W| = λ softmax sharpens again: attention is still
 localized, but on very few tokens.
 """
 
@@ -58,13 +60,13 @@ FILES = """
   one_head.png, phase_diagram.png   the theory: one head, then all on one plane
   training.png                      how both models learnt; their eigenvalues
   attention.png                     what each of them attends to
-  report.html                       both models, head by head, to click through
+  report.html                       both models' numbers and curves, in a browser
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo --out {out}[/bold] shows it again and trains nothing anew.
 Next: [bold]locater train --help[/bold], and docs/notation.md for the letters."""
 QUICK_FILES = """
 [bold]All of it lies in {out}[/bold]
-  report.html                       both models, head by head, to click through
+  report.html                       both models' numbers and curves, in a browser
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo[/bold] trains longer, and draws the plane, the models and their attention."""
 

@@ -16,13 +16,14 @@ TRAINING = """\
 Each has one layer with one head of {width} dimensions and learns to guess the next
 token of Python's own documentation. They start alike and see the same texts in
 the same order, for {steps} steps. One difference: LocAteR adds κη² to the loss of
-the second (κ = {strength:g}), so that a large scale of the eigenvalues has a price.
+the second (κ = {strength:g}), so that a large scale η of W has a price.
 """
 
 SCAN = """
 [bold]4. What their weights say[/bold]
 The spectrum of part 1 again, now of the weights that were just saved:
 [bold]locater scan {model} --length {length}[/bold]
+The regime is a word about random walks; the entropy above is measured on text.
 """
 
 ATTENTION = """
@@ -36,6 +37,7 @@ even share, blue less."""
 
 # Smaller relative differences deserve no word in a single run.
 ABOUT = 0.01
+NEAR_ZERO = 0.1  # of ξ, as random weights have it
 RECENT = (1, 4, 32)
 LABELS = {"without": "without LocAteR", "with": "with LocAteR"}
 
@@ -116,9 +118,9 @@ def scan_table(document: Json) -> FittedTable:
     scans = [model["scan"] for model in document["models"].values()]
     rows = {
         "tr W/λ (sum of the eigenvalues)": [scan["trace"] / scan["temperature"] for scan in scans],
-        "η/λ (their scale)": [scan["eta"] / scan["temperature"] for scan in scans],
+        "η/λ (scale of W)": [scan["eta"] / scan["temperature"] for scan in scans],
         "ξ (sum over scale)": [scan["xi"] for scan in scans],
-        "localisation": [scan["localisation"] for scan in scans],
+        "L (share of the context left out)": [scan["localisation"] for scan in scans],
     }
     body = [[words, *(f"{number:.3f}" for number in numbers)] for words, numbers in rows.items()]
     return _side_by_side("Scanned from the files", [*body, ["regime", *(scan["regime"] for scan in scans)]])
@@ -152,9 +154,9 @@ def conclusions(document: Json) -> list[str]:
     return [
         f"With LocAteR the model predicts held-out text {_word(perplexity, 'better', 'worse', 'about as well')}: "
         f"perplexity {perplexity['with']:.1f} against {perplexity['without']:.1f} without.",
-        f"The scale of its eigenvalues is {_word(scale, 'smaller', 'larger', 'about equal')}: η/λ = "
-        f"{scale['with']:.2f} against {scale['without']:.2f}. Their sum over that scale is "
-        f"{_word(xi, 'smaller', 'larger', 'about equal')}: ξ = {xi['with']:.2f} against {xi['without']:.2f}.",
+        f"The scale of its W is {_word(scale, 'smaller', 'larger', 'about equal')}: η/λ = "
+        f"{scale['with']:.2f} against {scale['without']:.2f}. The trace over that scale "
+        f"{_trace(xi)}: ξ = {xi['with']:.2f} against {xi['without']:.2f}.",
         f"Its attention is {_word(entropy, 'narrower', 'broader', 'about as broad')}: entropy {entropy['with']:.2f} "
         f"against {entropy['without']:.2f}. {_course(models['with'])} with LocAteR; "
         f"without, {_course(models['without']).lower()}.",
@@ -169,6 +171,13 @@ def _word(numbers: dict[str, float], less: str, more: str, alike: str) -> str:
     if abs(numbers["with"] - numbers["without"]) <= ABOUT * abs(numbers["without"]):
         return alike
     return less if numbers["with"] < numbers["without"] else more
+
+
+def _trace(xi: dict[str, float]) -> str:
+    """Compare no two numbers that are both as good as zero."""
+    if max(map(abs, xi.values())) < NEAR_ZERO:
+        return "stays near 0"
+    return f"is {_word(xi, 'smaller', 'larger', 'about equal')}"
 
 
 def _course(model: Json) -> str:

@@ -45,7 +45,7 @@ def _eigenvalues(panel: "Axes", document: Json) -> None:
     panel.axvline(0, color="#cccccc", lw=0.8, zorder=0)
     panel.set_aspect("equal", adjustable="datalim")
     panel.locator_params(axis="x", nbins=5)
-    _title(panel, "The eigenvalues of W/λ after training\n(a point each; LocAteR penalises their scale)")
+    _title(panel, "The eigenvalues of W/λ after training\n(a point each; LocAteR penalises η, the scale of W)")
     panel.set(xlabel="real part", ylabel="imaginary part")
 
 

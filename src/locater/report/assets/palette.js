@@ -1,13 +1,17 @@
 // Colours that stay apart for colour-blind readers and in grey print: lightness runs one way, or both ways from the middle.
 
+// In both themes that of the same plane as a picture (figures.py): dark is collapse.
+const MAGMA = ["#000004", "#51127c", "#b73779", "#fc8961", "#fcfdbf"];
 const RAMPS = {
   light: {
     sequential: ["#f6f2e4", "#a9d3cf", "#4b9dbb", "#22619a", "#1b2a63"],
     diverging: ["#7f3404", "#dd8a3f", "#f4f0e6", "#5ba0cf", "#0b437c"],
+    magma: MAGMA,
   },
   dark: {
     sequential: ["#1c2733", "#215a80", "#3b9aa6", "#a5d493", "#fdf3c4"],
     diverging: ["#ffc183", "#b8671f", "#2b313a", "#2f79b3", "#9bd6ff"],
+    magma: MAGMA,
   },
 };
 const LINE_LOOKS = {
@@ -26,7 +30,7 @@ function channels(hex) {
 
 // The colour at a share from 0 to 1 of a ramp, as [r, g, b].
 function ramp(kind, share) {
-  const stops = RAMPS[isDark() ? "dark" : "light"][kind === "diverging" ? "diverging" : "sequential"];
+  const stops = RAMPS[isDark() ? "dark" : "light"][kind] ?? RAMPS[isDark() ? "dark" : "light"].sequential;
   const place = Math.min(1, Math.max(0, share)) * (stops.length - 1);
   const below = Math.min(Math.floor(place), stops.length - 2);
   const [from, to] = [channels(stops[below]), channels(stops[below + 1])];

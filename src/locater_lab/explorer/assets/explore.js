@@ -79,7 +79,7 @@ class Explorer {
     const lengths = [8, 16, 32, 64, 128, 256, 512, 1024].map((length) => [length, length]);
     rows.push(selection("knob-length", "tokens T ", lengths, this.knobs.length, number("length")));
     rows.push(selection("knob-base", "rotary base ", [[0, "no rotary positions"], [100, "100"], [10000, "10,000"], [500000, "500,000"]], 0, number("base")));
-    rows.push(selection("knob-layers", "layers, in the planes on the right ", [["", "1 layer, simulated"], ...this.plane.deeper.map((plane, n) => [n, plane.title])], "", (value) => this.set({ layers: value })));
+    rows.push(selection("knob-layers", "layers (planes of entropy and distinctness) ", [["", "1 layer, simulated"], ...this.plane.deeper.map((plane, n) => [n, plane.title])], "", (value) => this.set({ layers: value })));
     if (this.heads.length) rows.push(selection("knob-head", "a head of the scan ", [["", "choose …"], ...this.heads.map((head, n) => [n, head.title])], "", (value) => value !== "" && this.take(this.heads[value])));
     document.getElementById("knobs").replaceChildren(...rows);
   }
@@ -97,8 +97,9 @@ class Explorer {
     const { attention, entropy } = softmaxOverWalks(knobs);
     const shown = knobs.base ? rotaryForm(moments, knobs.length, knobs.base, positions) : closed;
     this.now = { regime: regimeOf(shown, this.data.limits), localisation: localisation(shown), entropy };
-    this.drawPictures(positions, closed, shown, attention);
-    this.drawVerdict(moments);
+    const exact = gridProfile(this.data.grid, this.grid, knobs);
+    this.drawPictures(positions, { closed, shown, exact }, attention);
+    this.drawVerdict(moments, exact);
     this.drawStep();
     const place = document.getElementById("planes");
     const deeper = knobs.layers === "" ? null : this.plane.deeper[knobs.layers];
@@ -108,25 +109,24 @@ class Explorer {
       softmaxPlane(this, (deeper ?? this.plane).residual, `${whose}: how distinct tokens stay`, "Near 0: all tokens alike, rank collapse."));
   }
 
-  drawPictures(positions, closed, shown, attention) {
+  drawPictures(positions, { closed, shown, exact }, attention) {
     const { knobs } = this;
     const series = [{ label: "closed form", points: onto(positions, closed), look: lineLook(0) }];
-    const exact = gridProfile(this.data.grid, this.grid, knobs);
-    if (exact) series.push({ label: `exact, head of width ${this.data.grid.width} (grid, within ${this.data.grid.error.toPrecision(2)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
-    if (knobs.base) series.push({ label: "closed form with rotary positions", points: onto(positions, shown), look: lineLook(2) });
-    const profile = figure("Which tokens are heard (ρ)", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
-    const bars = [{ label: `softmax, mean of ${WALKS.count} random walks`, points: attention.map((value, t) => [t + 1, value]), look: lineLook(3) }];
+    if (exact) series.push({ label: `exact (± ${this.data.grid.error.toPrecision(1)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
+    if (knobs.base) series.push({ label: "rotary", points: onto(positions, shown), look: lineLook(2) });
+    const profile = figure("Which tokens pass on a gradient (ρ)", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
+    const bars = [{ label: `mean over ${WALKS.count} walks`, points: attention.map((value, t) => [t + 1, value]), look: lineLook(3) }];
     const top = Math.max(0.1, ...attention) * 1.05;
     const simulated = figure("True softmax on simulated walks", bars, { key: true, x: { range: [1, attention.length], ticks: [1, 16, 32, 48], label: "token t" }, y: { range: [0, top], label: "attention" } });
     document.getElementById("pictures").replaceChildren(profile, simulated);
   }
 
-  drawVerdict(moments) {
+  drawVerdict(moments, exact) {
     const { regime, localisation: local, entropy } = this.now;
     const eta = Math.sqrt((moments.square + 2 * moments.norm) / 3);
     const words = this.data.regimes.find((one) => one.name === regime).meaning;
     const whose = this.at ? `Head ${this.at.title}, its own mean, spread and symmetry. ` : "";
-    document.getElementById("verdict").textContent = `${whose}${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation ${local.toFixed(2)}, softmax entropy ${entropy.toFixed(2)} (1: all alike).`;
+    document.getElementById("verdict").textContent = `${whose}${regime}: ${words}. ξ = ${shownNumber(eta > 0 ? moments.trace / eta : 0)}, η/λ = ${shownNumber(eta)}, localisation L = ${local.toFixed(2)} (share of the context left out), softmax entropy ${entropy.toFixed(2)} (1: all alike). ${exact ? "" : `The exact ρ is not drawn: it is there for T = ${this.data.grid.lengths.join(" and ")}, symmetry 1 and no rotary positions, within the range of the sliders.`}`;
   }
 
   drawStep() {

@@ -62,7 +62,7 @@ function inFrame(at, trace, deviation) {
 function rampKey() {
   const patches = [0, 0.25, 0.5, 0.75, 1].map((share) => {
     const patch = html("span", { class: "swatch", "aria-hidden": "true" });
-    patch.style.background = css(ramp("sequential", share));
+    patch.style.background = css(ramp("magma", share));
     return patch;
   });
   return html("span", {}, "0 ", ...patches, "1 ");
@@ -105,7 +105,7 @@ function softmaxPlane(explorer, values, title, note) {
   const nearest = (edges, value, bend) => edges.reduce((best, edge, n) => (Math.abs(bend(edge) - bend(value)) < Math.abs(bend(edges[best]) - bend(value)) ? n : best), 0);
   const colourAt = (column, row) => {
     const [trace, deviation] = at.back(PLANE.left + ((column + 0.5) / CELLS[0]) * at.wide, PLANE.height - PLANE.bottom - ((row + 0.5) / CELLS[1]) * at.tall);
-    return css(ramp("sequential", values[nearest(plane.y, deviation, Math.log)][nearest(plane.x, trace, (value) => Math.asinh(value / PLANE.bend))]));
+    return css(ramp("magma", values[nearest(plane.y, deviation, Math.log)][nearest(plane.x, trace, (value) => Math.asinh(value / PLANE.bend))]));
   };
   return drawPlane(explorer, title, ...CELLS, colourAt, note, rampKey());
 }

@@ -56,7 +56,8 @@ function gridProfile(grid, values, knobs) {
 }
 
 function placeIn(edges, value, bend, unit) {
-  if (!(value >= edges[0] && value <= edges.at(-1))) return null;
+  const slack = 1e-9 * (edges.at(-1) - edges[0]); // a slider at its end may round beyond it
+  if (!(value >= edges[0] - slack && value <= edges.at(-1) + slack)) return null;
   const below = Math.max(0, Math.min(edges.findLastIndex((edge) => edge <= value), edges.length - 2));
   const [low, high, here] = [edges[below], edges[below + 1], value].map((one) => bend(one / unit));
   return { below, share: (here - low) / (high - low) };
