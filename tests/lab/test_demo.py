@@ -81,6 +81,8 @@ def test_the_tables_hold_the_runs_own_numbers(shown, document):
     assert all(row["kind"] == "validation" and row["step"] == 6 for row in last)
     assert rows["perplexity (lower: it predicts better)"] == [f"{row['perplexity']:.1f}" for row in last]
     assert rows["η/λ (scale of W)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
+    even = torch.tensor([min(16, n) / n for n in range(1, 65)]).mean()
+    assert rows["  … if all tokens counted alike"] == [f"{even:.3f}"] * 2
     assert rows["regime"] == [row["heads"][0]["regime"] for row in last]
     for model, row in zip(document["models"].values(), last, strict=True):
         head = row["heads"][0]
@@ -120,7 +122,10 @@ def test_the_share_of_the_last_tokens():
 def told(document, *, perplexity, entropies, eta, near, plain_eta=1.0):
     """The closing words on numbers of our own, with LocAteR; without it they are 100, 0.5, 1 and 0.5."""
     document = copy.deepcopy(document)
-    for name, values in {"without": (100.0, [0.5, 0.5], plain_eta, 0.5), "with": (perplexity, entropies, eta, near)}.items():
+    for name, values in {
+        "without": (100.0, [0.5, 0.5], plain_eta, 0.5),
+        "with": (perplexity, entropies, eta, near),
+    }.items():
         model = document["models"][name]
         steps = enumerate(values[1], start=1)
         model["validations"] = [{"step": n, "perplexity": values[0], "entropy": entropy} for n, entropy in steps]
@@ -142,7 +147,10 @@ def test_the_closing_words_follow_the_numbers(document):
     assert "attention is narrower: entropy 0.30 against 0.50" in worse[2] and "fallen" not in worse[2]
     alike = told(document, perplexity=100.4, entropies=[0.5, 0.501], eta=1.0, near=0.4)
     assert "about as well" in alike[0] and "about equal" in alike[1] and "about as broad" in alike[2]
-    assert "stays near 0: ξ = 0.05 against 0.01" in told(document, perplexity=90.0, entropies=[0.5], eta=20.0, near=0.4, plain_eta=100.0)[1]
+    assert (
+        "stays near 0: ξ = 0.05 against 0.01"
+        in told(document, perplexity=90.0, entropies=[0.5], eta=20.0, near=0.4, plain_eta=100.0)[1]
+    )
     for words in (better, worse, alike):
         assert "one seed" in words[-1] and "not evidence" in words[-1]
 

@@ -146,7 +146,11 @@ def test_the_exact_curve_is_there_up_to_the_sliders_ends_and_its_absence_is_said
     verdict = "return document.getElementById('verdict').textContent"
     for name, low, high in (("deviation", 0.003, 6), ("trace", -6, 6)):
         for value in (low, high):
-            opened.run("locater.explorer.set({trace: 0, deviation: 1, [arguments[0]]: arguments[1] * (1 + 1e-12)})", name, value)
+            opened.run(
+                "locater.explorer.set({trace: 0, deviation: 1, [arguments[0]]: arguments[1] * (1 + 1e-12)})",
+                name,
+                value,
+            )
             assert "not drawn" not in opened.run(verdict), (name, value)
     slide(opened, "symmetry", 0.5)
     assert "The exact ρ is not drawn: it is there for T = 64 and 256" in opened.run(verdict)

@@ -99,6 +99,11 @@ def test_two_models_are_compared_in_words():
         for name, last, entropy in (("a", 40.0, 0.5), ("b", 30.0, 0.501))
     ]  # fmt: skip
     said = verdict(views_of([*models, *runs]))
+    large = [
+        run | {"course": {"held-out perplexity": [[1, value]]}}
+        for run, value in zip(runs, (2496.4, 2495.2), strict=True)
+    ]
+    assert "perplexity as before (2,496 → 2,495)" in verdict(views_of([*models, *large]))
     assert said == (
         "From a/model to b/model: better on held-out text (perplexity 40 → 30), mean entropy (of 1) as before "
         "(0.5 → 0.501), smaller logits (the usual head's scale η/λ 1 → 0.5)."

@@ -114,8 +114,8 @@ def page(
     return assemble(asset("page.html"), [asset(f"{name}.js") for name in SCRIPTS], parts)
 
 
-MAP = """The map below has a cell for each head, one row per layer. Its colour says what the head does, where that is known.
-The menu above the map colours it by a number instead."""
+MAP = """The map below has a cell for each head, one row per layer. Its colour says what the head does, where that is
+known. The menu above the map colours it by a number instead."""
 ONE = "There is one head here; its numbers are below."
 
 
@@ -123,7 +123,11 @@ def _primer(views: list[View]) -> str:
     """The explanation, whose theory is open where the page has numbers of W."""
     has_spectra = any(name in view.columns for view in views for name in ("xi", "eta"))
     many = any(len(view.heads) > 1 for view in views)
-    return asset("primer.html").replace("{{theory}}", " open" if has_spectra else "").replace("{{map}}", MAP if many else ONE)
+    return (
+        asset("primer.html")
+        .replace("{{theory}}", " open" if has_spectra else "")
+        .replace("{{map}}", MAP if many else ONE)
+    )
 
 
 def _bases(views: list[View]) -> list[str]:

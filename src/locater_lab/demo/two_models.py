@@ -105,6 +105,7 @@ def compare_models(out: Path) -> Json:
         "num_steps": config.loop.steps,
         "num_texts": len(texts),
         "near": NEAR,
+        "even_near_mass": sum(min(NEAR, n) / n for n in range(1, length + 1)) / length,
         "words": _words(data, texts[example, -NUM_WORDS:]),
         "even_within": share_within(even / even.sum(-1, keepdim=True)).tolist(),
         "models": {name: _model(out / name, texts, example) for name in NAMES},

@@ -112,7 +112,7 @@ class Explorer {
   drawPictures(positions, { closed, shown, exact }, attention) {
     const { knobs } = this;
     const series = [{ label: "closed form", points: onto(positions, closed), look: lineLook(0) }];
-    if (exact) series.push({ label: `exact (± ${this.data.grid.error.toPrecision(1)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
+    if (exact) series.push({ label: `exact (± ${this.data.grid.error.toPrecision(2)})`, points: exact.map((value, n) => [1 + (n * (knobs.length - 1)) / (exact.length - 1), value]), look: lineLook(1) });
     if (knobs.base) series.push({ label: "rotary", points: onto(positions, shown), look: lineLook(2) });
     const profile = figure("Which tokens pass on a gradient (ρ)", series, { key: true, x: { range: [1, knobs.length], ticks: evenly(knobs.length, 5), label: "token t (the query is the last)" }, y: { range: [0, 1], label: "probability ρ" } });
     const bars = [{ label: `mean over ${WALKS.count} walks`, points: attention.map((value, t) => [t + 1, value]), look: lineLook(3) }];
