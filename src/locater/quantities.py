@@ -173,7 +173,7 @@ GLOSSARY = {
     "tr W": "sum of the eigenvalues: how strongly like tokens attract each other",
     "η": "scale of W, √((tr W² + 2‖W‖²)/3): how large logits become",
     "ξ": "tr W/η: trace over scale; far from zero, the theory's signal is localized",
-    "ρ_t": "propagation probability: the chance that a gradient passes through token t's weight, not that weight itself",
+    "ρ_t": "the chance that a gradient passes through token t's weight, not that the token is attended to",
     "L": "localisation: the share of the context left out, 0 for an even profile, near 1 for a single token",
     "regime": "the shape of ρ over the context in one word",
     "T, t": "number of tokens in the context; a token of it, counted from 1",
