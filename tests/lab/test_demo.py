@@ -82,7 +82,7 @@ def test_the_tables_hold_the_runs_own_numbers(shown, document):
     assert rows["perplexity (lower: it predicts better)"] == [f"{row['perplexity']:.1f}" for row in last]
     assert rows["η/λ (scale of W)"] == [f"{row['heads'][0]['eta'] / math.sqrt(128):.3f}" for row in last]
     even = torch.tensor([min(16, n) / n for n in range(1, 65)]).mean()
-    assert rows["  … if all tokens counted alike"] == [f"{even:.3f}"] * 2
+    assert rows["near mass if all tokens counted alike"] == [f"{even:.3f}"] * 2
     assert rows["regime"] == [row["heads"][0]["regime"] for row in last]
     for model, row in zip(document["models"].values(), last, strict=True):
         head = row["heads"][0]

@@ -111,7 +111,7 @@ def validation_table(document: Json) -> FittedTable:
     }
     body = [[words, *(form.format(row[key]) for row in last.values())] for words, (key, form) in rows.items()]
     even = f"{document['even_near_mass']:.3f}"
-    body.append(["  … if all tokens counted alike", even, even])
+    body.append(["near mass if all tokens counted alike", even, even])
     return _side_by_side(f"On held-out text, after {document['num_steps']} steps", body)
 
 
