@@ -32,7 +32,7 @@ class Quantity:
     scale: str = "sequential"
     basis: str = WEIGHTS
     short: str = ""
-    digits: str = ".3g"
+    digits: str = "#.3g"  # zeros at the end are kept: a column has one number of digits
 
     @property
     def heading(self) -> str:
@@ -42,8 +42,10 @@ class Quantity:
         """
         >>> quantity("xi").text(0.123456)
         '0.12'
+        >>> quantity("sigma").text(1.0), quantity("sigma").text(123.4)
+        ('1.00', '123')
         """
-        return f"{value:{self.digits}}"
+        return f"{value:{self.digits}}".removesuffix(".")
 
     def to_json(self) -> dict[str, object]:
         return {name: value for name, value in asdict(self).items() if name != "short"}

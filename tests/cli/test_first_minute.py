@@ -27,18 +27,18 @@ def clock(monkeypatch):
 
 
 def test_a_long_command_says_where_it_is_without_a_terminal(clock, capsys):
-    with progress("predicting x[1]", steps="windows and layers", long=True) as tell:
+    with progress("predicting x[1]", long=True) as tell:
         assert capsys.readouterr().err == "predicting x[1] …\n"
         tell(1, 9)
         assert capsys.readouterr().err == ""
         clock[0] += module.BETWEEN_LINES
         tell(4, 9)
         tell(5, 9)
-        assert capsys.readouterr().err == "predicting x[1]: 4 of 9 windows and layers\n"
+        assert capsys.readouterr().err == "predicting x[1]: step 4 of 9\n"
 
 
 def test_a_quick_command_says_nothing(clock, capsys):
-    with progress("scanning", steps="layers") as tell:
+    with progress("scanning") as tell:
         tell(1, 2)
         tell(2, 2)
     assert capsys.readouterr().err == ""
@@ -49,7 +49,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
-    with progress("scanning [red]x", steps="layers", long=True) as tell:
+    with progress("scanning [red]x", long=True) as tell:
         tell(1, 2)
     assert "scanning [red]x" in stream.getvalue() and "…" not in stream.getvalue()
 

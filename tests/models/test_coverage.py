@@ -16,6 +16,7 @@ from family_cases import CASES
 from locater import Live, Stored, checkpoints, scan
 from locater.errors import Refusal
 from locater.models import Config, open_model
+from locater.models.live import AS_NAMED
 
 pytestmark = pytest.mark.quick
 
@@ -198,9 +199,9 @@ def test_named_projections_are_complete_only_if_a_pass_has_shown_it():
     assert line(attention, heads=[("out_proj", 4, 0)]).startswith("refused")
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
     found = line(model, heads=[("0", "1", 2, 2)])
-    assert found == "as named, without positions, norms and mask, not run"
+    assert found == AS_NAMED and "queries after the projection is not in η" in found
     found = line(model, heads=[("0", "1", 2, 2)], sample=torch.ones(1, 3, 16))
-    assert found == "as named, without positions, norms and mask, not run"
+    assert found == AS_NAMED and "queries after the projection is not in η" in found
 
 
 def test_with_an_adapter(tmp_path):

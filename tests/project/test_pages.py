@@ -45,7 +45,8 @@ def folder(tmp_path_factory):
     with torch.no_grad():
         model.transformer.h[1].attn.c_attn.weight.mul_(1.5)
     model.save_pretrained(folder / "gpt2-tuned")
-    model.save_pretrained(folder / "after")  # as the researcher's page does before its command
+    deeper = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=2, n_positions=32))
+    deeper.save_pretrained(folder / "after")  # as the researcher's page does before its command
     for name in "QK":
         np.save(folder / f"{name}.npy", np.random.default_rng(ord(name)).normal(size=(8, 16)) / 4)
     (folder / "notes.txt").write_text(

@@ -181,6 +181,24 @@ def test_what_a_head_does_not_have_is_not_drawn(browser, minilm, tmp_path):
         assert browser.run(circles) == eigenvalues
 
 
+def test_the_theorys_curves_are_shut_away_and_stay_as_the_reader_left_them(browser, minilm, tmp_path):
+    """They may rise where attention falls; what was measured stands beside the numbers."""
+    save_page(every_kind(minilm)["predict"], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    browser.run("locater.app.select(1)")
+    titles = "return [...document.querySelectorAll(arguments[0] + ' h3')].map((h) => h.textContent).join()"
+    shown, folded = (browser.run(titles, place) for place in ("#head-body > .charts", "#head-body details.theory"))
+    assert "Logit over distance" in shown and "heard" not in shown and "Expected logit" not in shown
+    assert "heard" in folded and "Expected logit over distance" in folded
+    assert browser.run("return document.querySelector('.theory').open") is False
+    said = "return document.querySelector('.theory > p').textContent"
+    assert browser.run(said) == "These curves do not show where this head looks; the measurement above does."
+    browser.run("document.querySelector('.theory summary').click()")
+    browser.wait("return locater.app.isTheoryOpen")
+    browser.run("locater.app.select(0)")
+    assert browser.run("return document.querySelector('.theory').open") is True
+
+
 def test_a_single_point_is_said_in_words(browser, minilm, tmp_path):
     scanned, found = every_kind(minilm)["predict"]
     lines = {"predicted": [0.5], "measured": [0.25]}
@@ -307,8 +325,8 @@ def test_a_head_that_does_several_things_is_counted_and_found_with_each(browser,
     legend = browser.run("return [...document.querySelectorAll('.words button')].map((one) => one.textContent)")
     assert legend == [
         "11 rests on the first token",
-        "o1 keeps to one token",
-        "f3 looks mostly beyond the 16 nearest tokens",
+        "o1 keeps to one token (1 drawn as first token)",
+        "f3 looks mostly beyond the 16 nearest tokens (1 drawn as first token)",
     ]
     assert "All 3 heads look mostly beyond the 16 nearest tokens" in browser.run("return document.body.textContent")
     browser.run(

@@ -139,8 +139,10 @@ def test_a_model_of_the_same_shape_keeps_its_estimates():
         "heads": [{"block": "decoder", "layer": 0, "head": 0, "predicted": masses, "measured": masses,
                    "attention_profile": [1.0], "logit_profile": [0.0]}],
     }  # fmt: skip
-    first, second, *_ = views_of([one, other, measured])
-    assert "estimated_near_mass" not in first.columns and "estimated_near_mass" in second.columns
+    first, second, *_ = views_of([one, other, measured])  # its own head's measurement judges an estimate
+    assert {"estimated_near_mass", "measured_near_mass_beyond_first"} <= first.columns.keys()
+    assert "estimated_near_mass" in second.columns
+    assert not any("estimated" in one.text for one in headline([first], []))
 
 
 def test_an_estimate_is_not_said_beside_a_measurement():

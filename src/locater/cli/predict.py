@@ -55,7 +55,7 @@ def predict(
         raise BadArguments("--text random goes without --by-line and --tokenizer")
     named = Text(RANDOM if text == Path(RANDOM) else text, tokenizer, by_line)
     chosen = parse_spans(layers, "--layers")
-    with progress(f"predicting {source}", steps="windows and layers", long=True) as tell:
+    with progress(f"predicting {source}", long=True) as tell:
         found = run(Stored(source, timeout=timeout), text=named, layers=chosen, effort=effort, progress=tell)
     _print(console, found, heads=heads)
     save_result(found.to_json(), json=json, html=html, plot=plot)
@@ -118,6 +118,7 @@ def _agreement(found: "Prediction") -> FittedTable:
     ranked, most, errors = found.spearman, found.ceiling, found.calibration_error
     body = []
     for name in ranked:
-        ranks = ("–" if rho is None else f"{rho:.3f}" for rho in (ranked[name], most[name]))
-        body.append([quantity(name).heading, *ranks, f"{errors[name]:.3g}", quantity(name).words])
+        rank = "–" if ranked[name] is None else f"{ranked[name]:.3f}"
+        ceiling = f"{most[name]:.3f}" if most[name] else "–"  # halves that do not agree tell of none
+        body.append([quantity(name).heading, rank, ceiling, f"{errors[name]:.3g}", quantity(name).words])
     return table(["number", "Spearman", "ceiling", "error", "meaning"], body, words=["number", "meaning"])

@@ -10,7 +10,7 @@ from ..budget import limited
 from ..errors import net, refusal
 from ..packages import plugins
 from ..records import Json, as_written
-from .output import console_for, example
+from .output import aside, console_for, example
 from .results import PagePath, Timeout, progress, save_html
 
 
@@ -34,6 +34,8 @@ def report(
     times = [Path(source).stat().st_mtime for source in sources if Path(source).exists()]
     with as_written(", ".join(sources)):
         save_html(documents, out, title=title, when=max(times, default=None), note=note)
+    if note is None:
+        aside('to say at its top why you send it: --note "…"')
     for document in documents:
         for sentence in document.get("story", ()):
             console_for(None, aside=True).print(escape(sentence), soft_wrap=True)
@@ -62,5 +64,5 @@ def _read(source: str) -> Json:
     from ..models.sources import Stored
     from ..scanning.scan import scan
 
-    with progress(f"scanning {source}", steps="layers") as tell:
+    with progress(f"scanning {source}") as tell:
         return scan(Stored(source), details=("eigenvalues", "curves"), progress=tell).to_json()

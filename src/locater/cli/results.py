@@ -4,9 +4,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -60,18 +60,18 @@ Retry = Annotated[bool, typer.Option("--retry", help="Measure again what failed 
 
 
 @contextmanager
-def progress(task: str, *, steps: str, long: bool = False) -> Iterator[Tell]:
-    """Gives a function to be told of steps (what they are says `steps`); a task that is `long` says that it begins."""
+def progress(task: str, *, long: bool = False) -> Iterator[Tell]:
+    """Gives a function to be told of steps; a task that is `long` says that it begins."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(shown(task), steps, long=long)
+        yield _lines(shown(task), long=long)
         return
     with Progress(console=console, transient=True) as bar:
         number = bar.add_task(escape(shown(task)), total=None)
         yield lambda done, total: bar.update(number, completed=done, total=total)
 
 
-def _lines(task: str, steps: str, *, long: bool) -> Tell:
+def _lines(task: str, *, long: bool) -> Tell:
     if long:
         aside(f"{task} …")
     last = monotonic()
@@ -79,7 +79,7 @@ def _lines(task: str, steps: str, *, long: bool) -> Tell:
     def tell(done: int, total: int) -> None:
         nonlocal last
         if done < total and monotonic() - last >= BETWEEN_LINES:
-            aside(f"{task}: {done} of {total} {steps}")
+            aside(f"{task}: step {done} of {total}")
             last = monotonic()
 
     return tell
@@ -139,7 +139,16 @@ def facts_of(when: float | None) -> dict[str, str]:
     date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = shown(shlex.join(["locater", *sys.argv[1:]]))
     versions = ", ".join(f"{name} {_version(name)}" for name in ("locater", "torch"))
-    return {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
+    facts = {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
+    return facts | {"locater is at": address for address in _addresses()}
+
+
+def _addresses() -> list[str]:
+    """List where this package is published, by its metadata; nothing before it is."""
+    with suppress(PackageNotFoundError):
+        pairs = [url.split(", ") for url in metadata("locater").get_all("Project-URL") or ()]
+        return [url for name, url in pairs if name == "Repository" and "/OWNER/" not in url]
+    return []
 
 
 def _version(package: str) -> str:

@@ -40,6 +40,7 @@ MOST_FAILURES = 5
 COLUMNS = ("estimated_near_mass", "trace_over_temperature", "eta_over_temperature", "xi", "localisation")
 SPARE = ("trace_over_temperature", "localisation")  # the first to go where a screen is narrow
 RANGE = "ξ range"
+KEY = "near?: estimated share on the 16 nearest tokens; local: share the theory drops"
 MEASURE = "What heads do on text, measured: locater predict MODEL"
 MEDIANS = "medians of each layer's heads, and how many heads have each regime"
 
@@ -93,7 +94,7 @@ def scan(
     if "eigenvalues" in asked or any(condition.column == "spread" for condition in conditions):
         details.add("eigenvalues")
     chosen = parse_spans(layers, "--layers")
-    with progress(f"scanning {stored.place}", steps="layers") as tell:
+    with progress(f"scanning {stored.place}") as tell:
         found = run(stored, layers=chosen, length=length, raw="raw" in asked, details=details, progress=tell)
     _print(console, found, heads=heads)
     save_result(found.to_json(), json=json, html=html, table=table, rows=(row.to_record() for row in found.heads))
@@ -111,6 +112,7 @@ def _print(console: Console, found: "Scan", *, heads: bool) -> None:
     for told in found.behaviour():
         print_bullet(console, "[red]![/red]" if told.sentence == RANDOM_WEIGHTS else "[green]·[/green]", told.sentence)
     console.print()
+    console.print(f"[dim]{KEY}[/dim]")
     console.print(_head_table(found.heads) if heads else _layer_table(found.heads))
     console.print()
     known = any(row.estimated_near_mass is not None for row in found.heads)

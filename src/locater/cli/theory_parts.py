@@ -25,7 +25,7 @@ def show_phase_diagram(*, plot: Path | None, json: Path | None) -> None:
     from ..theory.phase_diagram import phase_diagram
 
     console = console_for(json)
-    with progress("computing the plane", steps="rows", long=True) as tell:
+    with progress("computing the plane", long=True) as tell:
         document = phase_diagram(generator=torch.Generator().manual_seed(0), progress=tell)
     console.print(_map(document), markup=False)
     console.print()

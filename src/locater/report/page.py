@@ -114,7 +114,7 @@ def page(
     return assemble(asset("page.html"), [asset(f"{name}.js") for name in SCRIPTS], parts)
 
 
-MAP = """The map below has a cell for each head, one row per layer. Its colour says what the head does, where that is
+MAP = """The map has a cell for each head, one row per layer. Its colour says what the head does, where that is
 known. The menu above the map colours it by a number instead."""
 ONE = "There is one head here; its numbers are below."
 

@@ -14,7 +14,7 @@ from .views import all_shown, mean_of_known, views_of
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 SHADES = ".:-=+*#%@"
-LABEL = 4  # columns for the number of a layer
+LABEL = 4  # columns for the numbers of a line's layers, or more
 MOST_HEADS = 65_536  # of a layer; a spoiled number would ask for a map of that width
 MOST_LAYERS = 64
 SCALE = 9  # steps of the scale beneath
@@ -103,10 +103,11 @@ class HeatMap:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:
             return
-        room = options.max_width - LABEL - 2
+        margin = max(LABEL, 2 * max(map(len, self.labels)) + 1)
+        room = options.max_width - margin - 2
         columns = _merge([*zip(*self.cells, strict=True)], room)  # heads, then layers beyond what a screen holds
         cells = _merge([*zip(*columns, strict=True)], MOST_LAYERS)
-        every = -(-len(self.cells) // len(cells))
+        every, heads = -(-len(self.cells) // len(cells)), -(-len(self.cells[0]) // len(columns))
         known = [value for row in cells for value in row if value is not None]
         if not known:
             return
@@ -116,23 +117,26 @@ class HeatMap:
         shares = [[None if v is None else (v - low) / (high - low or 1) for v in row] for row in cells]
         wide = 2 if 2 * len(cells[0]) <= room else 1
         yield Text(self.title, style="dim")
-        labels = self.labels[::every]
         in_colour = bool(console.color_system) and not console.no_color and console.encoding.lower().startswith("utf")
+        labels = [f"{label:>{margin}} " for label in _spans(self.labels, 2 * every if in_colour else every)]
+        yield Text(" " * (margin + 1) + _numbers(len(columns), wide, heads), style="dim")
         if in_colour:
             yield from self._blocks(shares, labels, wide)
         else:
             for label, row in zip(labels, shares, strict=True):
-                yield Text(f"{label:>{LABEL}} " + "".join(_shade(share) * wide for share in row))
-        scale = Text(f"{'':>{LABEL}} {low:.3g} ")
+                yield Text(label + "".join(_shade(share) * wide for share in row))
+        scale = Text(f"{'':>{margin}} {low:.3g} ")
         for step in range(SCALE):
             share = step / (SCALE - 1)
             scale.append("█" if in_colour else _shade(share), Style(color=self._colour(share)) if in_colour else "")
         yield scale.append(f" {high:.3g}")
+        cell = f"the mean of {heads} heads in {every} layers" if max(heads, every) > 1 else "a head of a layer"
+        yield Text(f"{'':>{margin}} {'half a block' if in_colour else 'a letter'}, {wide} wide, is {cell}", style="dim")
 
     def _blocks(self, shares: list[list[float | None]], labels: Sequence[str], wide: int) -> Iterator[Text]:
         """Two layers in a line: the upper half of each letter, and its ground."""
         for number in range(0, len(shares), 2):
-            line = Text(f"{labels[number]:>{LABEL}} ")
+            line = Text(labels[number // 2])
             below = shares[number + 1] if number + 1 < len(shares) else [None] * len(shares[number])
             for upper, lower in zip(shares[number], below, strict=True):
                 line.append("▀" * wide, Style(color=self._colour(upper), bgcolor=self._colour(lower)))
@@ -150,6 +154,28 @@ class HeatMap:
 
 def _shade(share: float | None) -> str:
     return " " if share is None else SHADES[min(len(SHADES) - 1, int(share * len(SHADES)))]
+
+
+def _spans(labels: Sequence[str], each: int) -> list[str]:
+    """Name the layers of each line.
+
+    >>> _spans(["0", "1", "2"], 2)
+    ['0-1', '2']
+    """
+    groups = (labels[start : start + each] for start in range(0, len(labels), each))
+    return [f"{group[0]}-{group[-1]}" if len(group) > 1 else group[0] for group in groups]
+
+
+def _numbers(count: int, wide: int, each: int) -> str:
+    """Number the heads over their columns, as many as have room.
+
+    >>> _numbers(3, 2, 1), _numbers(13, 1, 1)
+    ('0 1 2', '0  3  6  9')
+    """
+    longest = len(str(each * (count - 1)))
+    step = -(-(longest + 1) // wide)
+    fitting = (column for column in range(0, count, step) if column * wide + longest <= count * wide)
+    return "".join(f"{each * column:<{step * wide}}" for column in fitting).rstrip()
 
 
 def _merge(rows: Sequence[Sequence[float | None]], room: int) -> list[tuple[float | None, ...]]:

@@ -54,14 +54,16 @@ def views_of(documents: Sequence[Document]) -> list[View]:
         reader = READERS.get(document["schema"])
         if reader is not None:
             _join(views, reader(document))
-    measured = [{name for other in views if _is_of(other, view, views) for name in other.columns} for view in views]
+    # Beside its own measurement an estimate can be judged; in another view it would contradict.
+    others = ([other for other in views if other is not view and _is_of(other, view, views)] for view in views)
+    measured = [{name for other in each for name in other.columns} for each in others]
     for view, names in zip(views, measured, strict=True):
         _drop_estimates(view, names)
     return [*views, *_pairs(views)]
 
 
 def _drop_estimates(view: View, measured: set[str]) -> None:
-    """Drop the estimates of numbers that were measured of the same heads of the same model."""
+    """Drop the estimates of numbers that another view has measured of the same heads of the same model."""
     for name in filter(_is_estimate, [*view.columns]):
         plain = name.removeprefix(ESTIMATED)
         if measured & {side + plain + rest for side in ("", "measured_") for rest in ("", "_beyond_first")}:

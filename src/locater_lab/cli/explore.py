@@ -33,7 +33,7 @@ def explore(
             "a scan (locater.scan/1)", document["schema"], "make one with: locater scan MODEL --json SCAN.json"
         )
     console = console_for(None, aside=True)
-    with progress("computing the plane and the exact grid", steps="rows", long=True) as tell:
+    with progress("computing the plane and the exact grid", long=True) as tell:
         generator = torch.Generator().manual_seed(SEED)
         phase = phase_diagram(d_model=WIDTH, num_walks=NUM_WALKS, generator=generator, progress=tell)
         with as_written(str(scan)):

@@ -169,7 +169,7 @@ def measure_all(sweep: "Sweep", *, jobs: int, retry: bool = False, on: str | Non
 
     if retry:
         sweep.retry()
-    with progress(sweep.folder.name, steps="points") as tell:
+    with progress(sweep.folder.name) as tell:
         if on is None:
             engines.local(sweep, measure_for(sweep), jobs=jobs, tell=tell)
         else:

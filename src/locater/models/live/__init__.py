@@ -28,7 +28,9 @@ __all__ = ["LiveModel", "is_known", "open_live", "settings"]
 
 OF_FILES = ("auto_map", "architectures")  # whose word on its code is not needed where the code itself is there
 MOST_NAMED = 3  # of what differs in a model
-AS_NAMED = "as named, without positions, norms and mask, not run"
+AS_NAMED = (
+    "as named, without positions, norms and mask, not run; what is done to queries after the projection is not in η"
+)
 BY_KINDS = "by the kinds of its modules, not run"
 
 

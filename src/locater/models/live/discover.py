@@ -25,7 +25,7 @@ from .explain import batched, tolerance
 from .logits import largest_gap
 from .proving import Search
 from .tensors import ModuleTensors, called, named_modules
-from .watch import PassRecord, Sample, quietly, run_sample
+from .watch import BY_NAME, PassRecord, Sample, quietly, run_sample
 
 
 def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = None) -> list[AttentionModule]:
@@ -37,7 +37,7 @@ def discover(model: nn.Module, sample: Sample, tensors: ModuleTensors | None = N
     rows = finder.over(sample)
     if not rows:
         kind = type(finder.tensors.model).__name__
-        raise missing(f"attention in one pass of {kind} over the sample", "name the projections by heads=…")
+        raise missing(f"attention in one pass of {kind} over the sample", BY_NAME)
     # Each attention once, however often it was called.
     return list({(name, found.query_name, found.row.fused): found for name, found in rows}.values())
 

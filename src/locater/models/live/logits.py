@@ -12,7 +12,7 @@ from ...attention.masks import admits, plain_mask
 from ...errors import refusal
 from ...head import Head
 from .explain import alike, tolerance
-from .watch import QueryKeyProduct
+from .watch import BY_NAME, QueryKeyProduct
 
 ROWS = 32  # queries whose masks are looked at together
 
@@ -140,7 +140,7 @@ def of_scores(call: AttentionCall, products: Sequence[QueryKeyProduct]) -> Atten
     raise refusal(
         "a softmax of products of queries and keys, scaled or capped",
         "other logits",
-        "call scaled_dot_product_attention, or name the projections by heads=…",
+        f"call scaled_dot_product_attention, or {BY_NAME}",
     )
 
 

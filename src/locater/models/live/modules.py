@@ -232,10 +232,10 @@ def describe_modules(modules: dict[str, nn.Module]) -> str:
     name, (query, key) = known or ("layer", ("q_proj", "k_proj"))
     listed = ", ".join(f"`{name}` ({type(modules[name]).__name__})" for name in likely[:4])
     listed += f" and {len(likely) - 4} more" if len(likely) > 4 else ""
-    form = f'heads=[("{name}.{query}", "{name}.{key}", num_heads, num_key_heads), …]'
+    form = f'locater.Live(model, heads=[("{name}.{query}", "{name}.{key}", num_heads, num_key_heads), …])'
     return (
-        f"it has {listed or 'no module that looks like attention'}: give a batch by sample=… to find its heads in one "
-        f"forward pass, or name the projections by {form}"
+        f"it has {listed or 'no module that looks like attention'}: give a batch to find its heads in one forward "
+        f"pass, locater.Live(model, sample=batch); or name the projections, {form}"
     )
 
 

@@ -35,7 +35,7 @@ from .explain import (
 from .head_norms import Gain, Made, Source, Vectors, explain_behind, explain_normed, explain_scaled
 from .logits import Reach, is_all_within, of_scores, reach
 from .tensors import ModuleTensors
-from .watch import PassRecord, Product, module_of
+from .watch import BY_NAME, PassRecord, Product, module_of
 
 MOST_TOKENS = 128  # of a call, for the search and the proof; later tokens follow the same rule
 
@@ -49,8 +49,7 @@ class Search:
         self.allowed, self.otherwise = tolerance(call.query.dtype), None
         self.query, self.key = (part.transpose(1, 2)[:, :MOST_TOKENS].float() for part in (call.query, call.key))
         if not (bool(self.query.any()) and bool(self.key.any())):  # any rows of a weight would explain them
-            remedy = "name the projections by heads=…, or look again after a step"
-            raise refusal("queries and keys that are not all zero", "zeros", remedy)
+            raise refusal("queries and keys that are not all zero", "zeros", f"{BY_NAME}, or look again after a step")
 
     def row(self) -> Attention:
         """The first pair of explanations, of queries and of keys, that gives the call's logits again."""
@@ -80,7 +79,7 @@ class Search:
         return refusal(
             f"{side} that are rows of one product with a parameter, normed or not, then turned or not",
             f"something else after {', '.join(names) or 'no product with a parameter'}",
-            "name the projections by heads=…",
+            BY_NAME,
         )
 
     def _queries(self) -> Iterator[tuple[Made, Rotary | None]]:

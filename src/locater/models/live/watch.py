@@ -21,6 +21,8 @@ Sample = Tensor | Mapping[str, Any] | Sequence[Any]
 PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 TANH = (torch.tanh, Tensor.tanh, functional.tanh)
 OF_PAIRS = (*PRODUCTS[1:4], torch.bmm, Tensor.bmm)  # by which queries meet keys where attention is written out
+# Stabilisers take heads themselves; what reads a model takes them with it.
+BY_NAME = "name the projections by heads=[…] (an argument of stabilisers, and of locater.Live(model, heads=[…]))"
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,16 +3,28 @@
 function drawHead(app, place) {
   const { view, selected } = app;
   document.getElementById("head-title").textContent = `Head ${view.title(selected)}`;
-  const figures = html("div", { class: "charts" });
-  const known = [eigenvalueFigure, profileFigure, logitFigure, attentionFigure].filter((one) => one(app, BOX));
-  known.forEach((one, n) => {
+  const figures = (...kinds) => figuresOf(app, kinds, place.clientWidth >= 528);
+  const theory = figures(profileFigure, expectedFigure);
+  place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures(eigenvalueFigure, logitFigure, attentionFigure), ...(theory.children.length ? [inTheory(app, theory)] : []));
+}
+
+function figuresOf(app, kinds, isBroad) {
+  const known = kinds.filter((one) => one(app, BOX));
+  return html("div", { class: "charts" }, ...known.map((one, n) => {
     // An odd last one fills its row.
-    const wide = n === known.length - 1 && known.length % 2 === 1 && place.clientWidth >= 528;
+    const wide = n === known.length - 1 && known.length % 2 === 1 && isBroad;
     const drawn = one(app, wide ? { ...BOX, width: 2 * BOX.width + 16 } : BOX);
     if (wide) drawn.classList.add("wide");
-    figures.append(drawn);
-  });
-  place.replaceChildren(html("p", { class: "say" }, sentenceOn(app)), numbersOf(app), figures);
+    return drawn;
+  }));
+}
+
+// Curves of a random walk, and of logits without what all tokens share: they may rise where attention falls.
+function inTheory(app, figures) {
+  const said = app.view.has("does") ? (app.view.source.startsWith("estimated") ? "; the estimate above does not use them" : "; the measurement above does") : "";
+  const details = html("details", { class: "theory", open: app.isTheoryOpen, ontoggle: () => { app.isTheoryOpen = details.open; } }, html("summary", {}, "In the paper's theory"),
+    html("p", { class: "small" }, `These curves do not show where this head looks${said}.`), figures);
+  return details;
 }
 
 // A share that is nearly none or all by its bound.
@@ -148,29 +160,30 @@ function middles(bins) {
   return bins.map(([low, high]) => (low + high) / 2);
 }
 
+function expectedFigure(app, box) {
+  return overDistance("Expected logit over distance", linesOf(app, "expected_logits", app.view.distances, () => "from the weights: two tokens of like content", 0), box);
+}
+
 function logitFigure(app, box) {
-  const { view, selected } = app;
-  const series = [];
-  for (const name of Object.keys(view.expected_logits ?? {})) {
-    const line = view.line("expected_logits", name, selected);
-    if (line) series.push({ points: onto(view.distances, line), label: "from the weights: two tokens of like content", look: lineLook(0) });
-  }
-  Object.keys(view.logit_profile ?? {}).forEach((name, n) => {
-    const line = view.line("logit_profile", name, selected);
-    if (line) series.push({ points: onto(middles(view.bins), line), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) });
-  });
+  return overDistance("Logit over distance", linesOf(app, "logit_profile", middles(app.view.bins ?? []), (name) => TEXT_WORDS[name] ?? name, 1), box);
+}
+
+// What this head has of a group of lines.
+function linesOf({ view, selected }, group, places, called, first) {
+  return Object.keys(view[group] ?? {}).map((name, n) => ({ line: view.line(group, name, selected), label: called(name), look: lineLook(n + first) }))
+    .filter((one) => one.line).map(({ line, ...rest }) => ({ points: onto(places, line), ...rest }));
+}
+
+function overDistance(title, series, box) {
   if (!series.length) return null;
   const furthest = Math.max(...series.flatMap((one) => one.points.map((point) => point[0])));
-  const title = Object.keys(view.logit_profile ?? {}).length ? "Logit over distance" : "Expected logit over distance";
   const drawn = figure(title, series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance Δ in tokens" }, y: { label: "logit ω" } });
   drawn.append(html("p", { class: "small hint" }, "Logit: the attention score before the softmax."));
   return drawn;
 }
 
 function attentionFigure(app, box) {
-  const { view, selected } = app;
-  const series = Object.keys(view.attention_profile ?? {}).filter((name) => view.line("attention_profile", name, selected)).map((name, n) => ({
-    points: onto(middles(view.bins), view.line("attention_profile", name, selected)), label: TEXT_WORDS[name] ?? name, look: lineLook(n + 1) }));
+  const series = linesOf(app, "attention_profile", middles(app.view.bins ?? []), (name) => TEXT_WORDS[name] ?? name, 1);
   if (!series.length) return null;
   const furthest = Math.max(...series[0].points.map((point) => point[0]));
   return figure("Attention over distance, without the first token", series, { box, key: true, x: { range: [0, furthest], log: true, label: "distance in tokens, doubling bins" },

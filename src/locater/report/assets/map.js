@@ -128,11 +128,12 @@ class HeadMap {
   drawCells(pen) {
     const { view, marked } = this.app;
     const gap = this.width > 8 && this.height > 8 ? 1 : 0;
+    const unknown = hatching(pen);
     for (let head = 0; head < view.count; head++) {
       const [x, y] = this.corner(head);
       const colour = this.colour(head);
       pen.globalAlpha = marked && !marked.has(head) ? 0.14 : 1;
-      pen.fillStyle = colour ?? look("line");
+      pen.fillStyle = colour ?? unknown;
       pen.fillRect(x, y, this.width - gap, this.height - gap);
       if (this.app.words && colour) this.drawLetter(pen, head, x, y);
     }
@@ -182,12 +183,31 @@ class HeadMap {
     this.layout.labels.forEach((words, row) => row % every || drawn.append(text(words, 4, MARGIN.top + (row + 0.75) * this.height, label)));
     for (let head = 0; head < this.app.view.count; head++) {
       const [x, y] = this.corner(head);
-      drawn.append(svg("rect", { x, y, width: this.width, height: this.height, fill: this.colour(head) ?? look("line") }));
+      const colour = this.colour(head);
+      drawn.append(svg("rect", { x, y, width: this.width, height: this.height, fill: colour ?? look("panel") }));
+      if (!colour) drawn.append(svg("path", { d: `M${x},${y + this.height}l${this.width},${-this.height}`, stroke: look("soft") }));
     }
     for (const [name, value] of [["x", 0], ["y", TITLE_ROOM + cells], ["width", 420], ["height", tall]]) scale.setAttribute(name, value);
     const title = text(this.app.figureTitle(), 4, 18, { ...label, "font-size": 13, fill: look("ink") });
     return svg("svg", { viewBox: `0 0 ${width} ${height}` }, svg("rect", { width, height, fill: look("panel") }), title, drawn, scale);
   }
+}
+
+// Of what is not known: no colour, so that no word can be mistaken for it.
+function hatching(pen) {
+  const tile = html("canvas", { width: 6, height: 6 });
+  const stroke = tile.getContext("2d");
+  stroke.strokeStyle = look("soft");
+  for (const shift of [-6, 0, 6]) { stroke.moveTo(shift, 6); stroke.lineTo(shift + 6, 0); }
+  stroke.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+// The heads of a word whose cells have the colour of another.
+function drawnAs(app, code) {
+  const others = app.headsOf(code).map((head) => app.wordFor(head)).filter((word) => word !== app.words[code]);
+  const counts = app.words.map((word) => [others.filter((one) => one === word).length, word.name]).filter(([count]) => count);
+  return counts.length ? ` (${counts.map(([count, name]) => `${count} drawn as ${name}`).join(", ")})` : "";
 }
 
 // Every word on the map with its colour, letter and count; a click marks its heads.
@@ -199,10 +219,10 @@ function wordLegend(app) {
     const swatch = html("span", { class: "swatch", "aria-hidden": "true" }, word.letter.trim());
     Object.assign(swatch.style, { background: word.colour, color: inkOn(word.colour) });
     list.append(html("button", { type: "button", id: `word-${word.name.replace(" ", "-")}`, title: word.rule ?? null, "aria-pressed": String(app.why === word.name && Boolean(app.marked)),
-      onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${app.meaningOf(word)}`));
+      onclick: () => app.markWord(code) }, swatch, html("b", {}, String(count)), ` ${app.meaningOf(word)}${drawnAs(app, code)}`));
   });
   const unknown = app.headsWith((words) => !words.length).length;
-  if (unknown) list.append(html("span", { class: "small" }, `${unknown} not known (grey)`));
+  if (unknown) list.append(html("span", { class: "small" }, html("span", { class: "swatch hatched", "aria-hidden": "true" }), `${unknown} not known`));
   return list;
 }
 

@@ -126,7 +126,7 @@ class App {
     this.number = sentence.view;
     this.settle();
     this.marked = new Set(sentence.heads);
-    this.why = "the sentence above";
+    this.why = "the sentence chosen";
     this.selected = sentence.heads[0];
     this.draw();
     document.getElementById("map-section").scrollIntoView({ block: "start" });
