@@ -475,7 +475,7 @@ def test_names_do_not_make_a_vision_model():
     class FusedAttention(Attention):
         __module__ = "mine"
 
-    with pytest.raises(Refusal, match=r"`attn` \(FusedAttention\): give a batch .* locater.Live\(model, sample=batch\)"):
+    with pytest.raises(Refusal, match=r"`attn` \(FusedAttention\): .* locater.Live\(model, sample=batch\)"):
         modules.open_live(nn.ModuleDict({"attn": FusedAttention(identity)})).layers()
 
 

@@ -139,16 +139,16 @@ def facts_of(when: float | None) -> dict[str, str]:
     date = datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M UTC")
     command = shown(shlex.join(["locater", *sys.argv[1:]]))
     versions = ", ".join(f"{name} {_version(name)}" for name in ("locater", "torch"))
-    facts = {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}", "date of the results": date}
-    return facts | {"locater is at": address for address in _addresses()}
+    facts = {"command": command, "versions": f"{versions}, Python {sys.version.split()[0]}"}
+    return facts | {"date of the results": date} | _address()
 
 
-def _addresses() -> list[str]:
-    """List where this package is published, by its metadata; nothing before it is."""
+def _address() -> dict[str, str]:
+    """Say where this package is published, by its metadata; nothing before it is."""
     with suppress(PackageNotFoundError):
         pairs = [url.split(", ") for url in metadata("locater").get_all("Project-URL") or ()]
-        return [url for name, url in pairs if name == "Repository" and "/OWNER/" not in url]
-    return []
+        return {"locater is at": url for name, url in pairs if name == "Repository" and "/OWNER/" not in url}
+    return {}
 
 
 def _version(package: str) -> str:
