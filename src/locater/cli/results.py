@@ -146,8 +146,9 @@ def facts_of(when: float | None) -> dict[str, str]:
 def _address() -> dict[str, str]:
     """Say where this package is published, by its metadata; nothing before it is."""
     with suppress(PackageNotFoundError):
-        pairs = [url.split(", ") for url in metadata("locater").get_all("Project-URL") or ()]
-        return {"locater is at": url for name, url in pairs if name == "Repository" and "/OWNER/" not in url}
+        named = dict(url.split(", ") for url in metadata("locater").get_all("Project-URL") or ())
+        if (address := named.get("Repository")) and "/OWNER/" not in address:
+            return {"locater is at": address}
     return {}
 
 
