@@ -54,7 +54,7 @@ def views_of(documents: Sequence[Document]) -> list[View]:
         reader = READERS.get(document["schema"])
         if reader is not None:
             _join(views, reader(document))
-    # Beside its own measurement an estimate can be judged; in another view it would contradict.
+    # With its own measurement in view an estimate can be judged; in another view it would contradict.
     others = ([other for other in views if other is not view and _is_of(other, view, views)] for view in views)
     measured = [{name for other in each for name in other.columns} for each in others]
     for view, names in zip(views, measured, strict=True):
