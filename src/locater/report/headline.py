@@ -158,7 +158,7 @@ def _behaviour(number: int, view: View, may_estimate: bool) -> Iterable[Sentence
 def _suggest_predict(number: int, view: View) -> Iterable[Sentence]:
     """Suggest `predict` where only weights are known: they do not determine attention."""
     if "family" in view.facts and not any("near_mass" in column for column in view.columns if "estim" not in column):
-        words = "locater predict MODEL --text FILE --html page.html"
+        words = f"locater predict {view.called} --text FILE --html page.html"
         yield Sentence(f"These are the weights alone. What the heads do on your text: {words}", number, tone="advice")
 
 

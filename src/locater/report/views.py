@@ -1,6 +1,7 @@
 """Documents of any command as views: heads in rows, quantities in columns, models or steps as frames."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,12 @@ class View:
     @property
     def source(self) -> str:
         return self.facts.get("source", self.name)
+
+    @property
+    def called(self) -> str:
+        """The name by which others can have the model; MODEL where its source is a place of this machine."""
+        is_public = re.fullmatch(r"pip:[\w.-]+|[\w.-]+/[\w.-]+", self.source) and not Path(self.source).exists()
+        return self.source if is_public else "MODEL"
 
 
 def views_of(documents: Sequence[Document]) -> list[View]:
