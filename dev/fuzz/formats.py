@@ -425,7 +425,7 @@ def check_tokens(folder: Path, result: Any, whole: Any) -> str | None:
 
 MOMENTS = {"--moments": "1,2,9", "--temperature": "2"}
 OPTIONS = {
-    "theory": (*MOMENTS, "--length", "--method", "--covariance"),
+    "theory": (*MOMENTS, "--length", "--method"),
     "scan": ("--length", "--layers", "--spectrum", "--fail-on", "--timeout", "--adapter", "--layout"),
 }
 VALUES = ("nan", "inf", "-inf", "1e308", "0", "-1", "1", "3.5", "x", "", "1e-320", "9" * 400, "64", "[/x]", "exact")
@@ -470,10 +470,7 @@ def check_arguments(folder: Path, result: str, whole: Any) -> str | None:
     document = json.loads(result, parse_constant=lambda word: 1 / 0)
     if verb == "theory":
         named = (document["trace"], document["trace_of_square"], document["frobenius_squared"], document["temperature"])
-        if given.get("--covariance", "1") == "1" and list(named) != [
-            *map(float, given["--moments"].split(",")),
-            float(given["--temperature"]),
-        ]:
+        if list(named) != [*map(float, given["--moments"].split(",")), float(given["--temperature"])]:
             return "other moments than those given"
         profiles = document["profiles"].values()
         is_right = all(len(one) == int(given["--length"]) and 0 <= min(one) <= max(one) <= 1 for one in profiles)
