@@ -82,7 +82,7 @@ def answer(arms: Arms, how: str = TUNED) -> str:
     if not found.word:
         alone = together([f"{_by_seed(arms, arm)} with {ARMS[arm]}" for arm in LOCATERS if gains(arms, arm)])
         shown = f" Seed by seed the ratio is {alone}, which claims nothing." if alone else ""
-        return f"**There is no answer yet**: no form of LocAteR has three seeds beside `none`.{shown}"
+        return f"**There is no answer yet**: no form of LocAteR has three seeds, and `none` the same.{shown}"
     _, ends, early, _ = found
     shown = together([f"{ratio} with {ARMS[arm]}{ratio.shown_p}" for arm, ratio in ends.items()])
     sooner = together([f"{ratio} of the steps with {ARMS[arm]}" for arm, ratio in early.items()])

@@ -126,7 +126,7 @@ def test_the_record_that_a_scan_quotes_is_that_of_the_kept_rows():
     )
     assert "for {} of {} heads (near) and {} of {} (far)".format(*near, *far) in RECORD and len(rows) == 10
     share = (near[1] + far[1]) / sum(row["heads"] for row in rows)
-    assert f"cover {100 * share:.0f} % of the heads" in RECORD
+    assert f"cover {share:.0%} of the heads" in RECORD
 
 
 def test_words_are_right_of_four_in_five_of_every_kind():

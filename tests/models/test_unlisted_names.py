@@ -50,6 +50,7 @@ class Named:
 @cache
 def saved(name: str, root) -> tuple[dict, dict]:
     case, folder = case_named(name), root / name
+    folder.mkdir(exist_ok=True)
     case.save(case.build(), folder)
     with checkpoints.open(folder) as stored:
         return dict(stored.config), {name: tuple(stored.shape(name)) for name in stored.names}

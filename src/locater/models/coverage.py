@@ -133,7 +133,7 @@ HARMLESS = re.compile(
 )
 
 NOTHING = (None, False, 0, "", "none", "default", "absolute", [], {})
-# By who makes numbers of the codes, or by nobody: words of the user.
+# Read where codes become numbers, or words of the user that nothing reads.
 READ_ELSEWHERE = ("quantization_config", "quantization", "id2label", "label2id", "task_specific_params")
 UNDIVIDED = ("per_layer_config",)  # a table that says anything of a layer
 
@@ -141,8 +141,11 @@ UNDIVIDED = ("per_layer_config",)  # a table that says anything of a layer
 def unread_settings(family: Family, config: Config, stacks: Sequence[Stack]) -> list[str]:
     """The entries of a config that may change a logit, nested ones by their path, and that no row asks for."""
     asked = asked_by_rows(family, config, stacks)
+    # The entries of a GGUF file are translated, some to several spellings, so that no type's own code lists them.
+    is_translated = getattr(stacks[0][0].tensors, "format", "") == "gguf"
+    listed = None if is_translated else listed_entries(family)
     # An entry counts as asked for where a table around it was taken whole.
-    paths = {*telling(config.values, listed_entries(family)), *_other_sizes(config, stacks)}
+    paths = {*telling(config.values, listed), *_other_sizes(config, stacks)}
     return sorted(path for path in paths if asked.isdisjoint({path, *outer_modules(path)}))
 
 

@@ -107,7 +107,7 @@ CONDITIONS = (
 )  # fmt: skip
 
 
-OF_TOKENS = ("rank collapse", RESTING[1])  # that tokens or keys are not told apart, which may be the text's doing
+OF_TOKENS = ("rank collapse", RESTING[1])  # of tokens or keys that are alike, which may be the text's doing
 
 
 class Alarms:

@@ -92,7 +92,7 @@ class AttentionMonitor:
             self.hooks = Hooks(self.entry, self.seen)
             self.first_call = FirstCall(self.entry, self._try_actions) if self.responses.all() else None
             handles = [*self.hooks.handles, *([self.first_call.handle] if self.first_call is not None else ())]
-            # One that nobody holds any more leaves too: a cell that is run again makes another.
+            # One without a reference leaves too: a cell that is run again makes another.
             self.leave = weakref.finalize(self, _leave, handles, self.responses)
             self.leave.atexit = False
         return self

@@ -137,7 +137,7 @@ def compare(
         expanded = [replace(one, timeout=timeout) for one in expanded]
     one_scan = partial(scan, layers=None if layers is None else list(layers), length=length, raw=raw)
     with limited(seconds=timeout):
-        scans = [*map(one_scan, expanded)] if jobs == 1 else _in_processes(jobs, one_scan, expanded)
+        scans = [*map(one_scan, expanded)] if jobs == 1 else _map_over_processes(jobs, one_scan, expanded)
     with net(names):
         return follow(scans)
 
@@ -185,7 +185,7 @@ def _holds_weights(entry: Path) -> bool:
     return entry.suffix in WEIGHTS and not sharded and not OTHER.match(entry.name)
 
 
-def _in_processes(jobs: int, one_scan: Callable[[Stored], Scan], sources: Sequence[Stored]) -> list[Scan]:
+def _map_over_processes(jobs: int, one_scan: Callable[[Stored], Scan], sources: Sequence[Stored]) -> list[Scan]:
     """Several at a time, each with its own memory."""
     import multiprocessing
 

@@ -50,8 +50,8 @@ random-walk tokens, simulated at each point, shows what really happens:
 
 A mean away from zero with a small variance keeps clear of both failures in
 one simulated layer of walks: the paper's claim. In depth it can fail: of eight
-layers without norms all early heads collapsed. Beyond |tr W| = λ softmax sharpens again: attention is still
-localized, but on very few tokens.
+layers without norms all early heads collapsed. Beyond |tr W| = λ softmax
+sharpens again: attention is still localized, but on very few tokens.
 """
 
 
@@ -60,13 +60,13 @@ FILES = """
   one_head.png, phase_diagram.png   the theory: one head, then all on one plane
   training.png                      how both models learnt; their eigenvalues
   attention.png                     what each of them attends to
-  report.html                       both models' numbers and curves, in a browser
+  report.html                       both models in numbers and curves
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo --out {out}[/bold] shows it again and trains nothing anew.
 Next: [bold]locater train --help[/bold], and docs/notation.md for the letters."""
 QUICK_FILES = """
 [bold]All of it lies in {out}[/bold]
-  report.html                       both models' numbers and curves, in a browser
+  report.html                       both models in numbers and curves
   without/, with/                   the two runs; model/ has the weights
 [bold]locater demo[/bold] trains longer, and draws the plane, the models and their attention."""
 

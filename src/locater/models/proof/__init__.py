@@ -159,7 +159,7 @@ def family_of(proof: Proof, values: JsonMapping, further: Sequence[str] = ()) ->
         else []
     )
     known = twin.known_entries(proof.model_type, values)
-    unread = [path for path in telling(values, known) if known.isdisjoint(path.split("."))]
+    unread = [path for path in telling(values) if known.isdisjoint(path.split("."))]
     notes += [f"not read in the config: `{path[:120]}`" for path in unread[:1]]
     left_out = ", ".join(notes) or None
     family = Family(proof.model_type, (proof.model_type,), rows, partial=lambda config: left_out)
