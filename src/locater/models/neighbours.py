@@ -83,7 +83,7 @@ def unknown_neighbours(around: Surroundings, tensors: Tensors, family: Family) -
 
 
 def _acts_by_list(around: Surroundings, name: str, family: Family) -> bool:
-    """Count every further tensor of what is read itself, and of the rest of a layer those that the family does not have.
+    """Count every tensor of what is read itself, and of the rest of a layer those that the family does not have.
 
     Beside all layers stand heads for all kinds of tasks, which no list has: there a name must tell.
     """
