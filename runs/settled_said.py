@@ -11,9 +11,9 @@ ARMS = {"held": "κ held", "released": "κ released", "decay": "weight decay on 
 LIMIT = "**An honest limit.** "
 COLUMNS = 120
 SMALL_RATIO = "0.949 [0.918, 0.981]"  # of `held` in runs/candidates.py
-TUNED, UNTUNED = "each arm at its own best rate", "at one rate, not tuned"
+TUNED, UNTUNED = "each arm at its own best rate", "rate not tuned"
 TUNED_SHORTER = "rates tuned at 10,000 steps"
-NOW = "In a run that diverges now use `RollBack(0.2)` instead."
+NOW = "If it diverges: `RollBack(0.2)`."
 
 
 class Ratio(NamedTuple):
@@ -99,7 +99,7 @@ def _ratio(where: str, found: Outcome) -> str:
 def _plainly(end: Outcome, longer: Outcome) -> str:
     """The gain in per cent, with its baseline and no letter of the theory."""
     less = 100 * (1 - float(SMALL_RATIO.split()[0]))
-    small = f"In a small model LocAteR ends {less:.0f} % lower in perplexity than training without it, as QK-norm does."
+    small = f"In a small model LocAteR ends {less:.0f} % lower in perplexity than without it, as QK-norm does."
     if not end.word:
         return f"{small} Whether it still leads at the end of training on WikiText-2 is not settled."
     early = {EARLY: ", and it leads only early", NOT_SURE: ", and it leads early"}.get(end.word, "")
